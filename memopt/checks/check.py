@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
 from memopt.account.account import distinct_bytes
@@ -24,7 +23,7 @@ from memopt.price.price import RETURN_OUTPUTS
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
 from memopt.run.training import TrainingCalls
-from memopt.show.report import as_text
+from memopt.show.report import as_text, new_table
 from memopt.solver import simulate
 from memopt.training_state import TrainingState
 from memopt.units import size
@@ -81,22 +80,16 @@ class AccountCheck:
 
     def table(self) -> str:
         """All rows with predicted and measured bytes and their difference, as text."""
-        return as_text(self._table())
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _table(self) -> Table:
         title = f"{self.model} with {self.optimizer} on {self.device}: predicted, and measured in a step"
-        table = Table(title=title, title_justify="left")
-        table.add_column("row")
-        for column in ("predicted", "measured", "difference", ""):
-            table.add_column(column, justify="right")
+        table = new_table(title, "row", right=("predicted", "measured", "difference", ""))
         for row in self.rows:
             table.add_row(*_cells(row))
         table.add_section()
         table.add_row(*_cells(self.total))
-        return table
+        return as_text(table)
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 def _cells(row: AccountRow) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
-from memopt.checks.reference import Accuracies, Accuracy, GradientError, dense, largest_of, ratio_of
+from memopt.checks.reference import Accuracies, Accuracy, dense, largest_of, ratio_of
 from memopt.errors import GIB
-from memopt.show.report import as_text
+from memopt.show.report import as_text, new_table
 from memopt.training_state import Tensors
 from memopt.units import duration, size
 
@@ -160,12 +160,10 @@ class Comparison:
         return tuple((title, run, accuracy) for title, run, accuracy in runs if run is not None)
 
     def _runs_table(self) -> Table:
-        table = Table(title="One forward and backward", title_justify="left")
         columns, known = self._columns, self.accuracies
         exact = [known] if known is not None and known.reference == "float64" else []  # has a column of its own
-        table.add_column("")
-        for title in (*(reference.reference for reference in exact), *(title for title, *_ in columns)):
-            table.add_column(title, justify="right")
+        right = (*(reference.reference for reference in exact), *(title for title, *_ in columns))
+        table = new_table("One forward and backward", "", right=right)
 
         def add(title: str, cells: Iterable[str], first: str = "") -> None:
             table.add_row(title, *(first for _ in exact), *cells)
@@ -188,24 +186,18 @@ class Comparison:
 
 def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accuracy | None]]) -> Table:
     """A table of the relative error of each gradient in each run, the worst of the optimised run first."""
+    runs = {name: accuracy.gradients for name, _, accuracy in columns if accuracy is not None}
+    errors = [{error.name: error for error in gradients} for gradients in runs.values()]
     title = f"Gradients against {known.reference}: |g - r| / |r|"
-    table = Table(title=title, title_justify="left")
-    table.add_column("parameter", overflow="fold")
-    errors: list[dict[str, GradientError]] = []
-    for name, _, accuracy in columns:
-        if accuracy is not None:
-            table.add_column(name, justify="right")
-            errors.append({error.name: error for error in accuracy.gradients})
+    table = new_table(title, Column("parameter", overflow="fold"), right=runs)
     for worst in known.optimized.worst_first[:WORST_ROWS]:
         table.add_row(worst.name, *(f"{by_name[worst.name].relative:.2e}" for by_name in errors))
     return table
 
 
 def _differences_table(differing: list[Difference]) -> Table:
-    table = Table(title=f"The worst of {len(differing)} that differ from the plain model's", title_justify="left")
-    table.add_column("parameter or buffer", overflow="fold")
-    for title in ("absolute", "relative"):
-        table.add_column(title, justify="right")
+    title = f"The worst of {len(differing)} that differ from the plain model's"
+    table = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
     for difference in differing[:WORST_ROWS]:
         table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")
     return table

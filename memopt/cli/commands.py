@@ -193,10 +193,11 @@ def cards(as_json: bool, debug: bool) -> None:
     Example:
       memopt cards
     """
-    from rich.table import Table
+    from rich.table import Column
 
     from memopt.device import hardware, known_hardware
     from memopt.errors import GIB
+    from memopt.show.report import new_table
 
     cards = [hardware(name) for name in known_hardware()]
     if as_json:
@@ -214,10 +215,9 @@ def cards(as_json: bool, debug: bool) -> None:
             ]
         )
         return
-    table = Table(title="Cards: --device NAME; the default budget is the memory", title_justify="left")
-    table.add_column("name", no_wrap=True)
-    for title in ("memory GB", "GB/s", "TFLOPS fp32", "16 bits", "link GB/s"):
-        table.add_column(title, justify="right")
+    right = ("memory GB", "GB/s", "TFLOPS fp32", "16 bits", "link GB/s")
+    title = "Cards: --device NAME; the default budget is the memory"
+    table = new_table(title, Column("name", no_wrap=True), right=right)
     for card in cards:
         half = max(card.flops.get("bfloat16", 0.0), card.flops.get("float16", 0.0))
         link = f"{card.link_bytes_per_second / 1e9:.4g}" if card.link_bytes_per_second else "–"

@@ -45,9 +45,7 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
         raise UsageError(
             f"{name!r} names no file or module before the colon; write file.py{name} or package.module{name}"
         )
-    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
-        loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
-    found = _attribute(loaded, attribute, name)
+    found = _attribute(_loaded(module), attribute, name)
     _check_arguments(found, values, name)
 
     def build() -> nn.Module:
@@ -93,9 +91,7 @@ def named_function(name: str) -> Callable[..., Any]:
             raise UsageError(f"--loss: torch.nn.functional has no {name!r}; cross_entropy and mse_loss are some it has")
         return found
     module, _, attribute = name.rpartition(":")
-    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
-        loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
-    function: Callable[..., Any] = _attribute(loaded, attribute, name)
+    function: Callable[..., Any] = _attribute(_loaded(module), attribute, name)
     return function
 
 
@@ -108,6 +104,12 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
     except (ValueError, SyntaxError):
         return name, value
+
+
+def _loaded(module: str) -> ModuleType:
+    """The user's module by its dotted name, or by the path of its file."""
+    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+        return _load_file(Path(module)) if module.endswith(".py") else _import(module)
 
 
 def _import(name: str) -> ModuleType:

@@ -63,11 +63,11 @@ def explain(job: Job, op: str | None) -> None:
 
     plan = planned(job)
     if op is not None:
-        story = story_of(plan, op)
+        figures, table = story_of(plan, op)
         if job.json:
-            show_json(story.figures)
+            show_json(figures)
         else:
-            show(*story.parts)
+            show(table)
         return
     if job.json:
         show_json({**plan_figures(plan), "levers_in_use": _lever_figures(plan)})
@@ -78,21 +78,17 @@ def explain(job: Job, op: str | None) -> None:
 def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
     """Sentences and tables: the peak, the largest values, what the levers did and at what price, and the notes."""
     from memopt.show.report import bytes_table, headline, receipt_table
+    from memopt.units import size
 
     levers = [
         f"{lever['name']}: {lever['what']} Losses and gradients: {lever['exactness']}. Price: {lever['price']}."
         for lever in _lever_figures(plan)
     ]
-    rest = f"{plan.model} has room for {_spare(plan)} more within this budget."
+    spare = size(plan.budget_bytes - plan.predicted_peak_bytes).replace("–", "nothing")
+    rest = f"{plan.model} has room for {spare} more within this budget."
     receipt: list[RenderableType] = [receipt_table(plan.receipt)] if plan.receipt else []
     notes = [f"note: {note}" for note in plan.notes]
     return [headline(plan), rest, "", bytes_table(plan), "", values, "", *receipt, *levers, "", *notes]
-
-
-def _spare(plan: Plan) -> str:
-    from memopt.units import size
-
-    return size(plan.budget_bytes - plan.predicted_peak_bytes).replace("–", "nothing")
 
 
 def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
@@ -100,16 +96,9 @@ def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
     from memopt import LEVERS
 
     used = dict.fromkeys([*(row.lever for row in plan.receipt), *plan.levers, *plan.proposals])
-    return [
-        {
-            "name": name,
-            "what": LEVERS[name].what,
-            "exactness": LEVERS[name].exactness,
-            "price": LEVERS[name].price,
-        }
-        for name in used
-        if name in LEVERS
-    ]
+    known = {name: LEVERS[name] for name in used if name in LEVERS}
+    told = ("what", "exactness", "price")
+    return [{"name": name, **{field: getattr(lever, field) for field in told}} for name, lever in known.items()]
 
 
 @click.command("diff", short_help="Show what the plan changes in the model's graph.")
@@ -135,7 +124,9 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
       memopt diff gpt2 --set n_layer=2 --device cpu --budget-gb 2.8 --against-budget-gb 3.2
     """
     if against is not None:
-        _check_gigabytes(against)
+        from memopt.cli.names import gigabytes
+
+        gigabytes("--against-budget-gb", against)
     plan = planned(job)
     other = planned(replace(job, budget_gb=against)) if against is not None else None
     if stage is not None:
@@ -146,12 +137,6 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
         show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
     else:
         show(diff)
-
-
-def _check_gigabytes(against: str) -> None:
-    from memopt.cli.names import gigabytes
-
-    gigabytes("--against-budget-gb", against)
 
 
 def _show_stage(lines: StageDiff, stage: str, job: Job) -> None:
@@ -185,16 +170,20 @@ def report(job: Job, to: str, frontier: int | None) -> None:
     check_file("--to", to)
     plan = planned(job)
     plan.report(to, frontier=None if frontier is None else plan.frontier(frontier))
+    _show_file(job, plan, to, {"page": to})
+
+
+def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
+    """Print the plan, and the file that was written of it: as JSON with `figures`, else with its size and `more`."""
+    from memopt.show.report import headline
+    from memopt.units import size
+
     if job.json:
-        show_json({**plan_figures(plan), "page": to})
+        show_json({**plan_figures(plan), **figures})
     else:
-        from memopt.show.report import headline
-        from memopt.units import size
-
-        show(headline(plan), f"written: {to}, {size(Path(to).stat().st_size)}")
+        show(headline(plan), f"written: {file}, {size(Path(file).stat().st_size)}{more}")
 
 
-FORMATS = ("snapshot", "trace", "dot")
 _OPENED_BY = {
     "snapshot": "pytorch.org/memory_viz opens it",
     "trace": "ui.perfetto.dev and chrome://tracing open it",
@@ -205,7 +194,7 @@ _OPENED_BY = {
 @click.command("export", short_help="Write the step for PyTorch's memory visualiser, Perfetto, Graphviz or Netron.")
 @takes_job
 @click.option("--to", metavar="FILE", required=True, help="The file to write; its name says the format.")
-@click.option("--format", "form", type=click.Choice(FORMATS), help="The format, for other names.")
+@click.option("--format", "form", type=click.Choice(tuple(_OPENED_BY)), help="The format, for other names.")
 def export(job: Job, to: str, form: str | None) -> None:
     """Write the planned step of MODEL into a file for another tool.
 
@@ -228,10 +217,4 @@ def export(job: Job, to: str, form: str | None) -> None:
     check_file("--to", to)
     plan = planned(job)
     plan.export(to, chosen)
-    if job.json:
-        show_json({**plan_figures(plan), "file": to, "format": chosen})
-    else:
-        from memopt.show.report import headline
-        from memopt.units import size
-
-        show(headline(plan), f"written: {to}, {size(Path(to).stat().st_size)}; {_OPENED_BY[chosen]}")
+    _show_file(job, plan, to, {"file": to, "format": chosen}, f"; {_OPENED_BY[chosen]}")

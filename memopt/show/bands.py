@@ -58,25 +58,11 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
     """The bytes of each band at some moments; bands that are empty at all of them are left out."""
-    by_moment = _rows_by_moment(memory)
+    by_moment = list(map(_by_band, memory.held()))
     found = {
         band: [by_moment[moment].get(band, 0) if moment is not None else 0 for moment in moments] for band in COLOURS
     }
     return {band: values for band, values in found.items() if any(value > 0 for value in values)}
-
-
-def _rows_by_moment(memory: StepMemory) -> list[dict[str, int]]:
-    born: list[list[tuple[str, int]]] = [[] for _ in range(len(memory.evaluations) + 1)]
-    for kept in memory.ranges:
-        born[kept.first].append((kept.kind, kept.nbytes))
-        born[kept.last + 1].append((kept.kind, -kept.nbytes))
-    now = _by_band(memory.resident)
-    found = []
-    for moment, one in enumerate(memory.evaluations):
-        for kind, nbytes in born[moment]:
-            now[band_of(kind)] = now.get(band_of(kind), 0) + nbytes
-        found.append({**now, WORKSPACE: one.workspace_bytes})
-    return [*found, _by_band(memory.optimizer)]
 
 
 def _by_band(rows: Mapping[str, int]) -> dict[str, int]:

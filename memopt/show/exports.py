@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -125,20 +124,13 @@ def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[
 
 def _counters(memory: StepMemory) -> Iterator[Event]:
     """The bytes held at the start of each evaluation, by row of the account."""
-    rows = Counter({row: nbytes for row, nbytes in memory.resident.items() if nbytes > 0})
-    rows += Counter({kept.kind: 0 for kept in memory.ranges})
-    kinds = dict.fromkeys([*rows, *(kept.kind for kept in memory.ranges), WORKSPACE])
-    born: dict[int, Counter[str]] = {}
-    gone: dict[int, Counter[str]] = {}
-    for kept in memory.ranges:
-        born.setdefault(kept.first, Counter())[kept.kind] += kept.nbytes
-        gone.setdefault(kept.last + 1, Counter())[kept.kind] += kept.nbytes
-    for moment, now in enumerate(memory.evaluations):
-        rows.update(born.get(moment, {}))
-        rows.subtract(gone.get(moment, {}))
-        held = {kind: rows[kind] for kind in kinds} | {WORKSPACE: now.workspace_bytes}
+    resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
+    kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
+    *during, at_end = memory.held()
+    for now, rows in zip(memory.evaluations, during, strict=True):
+        held = {kind: rows.get(kind, 0) for kind in kinds}
         yield {"ph": "C", "name": "memory", "ts": _micros(now.start), "args": held}
-    at_end = {**dict.fromkeys(kinds, 0), **memory.optimizer}
+    at_end = {**dict.fromkeys(kinds, 0), **at_end}
     yield {"ph": "C", "name": "memory", "ts": _micros(memory.seconds), "args": at_end}
 
 

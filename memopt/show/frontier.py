@@ -16,7 +16,7 @@ from rich.table import Table
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
 from memopt.show.drawing import Label, new_figure, place, write_figure
-from memopt.show.report import as_text
+from memopt.show.report import as_text, new_table
 from memopt.units import duration, size
 
 if TYPE_CHECKING:
@@ -50,10 +50,8 @@ def _headline(frontier: Frontier) -> str:
 
 
 def _curve_table(frontier: Frontier) -> Table:
-    table = Table(title="The least added time for each budget", title_justify="left")
-    shown = sizes(frontier)
-    for title in ("budget", "peak", "added time", "at least", "runs of an op"):
-        table.add_column(title, justify="right")
+    right = ("budget", "peak", "added time", "at least", "runs of an op")
+    table, shown = new_table("The least added time for each budget", right=right), sizes(frontier)
     table.add_column("method")
     for point in spread(frontier.points):
         table.add_row(
@@ -68,10 +66,7 @@ def _curve_table(frontier: Frontier) -> Table:
 
 
 def _recipe_table(frontier: Frontier) -> Table:
-    table = Table(title="Recipes, and memopt within the same peak", title_justify="left")
-    table.add_column("recipe")
-    for title in ("peak", "added time", "memopt"):
-        table.add_column(title, justify="right")
+    table = new_table("Recipes, and memopt within the same peak", "recipe", right=("peak", "added time", "memopt"))
     shown = sizes(frontier)
     for recipe in frontier.recipes:
         ours = frontier.at(recipe.peak_gb).added_time
