@@ -28,6 +28,8 @@ from memopt.solver import simulate
 from memopt.training_state import TrainingState
 from memopt.units import size
 
+Rows = dict[str, int]
+
 
 @dataclass(frozen=True)
 class AccountRow:
@@ -98,9 +100,6 @@ def _cells(row: AccountRow) -> tuple[str, ...]:
     share = f"{row.difference:+.2%}" if apart and row.measured_bytes else ""
     difference = f"{sign}{size(abs(apart))}" if apart else "–"
     return row.name, size(row.predicted_bytes), size(row.measured_bytes), difference, share
-
-
-Rows = dict[str, int]
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set_to_none: bool = True) -> AccountCheck:

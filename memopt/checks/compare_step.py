@@ -29,6 +29,14 @@ from passes.graphs.node_facts import backward_nodes
 
 REFERENCES = ("auto", "float64", "fp32")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+ROUNDING = 1e-4
+"""The error of a plan that computes in the model's own dtype, of the loss and of all gradients as one vector: other
+kernels and other orders of sums are below it by far."""
+OF_AUTOCAST, SIXTEEN_BITS, EIGHT_BITS = 2.0, 1e-2, 0.3
+"""The errors of plans that compute in 16 bits, in multiples of autocast's error or at all, and in 8 bits."""
+SHARE = 1e-2
+"""The part of the error allowed for all gradients that a single parameter may have, without casts. With them, the
+gradient of a bias before a normalisation, which is zero but for rounding, is off by as much as all others."""
 
 
 def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Comparison:
@@ -189,16 +197,6 @@ def _furthest(losses: Sequence[float], plain: float) -> float:
     """The loss that is furthest from the plain model's; the first one where all are equal to it."""
     others = [loss for loss in losses if loss != plain and not (math.isnan(loss) and math.isnan(plain))]
     return max(others, key=lambda loss: math.inf if math.isnan(loss) else abs(loss - plain), default=losses[0])
-
-
-ROUNDING = 1e-4
-"""The error of a plan that computes in the model's own dtype, of the loss and of all gradients as one vector: other
-kernels and other orders of sums are below it by far."""
-OF_AUTOCAST, SIXTEEN_BITS, EIGHT_BITS = 2.0, 1e-2, 0.3
-"""The errors of plans that compute in 16 bits, in multiples of autocast's error or at all, and in 8 bits."""
-SHARE = 1e-2
-"""The part of the error allowed for all gradients that a single parameter may have, without casts. With them, the
-gradient of a bias before a normalisation, which is zero but for rounding, is off by as much as all others."""
 
 
 def verify(model: nn.Module, batch: Any) -> Comparison:

@@ -29,6 +29,8 @@ Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
 # The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.
 _FIRST_SCALE = 65536.0
 _BACKOFF = 16.0
+# The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
+_MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 def optimised(model: nn.Module) -> Session:
@@ -145,10 +147,6 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     return distinct_bytes(here for here in tensors if here.device == device and here.layout == torch.strided)
-
-
-# The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
-_MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 @dataclass(frozen=True)

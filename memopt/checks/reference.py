@@ -21,6 +21,14 @@ from memopt.training_state import Tensors, generator_states, on_host, set_genera
 
 ROUNDING = 1e-12
 """A gradient whose share of the whole is below this is a zero, up to rounding in float64."""
+# Operators that draw random numbers in the dtype of an input or in the default dtype.
+_DRAWS = frozenset(
+    {
+        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+        "native_dropout", "normal", "normal_", "normal_functional", "poisson", "rand", "rand_like", "randn",
+        "randn_like", "random_", "uniform", "uniform_", "_standard_gamma",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,16 +129,6 @@ def ratio_of(part: float, whole: float) -> float:
         return 0.0
     ratio = part / whole if whole else math.inf
     return ratio if math.isfinite(ratio) else math.inf
-
-
-# Operators that draw random numbers in the dtype of an input or in the default dtype.
-_DRAWS = frozenset(
-    {
-        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
-        "native_dropout", "normal", "normal_", "normal_functional", "poisson", "rand", "rand_like", "randn",
-        "randn_like", "random_", "uniform", "uniform_", "_standard_gamma",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

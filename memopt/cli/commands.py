@@ -15,6 +15,25 @@ from memopt.cli.plan_commands import diff, explain, export, plan, report
 if TYPE_CHECKING:
     from memopt import AccountCheck, Comparison
 
+# Gradients may be this far from the reference, beside twice the error of torch.autocast where that was run.
+_GRADIENT_ERROR = 1e-3
+_EPILOG = """\b
+MODEL is one of
+  gpt2, llama, bert, …            a model type of transformers, random weights
+  BertForSequenceClassification   a class of transformers, random weights
+  path/config.json                a configuration file of transformers
+  package.module:function         a function or class that gives the model
+  path/model.py:function          the same in a file
+
+\b
+Exit codes: 0 fits, 1 the model cannot be planned or a check failed,
+2 bad usage, 3 no plan fits, 130 interrupted.
+
+\b
+Completion: eval "$(_MEMOPT_COMPLETE=bash_source memopt)", also zsh_source
+and fish_source.
+"""
+
 
 @click.command("frontier", short_help="Show the least added time for every budget.")
 @takes_job
@@ -89,10 +108,6 @@ def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: f
         rest = ", ".join(f"{name}={shape.with_batch(largest)}" for name, shape in prepared.shapes.items())
         name = type(prepared.model).__name__
         show(f"{name}: the largest batch within {prepared.budget_gb:.6g} GB is {largest} ({rest})")
-
-
-# Gradients may be this far from the reference, beside twice the error of torch.autocast where that was run.
-_GRADIENT_ERROR = 1e-3
 
 
 @click.command("check", short_help="Train a few steps here, and compare them with the plan and with the plain model.")
@@ -224,24 +239,6 @@ def cards(as_json: bool, debug: bool) -> None:
         rates = (f"{card.bytes_per_second / 1e9:,.0f}", f"{card.flops['float32'] / 1e12:.4g}", f"{half / 1e12:.5g}")
         table.add_row(card.name, f"{card.memory_bytes / GIB:.4g}", *rates, link)
     show(table, "link: to the host's memory, each way. cpu: this machine's. --json says where the rates come from.")
-
-
-_EPILOG = """\b
-MODEL is one of
-  gpt2, llama, bert, …            a model type of transformers, random weights
-  BertForSequenceClassification   a class of transformers, random weights
-  path/config.json                a configuration file of transformers
-  package.module:function         a function or class that gives the model
-  path/model.py:function          the same in a file
-
-\b
-Exit codes: 0 fits, 1 the model cannot be planned or a check failed,
-2 bad usage, 3 no plan fits, 130 interrupted.
-
-\b
-Completion: eval "$(_MEMOPT_COMPLETE=bash_source memopt)", also zsh_source
-and fish_source.
-"""
 
 
 class _Subcommands(click.Group):

@@ -25,6 +25,7 @@ from memopt.device import Hardware, device_here, hardware, hardware_of, known_ha
 from memopt.errors import GIB
 
 Factory = Callable[[], nn.Module]
+HERE = ("cuda", "gpu")
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
@@ -184,9 +185,6 @@ def _own_output() -> Iterator[None]:
     """Context in which what the user's code prints goes to stderr, since stdout is the command's answer."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-HERE = ("cuda", "gpu")
 
 
 def card_named(name: str | None) -> str | None:

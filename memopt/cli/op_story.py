@@ -25,12 +25,12 @@ from passes.graphs.node_facts import tensors
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan
 
-
 Facts = dict[str, Any]
 """The attributes of a node of `Plan.networkx`."""
 
 ROWS = 15
 _NEEDED = ("saved", "recomputed", "offloaded", "output")
+_CASTS = ("_to_copy", "convert_element_type", "to")
 
 
 def values_table(plan: Plan) -> Table:
@@ -139,9 +139,6 @@ def _source(source: str | None) -> str:
 
 def _short(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
-
-
-_CASTS = ("_to_copy", "convert_element_type", "to")
 
 
 def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> str:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from memopt.planning.plan import Plan
     from memopt.planning.plan_graphs import StageDiff
 
+_OPENED_BY = {
+    "snapshot": "pytorch.org/memory_viz opens it",
+    "trace": "ui.perfetto.dev and chrome://tracing open it",
+    "dot": "Graphviz (dot -Tsvg) and netron.app open it",
+}
+
 
 @click.command("plan", short_help="Plan a training step within a budget.")
 @takes_job
@@ -182,13 +188,6 @@ def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: s
         show_json({**plan_figures(plan), **figures})
     else:
         show(headline(plan), f"written: {file}, {size(Path(file).stat().st_size)}{more}")
-
-
-_OPENED_BY = {
-    "snapshot": "pytorch.org/memory_viz opens it",
-    "trace": "ui.perfetto.dev and chrome://tracing open it",
-    "dot": "Graphviz (dot -Tsvg) and netron.app open it",
-}
 
 
 @click.command("export", short_help="Write the step for PyTorch's memory visualiser, Perfetto, Graphviz or Netron.")

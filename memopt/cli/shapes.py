@@ -17,6 +17,10 @@ _WRITTEN = re.compile(r"(?:(?P<name>\w+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 # Inputs of these names hold whole numbers unless their dtype is given.
 _WHOLE = re.compile(r"idx|y|targets?|tokens|.*(ids|labels?|mask|positions)")
+BATCH, LENGTH = 8, 512
+_AUDIO_SAMPLES, _AUDIO_FRAMES, _TEXT_OF_AUDIO = 16000, 3000, 32
+# Heads of transformers that take one label for each sequence or picture; all others one for each token.
+_ONE_LABEL = re.compile(r"For(Sequence|Image|Video|Audio)Classification")
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,6 @@ def _dtype(written: str | None, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UsageError(f"--shape has no dtype {written!r}; int64, float32, bfloat16 and bool are some of torch's")
     return found
-
-
-BATCH, LENGTH = 8, 512
-_AUDIO_SAMPLES, _AUDIO_FRAMES, _TEXT_OF_AUDIO = 16000, 3000, 32
-# Heads of transformers that take one label for each sequence or picture; all others one for each token.
-_ONE_LABEL = re.compile(r"For(Sequence|Image|Video|Audio)Classification")
 
 
 def with_defaults(model: nn.Module, given: Shapes) -> Shapes:

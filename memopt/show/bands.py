@@ -28,6 +28,17 @@ COLOURS = {
 """The bands from the bottom to the top, with their colours; all other rows of the account are one band."""
 # The optimiser's step takes this share of the axis: its time is not known.
 _OPTIMIZER_SHARE = 0.035
+_WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
+_STYLE = """
+.memopt-heart { font: 13px/1.5 system-ui, sans-serif; max-width: 860px; color: inherit; }
+.memopt-heart .bar { display: flex; height: 18px; margin: 2px 0; }
+.memopt-heart .bar i { display: block; }
+.memopt-heart .label { opacity: 0.75; }
+.memopt-heart .keys { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0; }
+.memopt-heart .keys i { display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; }
+.memopt-heart svg { width: 100%; height: auto; display: block; margin-top: 8px; overflow: visible; }
+.memopt-heart text { font-size: 11px; fill: currentColor; opacity: 0.75; }
+""".strip()
 
 
 def band_of(row: str) -> str:
@@ -70,19 +81,6 @@ def _by_band(rows: Mapping[str, int]) -> dict[str, int]:
     for row, nbytes in rows.items():
         sums[band_of(row)] = sums.get(band_of(row), 0) + nbytes
     return sums
-
-
-_WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
-_STYLE = """
-.memopt-heart { font: 13px/1.5 system-ui, sans-serif; max-width: 860px; color: inherit; }
-.memopt-heart .bar { display: flex; height: 18px; margin: 2px 0; }
-.memopt-heart .bar i { display: block; }
-.memopt-heart .label { opacity: 0.75; }
-.memopt-heart .keys { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0; }
-.memopt-heart .keys i { display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; }
-.memopt-heart svg { width: 100%; height: auto; display: block; margin-top: 8px; overflow: visible; }
-.memopt-heart text { font-size: 11px; fill: currentColor; opacity: 0.75; }
-""".strip()
 
 
 def heart(plan: Plan, step: Step | None) -> str:

@@ -13,8 +13,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
+QUIET = "#6b6b6b"
+"""The colour of axes and of remarks."""
 KINDS = (".svg", ".png", ".pdf")
+Point = tuple[float, ...]
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top in pixels."""
+# Distances from a point at which its label is tried, in multiples of the label's height.
+_DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
+# Directions from the point, in degrees, the preferred first.
+_DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
+# Labels further away than this, in multiples of their height, get a line to their point.
+_LEADS = 1.5
+# Radius of a dot, in pixels.
+_DOT = 8.0
+# Space around a label, in multiples of its height.
+_PADDING = 0.4
+# A label without a line is nearer to its own point than to any other, by this factor.
+_NEARER = 1.4
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -32,6 +48,13 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def quiet_frame(axes: Axes, font_size: float) -> None:
+    """Leave of the frame the lines at the left and at the bottom, with short ticks, in grey."""
+    axes.tick_params(length=3, color=QUIET, labelsize=font_size)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(QUIET)
+
+
 def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
     """Draw a figure, and write it to a file. Raises `ValueError` for other `KINDS` of files."""
     if path.suffix.lower() not in KINDS:
@@ -39,24 +62,6 @@ def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
     figure = draw()
     figure.savefig(path)
     return figure
-
-
-Point = tuple[float, ...]
-Box = tuple[float, float, float, float]
-"""Left, bottom, right, top in pixels."""
-
-# Distances from a point at which its label is tried, in multiples of the label's height.
-_DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
-# Directions from the point, in degrees, the preferred first.
-_DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
-# Labels further away than this, in multiples of their height, get a line to their point.
-_LEADS = 1.5
-# Radius of a dot, in pixels.
-_DOT = 8.0
-# Space around a label, in multiples of its height.
-_PADDING = 0.4
-# A label without a line is nearer to its own point than to any other, by this factor.
-_NEARER = 1.4
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from memopt.units import duration, size
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-
 FORMATS: tuple[Format, ...] = get_args(Format)
 _BY_NAME: dict[str, Format] = {
     ".pickle": "snapshot",
@@ -28,6 +27,19 @@ _BY_NAME: dict[str, Format] = {
 }
 # The highest protocol that the visualiser reads.
 _PROTOCOL = 4
+_OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
+_TRACKS = {_OPERATORS: "operators", _MODULES: "modules", _OUT: "copies to the host", _BACK: "copies from the host"}
+Event = dict[str, Any]
+_COLOURS = {
+    "saved": "#cfe0f2",
+    "recomputed": "#f8dcc0",
+    "offloaded": "#f4cfdc",
+    "output": "#e3d7ef",
+    "gradient": "#d5c6e6",
+    "temporary": "#d5ebe4",
+}
+_LEFT_OUT = frozenset({"input", "alias"})
+_ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
@@ -55,12 +67,6 @@ def write_export(path: Path, given: str | None, step: Callable[[], Step], graph:
         path.write_text(json.dumps(chrome_trace(step()), separators=(",", ":")), encoding="utf-8")
     else:
         path.write_text(graphviz(graph()), encoding="utf-8")
-
-
-_OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
-_TRACKS = {_OPERATORS: "operators", _MODULES: "modules", _OUT: "copies to the host", _BACK: "copies from the host"}
-
-Event = dict[str, Any]
 
 
 def chrome_trace(step: Step) -> dict[str, Any]:
@@ -145,18 +151,6 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
 
 def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-_COLOURS = {
-    "saved": "#cfe0f2",
-    "recomputed": "#f8dcc0",
-    "offloaded": "#f4cfdc",
-    "output": "#e3d7ef",
-    "gradient": "#d5c6e6",
-    "temporary": "#d5ebe4",
-}
-_LEFT_OUT = frozenset({"input", "alias"})
-_ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def graphviz(graph: DiGraph) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
-from memopt.show.drawing import Label, new_figure, place, write_figure
+from memopt.show.drawing import QUIET, Label, new_figure, place, quiet_frame, write_figure
 from memopt.show.report import as_text, new_table
 from memopt.units import duration, size
 
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 ROWS = 16
+_CURVE, _RECIPE, _SHADE = "#1f5fa8", "#c4532d", "#ececec"
+_FONT = 9.0
+_SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
+# Distance between the centres of two dots below which they share a label.
+_TOUCH_PIXELS = 16.0
 
 
 def render(frontier: Frontier, width: int = 110) -> str:
@@ -101,13 +105,6 @@ def sizes(frontier: Frontier) -> Callable[[float], str]:
     return lambda gb: f"{gb * scale:,.{digits}f} {unit}"
 
 
-_CURVE, _RECIPE, _QUIET, _SHADE = "#1f5fa8", "#c4532d", "#6b6b6b", "#ececec"
-_FONT = 9.0
-_SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
-# Distance between the centres of two dots below which they share a label.
-_TOUCH_PIXELS = 16.0
-
-
 def draw(frontier: Frontier, path: Path) -> None:
     """Write the picture to a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError`."""
     write_figure(lambda: figure_of(frontier), path)
@@ -142,7 +139,7 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
     """Draw titles and axes, with units and ranges."""
     step = duration(frontier.step_seconds)
     figure.text(0.085, 0.945, f"{frontier.model} on {frontier.hardware}", fontsize=13, fontweight="bold")
-    figure.text(0.085, 0.9, f"what less memory costs a training step of {step}", fontsize=10, color=_QUIET)
+    figure.text(0.085, 0.9, f"what less memory costs a training step of {step}", fontsize=10, color=QUIET)
     axes.set_xlabel(f"peak memory of the training step, {unit}", fontsize=10)
     axes.set_ylabel("added time, % of the step", fontsize=10)
     peaks = [*(recipe.peak_gb for recipe in frontier.recipes), frontier.plain_gb, frontier.smallest_gb]
@@ -151,13 +148,9 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
     axes.set_xlim((min(peaks) - margin) * scale, (max(peaks) + margin) * scale)
     axes.set_ylim(0.0, 112 * max(times) or 1.0)
     axes.ticklabel_format(useOffset=False, style="plain")
-    axes.tick_params(length=3, color=_QUIET, labelsize=_FONT)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_QUIET)
+    quiet_frame(axes, _FONT)
 
 
 def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
@@ -166,7 +159,7 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
         (frontier.smallest_gb, "smallest", "left"),
         (frontier.plain_gb, "nothing recomputed", "right"),
     ):
-        axes.axvline(gb * scale, color=_QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.axvline(gb * scale, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.text(
             gb * scale,
             1.015,
@@ -175,7 +168,7 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
             horizontalalignment=align,
             verticalalignment="bottom",
             fontsize=_FONT,
-            color=_QUIET,
+            color=QUIET,
         )
 
 
@@ -193,7 +186,7 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
     y = [100 * point.bound for point in frontier.points]
     axes.fill_between(x, y, color=_SHADE, linewidth=0, zorder=1)
     axes.plot(x, y, color="#b5b5b5", linewidth=0.8, zorder=2)
-    text = axes.text(0, 0, "no schedule can be here", fontsize=_FONT, color=_QUIET, verticalalignment="center")
+    text = axes.text(0, 0, "no schedule can be here", fontsize=_FONT, color=QUIET, verticalalignment="center")
     renderer: Any = figure.canvas
     box = text.get_window_extent(renderer.get_renderer()).transformed(axes.transData.inverted())
     left = x[0] + 0.02 * (x[-1] - x[0])
@@ -202,7 +195,7 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
         text.set_position((left, above[-1] / 2))
         return []
     text.remove()
-    return [Label("no schedule below", x[len(x) // 2], y[len(y) // 2], _QUIET)]
+    return [Label("no schedule below", x[len(x) // 2], y[len(y) // 2], QUIET)]
 
 
 def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges
-from memopt.show.drawing import new_figure
+from memopt.show.drawing import QUIET, new_figure, quiet_frame
 from memopt.show.step import Step, StepMemory
 from memopt.units import size
 
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 _COLUMNS = 1600
-_INK, _QUIET, _LIMIT = "#1b1f24", "#6b6b6b", "#b3421f"
+_INK, _LIMIT = "#1b1f24", "#b3421f"
 # The budget is drawn if it is at most this many times the highest peak.
 _BUDGET_REACH = 1.7
+_WIDTH, _HEIGHT = 1000.0, 520.0
+_HEAD = 17.0
+_LETTER = 6.6  # the width of a letter of the labels
+_DEPTH = 3
+Box = tuple[float, float, float, float]
+"""Left, bottom, width and height."""
 
 
 def timeline_figure(plan: Plan, step: Step) -> Figure:
@@ -75,9 +80,9 @@ def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
     begins = edges(memory)
     for name, moment, align in (("backward", memory.boundary, "left"), ("optimizer", len(memory.evaluations), "right")):
         at = begins[moment] * scale
-        axes.axvline(at, color=_QUIET, linewidth=0.7, linestyle=(0, (1, 2)))
+        axes.axvline(at, color=QUIET, linewidth=0.7, linestyle=(0, (1, 2)))
         axes.text(
-            at, 1.01, f" {name} ", transform=axes.get_xaxis_transform(), fontsize=8.0, color=_QUIET,
+            at, 1.01, f" {name} ", transform=axes.get_xaxis_transform(), fontsize=8.0, color=QUIET,
             horizontalalignment=align, verticalalignment="bottom",
         )  # fmt: skip
 
@@ -87,22 +92,12 @@ def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_u
     figure.text(0.075, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"peak {size(step.planned.peak_bytes)} within {size(plan.budget_bytes)}"
     told += f"; {size(step.plain.peak_bytes)} with nothing recomputed"
-    figure.text(0.98, 0.95, told, fontsize=9, color=_QUIET, horizontalalignment="right")
+    figure.text(0.98, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
     axes.set_xlabel(f"time of the step, {time_unit}", fontsize=9)
     axes.set_ylabel(f"memory, {unit}", fontsize=9)
-    axes.tick_params(length=3, color=_QUIET, labelsize=8.5)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_QUIET)
+    quiet_frame(axes, 8.5)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=5, fontsize=8, frameon=False, handlelength=1.2)
-
-
-_WIDTH, _HEIGHT = 1000.0, 520.0
-_HEAD = 17.0
-_LETTER = 6.6  # the width of a letter of the labels
-_DEPTH = 3
 
 
 @dataclass
@@ -134,7 +129,7 @@ def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
     which = "as planned" if memory is step.planned else "with nothing recomputed"
     figure.text(0.01, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"{size(memory.peak_bytes)} at the peak {which}, by module"
-    figure.text(0.99, 0.95, told, fontsize=9, color="#6b6b6b", horizontalalignment="right")
+    figure.text(0.99, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
     _legend(figure, [band for band in COLOURS if band in used])
     return figure
 
@@ -194,7 +189,7 @@ def _draw(axes: Axes, box: Box, module: _Module, band: str, depth: int) -> None:
     whole = f"{label} {size(module.nbytes if not band else module.own[band])}"
     text = whole if len(whole) <= letters else label if len(label) <= letters else ""
     if label and text and room > 14:
-        axes.text(x + 5, y + 12, text, fontsize=7.5, color="#1b1f24")
+        axes.text(x + 5, y + 12, text, fontsize=7.5, color=_INK)
 
 
 def _legend(figure: Figure, used: list[str]) -> None:
@@ -202,10 +197,6 @@ def _legend(figure: Figure, used: list[str]) -> None:
 
     patches = [Patch(color=COLOURS[band], label=band) for band in used]
     figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
-
-
-Box = tuple[float, float, float, float]
-"""Left, bottom, width and height."""
 
 
 def squarify(areas: Sequence[float], box: Box) -> list[Box]:
