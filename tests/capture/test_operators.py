@@ -26,6 +26,8 @@ from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, loss, run
 from tests.end_to_end.usual import make
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 Around = Callable[[], AbstractContextManager[Any]]
 BF16: Around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
 

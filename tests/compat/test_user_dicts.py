@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import BatchEncoding
@@ -31,6 +32,7 @@ class Tagger(nn.Module):
         return self.tags(self.words(features["ids"])).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.plans_always
 def test_a_batch_in_one_is_counted_and_copied() -> None:
     ids = torch.randint(0, 50, (8, 32))
     call = (BatchEncoding({"ids": ids}),), {}

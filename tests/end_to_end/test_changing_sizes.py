@@ -20,6 +20,8 @@ from memopt.run.plans_by_size import PlansBySize
 from memopt.run.whole_calls import WholeCalls
 from memopt.solver import Portfolio
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 VOCABULARY = 128
 

@@ -22,6 +22,8 @@ from examples.models.tensor_parallel import Family, Transformer, families, split
 from memopt.compat.subclasses import shard_of
 from tests.two_ranks import LONGEST_SECONDS, check_refused_together, ended, on_two_ranks
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 NAMES = tuple(families())
 STEPS, SHARES = 3, (0.0, 0.33, 0.66)

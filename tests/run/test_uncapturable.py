@@ -13,6 +13,8 @@ from memopt.capture import dynamo
 from memopt.run import whole_calls
 from memopt.run.broken_calls import OtherPathTaken
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None}
 
 

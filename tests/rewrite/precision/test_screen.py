@@ -64,6 +64,12 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(self.norm(self.second(x))), labels)
 
 
+@pytest.fixture
+def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no plan from disk: until the first step it is found by the model's structure, not by its values."""
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
+
+
 def batch(rows: int = 64) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(rows, WIDTH), "labels": torch.randint(8, (rows,))}
@@ -202,7 +208,7 @@ def test_without_room_for_it_nothing_is_run() -> None:
     assert re.search(r"was not screened .*in fp32 would hold \S+ MB where the budget leaves 512 kB; values may", note)
 
 
-def test_a_plan_without_values_and_the_step_after_it() -> None:
+def test_a_plan_without_values_and_the_step_after_it(fresh_plans: None) -> None:
     meta = {name: item.to("meta") for name, item in batch().items()}
     model = memopt.optimize(Net(), 1, example_inputs=meta, optimizer=None, precision="fp16")
     assert any("it was planned without values" in note for note in memopt.plan_of(model).notes)
@@ -212,7 +218,7 @@ def test_a_plan_without_values_and_the_step_after_it() -> None:
     assert not any("planned without values" in note for note in notes)
 
 
-def test_a_region_that_is_rewritten_otherwise_is_screened_in_part() -> None:
+def test_a_region_that_is_rewritten_otherwise_is_screened_in_part(fresh_plans: None) -> None:
     model = memopt.optimize(Net((1.0, 1e6)), 1, example_inputs=batch(), optimizer=None, precision="fp16")
     module = copy_graph_module(memopt.plan_of(model).graphs["operators"][0])
     (head,) = (node for node in module.graph.nodes if "head_weight" in map(str, node.args))
