@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dis
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,12 +49,13 @@ if TYPE_CHECKING:
     __version__: str
 
 
-def _imports(body: CodeType) -> dict[str, str]:
-    """The module that defines each public name, read from the imports above as compiled in the `body` of this module:
-    they run for type checkers only, and there may be no source."""
+def _imports() -> dict[str, str]:
+    """The module that defines each public name, read from the imports above as they are compiled: they run for type
+    checkers only, and an installation may be without sources."""
+    loader: Any = __spec__.loader
     found: dict[str, str] = {}
     module = ""
-    for step in dis.get_instructions(body):
+    for step in dis.get_instructions(loader.get_code(__name__)):
         if step.opname == "IMPORT_NAME":
             module = step.argval
         elif step.opname == "IMPORT_FROM" and module.startswith("memopt."):
@@ -63,7 +63,7 @@ def _imports(body: CodeType) -> dict[str, str]:
     return found
 
 
-_MODULES = _imports(sys._getframe().f_code)
+_MODULES = _imports()
 __all__ = [*_MODULES, "__version__"]
 
 
