@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -96,17 +97,19 @@ def test_version_of_an_uninstalled_tree(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_sources(tmp_path: Path) -> None:
-    """Where only compiled files are installed, all names are there."""
+    """Where only compiled files are installed, all names are there, and plans on disk are told from another version's."""
     for package in ("memopt", "passes"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
         assert compileall.compile_dir(tmp_path / package, quiet=1, legacy=True)
     for source in tmp_path.rglob("*.py"):
         source.unlink()
     script = "import memopt; print(memopt.__file__, *sorted(memopt.__all__)); memopt.optimize, memopt.TrainStep"
+    script += "; from memopt.planning.job_key import own_digest; print(own_digest())"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    file, *names = done.stdout.split()
+    file, *names, digest = done.stdout.split()
     assert Path(file).suffix == ".pyc"
     assert names == sorted(memopt.__all__)
+    assert digest != hashlib.sha256().hexdigest(), "the hash of no files"
 
 
 @pytest.mark.parametrize("module", ["passes.py", "passes/__init__.py"])
