@@ -97,7 +97,7 @@ def test_version_of_an_uninstalled_tree(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_sources(tmp_path: Path) -> None:
-    """Where only compiled files are installed, all names are there, and plans on disk are told from another version's."""
+    """Where only compiled files are installed, all names are there, and plans on disk are those of this version."""
     for package in ("memopt", "passes"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
         assert compileall.compile_dir(tmp_path / package, quiet=1, legacy=True)
