@@ -22,6 +22,7 @@ from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
+from memopt.run.session import Session
 from memopt.run.training import TrainingCalls
 from memopt.show.report import as_text, new_table
 from memopt.solver import simulate
@@ -126,22 +127,22 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     planned = optimised(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be an instance of torch.optim.Optimizer, not {optimizer!r}")
-    model = planned.model  # out of DDP, whose gradients would be exchanged
     calls = planned.with_loss or planned.forward
     call = as_call(batch, with_targets=planned.with_loss is not None)
-    check_device(call, model)
+    check_device(call, planned.model)
     with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
-        return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
+        return _checked_step(planned, calls, optimizer, call, set_to_none=set_to_none)
 
 
 def _checked_step(
+    planned: Session,
     calls: TrainingCalls,
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     call: Call,
     *,
     set_to_none: bool,
 ) -> AccountCheck:
+    model = planned.model  # out of DDP, whose gradients would be exchanged
     start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
     try:
         with torch.enable_grad():
@@ -155,8 +156,9 @@ def _checked_step(
         start.restore()
         start.restore_gradients()
         kept.restore()
-    assert calls.latest is not None
-    predicted = predicted_rows(calls.latest)
+    plan = planned.latest
+    assert plan is not None
+    predicted = predicted_rows(plan)
     rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
     return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
 

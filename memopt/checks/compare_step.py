@@ -21,7 +21,7 @@ from memopt.errors import GradientMismatchError
 from memopt.planning.plan import Plan
 from memopt.planning.plan_networkx import source_line
 from memopt.progress import stage
-from memopt.rewrite.precision.plan import dtype_name
+from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of
 from memopt.training_state import TrainingState, values_restored
 from memopt.units import size

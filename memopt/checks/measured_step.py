@@ -17,10 +17,10 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import Run
-from memopt.compat.profiler import MemoryEvents
+from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
 from memopt.meter import measure_peak, resident_cpu_blocks
-from memopt.rewrite.precision.plan import dtype_name
+from memopt.rewrite.policy import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState, generator_states

@@ -19,8 +19,7 @@ from memopt.planning.plan_networkx import source_line
 from memopt.show.report import new_table
 from memopt.show.step import WHY
 from memopt.units import duration, size
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import tensors
+from passes.graphs.node_facts import module_path, tensors
 
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan

@@ -20,11 +20,9 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_networkx import op_names
 from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
 from memopt.solver import Link, RematProblem, Schedule
-from memopt.solver.simulator import lifetimes
-from memopt.solver.time_line import TimeLine, time_line
+from memopt.solver.simulator import TimeLine, lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, is_tangent, tensors
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.compat.graph_calls import is_nested_region
+from memopt.compat.operators import is_nested_region
 
 
 @torch.compiler.nested_compile_region

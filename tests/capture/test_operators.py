@@ -20,7 +20,7 @@ from examples.models.families import integers, normals
 from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
 from memopt.run.session import session_of
 from passes import EliminateDeadCode, Pipeline, format_graph
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, loss, run

@@ -9,7 +9,7 @@ from transformers import BatchEncoding
 
 import memopt
 from memopt.capture.inputs import copied, tensors_in
-from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.operators import tree_leaves, tree_map
 
 
 def test_the_items_of_a_user_dict_are_leaves() -> None:

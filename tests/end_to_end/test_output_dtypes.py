@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memopt
 from examples.models.language_models import SMALL_CONFIGS
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.errors import GIB
 from memopt.run.session import session_of
 from tests.marks import slow

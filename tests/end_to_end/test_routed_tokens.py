@@ -64,7 +64,7 @@ def plans(model: nn.Module) -> int:
 def regions_recorded(model: nn.Module) -> int:
     call = session_of(model)
     assert call is not None
-    ways = [ways for _, ways in call.forward.recorded.broken._paths.items()]
+    ways = [ways for _, ways in call.forward.recorded.broken.paths.paths.items()]
     return len({run.region for one in ways for captured in one.calls for run in captured.runs})
 
 

@@ -17,7 +17,7 @@ import memopt
 from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import count_on_values, count_plain_step
 from memopt.compat.modules import plain_call
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.errors import GIB
 from tests.marks import slow
 

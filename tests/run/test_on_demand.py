@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.compat.dispatch import TorchDispatchMode
+from memopt.compat.operators import TorchDispatchMode
 from memopt.run.on_demand import OnDemand
 from tests.capture.test_withheld import CLASSES, ROWS, WIDTH, Model, X
 
