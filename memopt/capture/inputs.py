@@ -10,8 +10,8 @@ from torch import nn
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode, to_fake
 from memopt.compat.modules import Parts
-from memopt.compat.pytree import tree_leaves, tree_map
-from memopt.compat.subclasses import special_kind
+from memopt.compat.operators import tree_leaves, tree_map
+from memopt.compat.tensors import special_kind
 from memopt.errors import CaptureError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -25,8 +25,8 @@ from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
-from memopt.compat.subclasses import is_sharded, is_wrapper, special_kind
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
+from memopt.compat.tensors import is_sharded, is_wrapper, special_kind
 from memopt.device.storages import storage_bytes
 from memopt.errors import CaptureError
 from memopt.units import size

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 
-from passes.private import private
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
-    *private("torch._C", "_will_engine_execute_node", "_current_autograd_node", "_current_graph_task_id"),
+    *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
-    *private("torch", "Tensor._backward_hooks", "Tensor._post_accumulate_grad_hooks"),
+    *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
-
-__all__ = [
-    "Fate",
-    "WatchingHook",
-    "backward_hooks",
-    "current_backward",
-    "current_node",
-    "depends_on_earlier",
-    "fate_at",
-    "fate_of_gradient",
-    "free_saved_tensors",
-    "gradients_kept",
-    "has_hooks",
-    "hook_tables",
-    "hooks_left_out",
-    "keeps_graph",
-    "leaves_of",
-    "next_node_number",
-    "note_reached",
-    "post_accumulate_hooks",
-    "reached_outputs",
-    "receivers",
-    "saved_tensors",
-    "watching_hooks",
-    "with_hooks",
-]
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
 
@@ -132,22 +106,14 @@ def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
     ]  # fmt: skip
 
 
-@contextmanager
-def hooks_left_out() -> Iterator[None]:
+def hooks_left_out() -> AbstractContextManager[None]:
     """Context in which the calls of `Tensor.register_hook` that Dynamo wrote into a graph do nothing, for a run of the
     graph without gradients: a tensor that requires none takes no hook."""
     try:
         from torch._higher_order_ops.register_hook import RegisterHookOp
     except ImportError:  # before torch 2.13 Dynamo writes no such calls
-        yield
-        return
-    owner: Any = RegisterHookOp
-    own = owner.__call__
-    owner.__call__ = lambda self, tensor, body, *values: tensor
-    try:
-        yield
-    finally:
-        owner.__call__ = own
+        return nullcontext()
+    return replaced(RegisterHookOp, "__call__", lambda self, tensor, body, *values: tensor)
 
 
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

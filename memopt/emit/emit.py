@@ -10,7 +10,7 @@ from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import boxed, first_runs_as_later_ones
+from memopt.compat.tracing import boxed, first_runs_as_later_ones
 from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend
 from memopt.emit.partition import Cut, Emitted, exchanges_of, partition

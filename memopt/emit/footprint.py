@@ -12,19 +12,18 @@ import torch
 from torch import fx
 
 from memopt.account.caching_allocator import SMALL_BYTES
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.host import HOST
-from memopt.compat.operators import HigherOrderOperator
-from memopt.device.block_calls import BlockCalls
+from memopt.compat.operators import HigherOrderOperator, plain_tensors
 from memopt.device.devices import DEVICES, device_of
 from memopt.device.hardware import LARGE, Chip
+from memopt.device.live_bytes import BlockCalls
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes, rehearsal
 from memopt.planning.footprint import Footprint
 from passes.graphs.node_facts import is_tangent
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 from passes.ops.offload_ops import COPY_OUT
-from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import mark_boxed
 from memopt.compat.autograd import (
     Fate,
     backward_hooks,
@@ -22,6 +21,7 @@ from memopt.compat.autograd import (
     reached_outputs,
     receivers,
 )
+from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 

@@ -13,12 +13,10 @@ from torch import fx
 
 from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import mark_boxed
-from memopt.compat.autotuning import autotuning_within
-from memopt.compat.dispatch import without_autocast
-from memopt.compat.inductor import InductorFailed, compile_by_inductor
-from memopt.device.fusion import can_inline
-from memopt.device.storages import is_view
+from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
+from memopt.compat.operators import without_autocast
+from memopt.compat.tracing import mark_boxed
+from memopt.device.storages import can_inline, is_view
 from memopt.emit.footprint import Half, Outputs, footprint
 from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor_gradients import Handing

@@ -13,9 +13,9 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import extract_halves
 from memopt.compat.operators import OpOverload
-from memopt.compat.storages import storage_key
+from memopt.compat.tensors import storage_key
+from memopt.compat.tracing import extract_halves
 from memopt.device.storages import find_storages
 from memopt.device.workspace import COLLECTIVES
 from memopt.emit.gradients import Accumulation, accumulate_in_place, is_reached

@@ -13,9 +13,9 @@ import torch
 
 from memopt.capture.region import RecordedRegion
 from memopt.capture.withheld import Group, Piece
-from memopt.compat.pytree import tree_leaves, tree_map
-from memopt.compat.subclasses import as_implemented, needs_memory, reads_no_values, wrapper_tensor
+from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
+from memopt.compat.tensors import as_implemented, needs_memory, reads_no_values, wrapper_tensor
 from memopt.errors import StaleOutputError
 from memopt.training_state import generator_states, set_generators
 from memopt.units import size

@@ -27,7 +27,7 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.storages import WeakStorage, bytes_by_address, weak_storages
+from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward
@@ -214,8 +214,8 @@ class PendingForward:
         model = self.model()
         if model is None or self.plan.account.gradients_held:
             return appeared
-        held = [one for one in parameters_in(modules_of(model)) if one.grad is not None]
-        return appeared + distinct_bytes([one.grad for one in held if one not in self.gathered])
+        parameters = [one for one in parameters_in(modules_of(model)) if one not in self.gathered]
+        return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
 
     def _check_autocast(self) -> None:
         """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.account.elsewhere import look
-from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.pipelining import (
+from memopt.compat.exchanges import (
     first_microbatch,
     in_flight,
     is_schedule,
@@ -29,8 +28,9 @@ from memopt.compat.pipelining import (
     stages_of,
     trains,
 )
-from memopt.compat.pytree import tree_leaves
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.operators import tree_leaves
+from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan

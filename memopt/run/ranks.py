@@ -22,7 +22,7 @@ from memopt.compat.ddp import (
     reducer_hooks,
     takes_uneven_inputs,
 )
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError, RankError
 from memopt.planning.situation import Buckets
 

@@ -102,8 +102,7 @@ class Road:
                     emitted = self._emitted_as_kept(key, captured, call, situation)
                     if emitted is None:
                         emitted = self._planned_and_emitted(captured, call, situation, planned)
-                        footprint = emitted.region.footprint if emitted.region else None
-                        self.kept.keep(key, emitted.plan, footprint)
+                        self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
                 return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:
             self.planner.forget_solvers()

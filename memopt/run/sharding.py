@@ -13,11 +13,10 @@ from torch import distributed, nn
 
 from memopt.capture.region import CapturedCall
 from memopt.capture.shards import is_tensor_parallel
-from memopt.compat import settled_gloo
+from memopt.compat.exchanges import ALL, Resharding, settle_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.resharding import ALL, Resharding
-from memopt.compat.subclasses import is_sharded, mesh_dimensions, ranks_of
+from memopt.compat.tensors import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import BudgetError, CaptureError, RankError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.plain import PLAIN
@@ -58,7 +57,7 @@ class Sharded:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             sharding = f"{sharding_in_words(self.model)}{placements_in_words(self.model)}"
             self._ranks.check_terms({**terms(), "the sharding": sharding})
-            settled_gloo.settle(self.model)
+            settle_gloo(self.model)
         self._open, self._settled, self._begun = True, False, False
         failure: Exception | None = None
         try:

@@ -16,7 +16,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import with_hooks
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
-from memopt.compat.storages import bytes_by_address, weak_storages
+from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError

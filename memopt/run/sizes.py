@@ -14,9 +14,8 @@ from memopt.capture.dynamic_shapes import Place, all_places
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.capture.together import MARGIN, with_eager_bytes
-from memopt.compat.storages import storage_key
-from memopt.compat.subclasses import special_kind
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
+from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes
 from memopt.planning.plan import Plan
 from memopt.recent import Recent

@@ -17,7 +17,7 @@ from torch import nn
 from memopt.capture.inputs import Call, call_signature
 from memopt.compat.autograd import WatchingHook, watching_hooks
 from memopt.compat.modules import compiled_call
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
 from memopt.units import duration, size
@@ -34,6 +34,9 @@ class State(Enum):
     """The latest call ran as the plain model does, since its step fits the budget."""
     PLANNED = "planned"
     """The latest call ran by its plan, or was planned ahead of its run."""
+    CHECKPOINTED = "checkpointed"
+    """The latest call ran with activation checkpoints, as its forward breaks and its regions cannot be planned within
+    the budget."""
     UNPLANNED = "unplanned"
     """Calls run as the plain model does whatever they need, as "plain" in `allow` has it."""
     REFUSED = "refused"

@@ -13,8 +13,8 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 
 from memopt.capture.dynamo import compile_call, training_call
 from memopt.capture.region import RecordedRegion
-from memopt.compat.aot import boxed
 from memopt.compat.joint_trace import AotTrace, trace_region
+from memopt.compat.tracing import boxed
 from memopt.run.recorded_calls import recording
 from tests.capture.recorded import recorded
 

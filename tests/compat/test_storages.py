@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memopt.compat.fakes import new_fake_mode
-from memopt.compat.storages import bytes_by_address, is_view, storage_key, storages_of, users_of
+from memopt.compat.tensors import bytes_by_address, is_view, storage_key, storages_of, users_of
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])

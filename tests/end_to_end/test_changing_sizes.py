@@ -20,6 +20,8 @@ from memopt.run.recorded_calls import RecordedCalls
 from memopt.run.sizes import PlansBySize
 from memopt.solver import Portfolio
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 VOCABULARY = 128
 

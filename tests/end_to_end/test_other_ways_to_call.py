@@ -21,6 +21,8 @@ from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, run
 from tests.end_to_end.usual import Dropping, make
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 BATCH = (normals(ROWS, WIDTH), integers(CLASSES, ROWS))
 
 

@@ -93,7 +93,6 @@ def test_the_budget_that_a_refusal_names_is_met_by_the_plan_that_it_was_named_fo
 
 
 def test_a_plan_that_runs_and_one_from_disk_are_asked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
     model, batch = job()
     memopt.optimize(model, 0.5, example_inputs=batch, **MODE)
     ahead_gb = memopt.plan_of(model).smallest_gb()

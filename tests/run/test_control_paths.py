@@ -22,6 +22,8 @@ from tests.marks import slow
 from tests.run.pieces import calls_of, latest
 from tests.run.routed import Routed
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
 

@@ -13,6 +13,8 @@ import memopt
 from memopt.run.status import shapes_of
 from tests.run.pieces import Blocks
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.export import Dim
 
 from memopt.planning.situation import Situation
 from tests.run.pieces import calls_of, latest, make
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 
 def rows(count: int) -> torch.Tensor:

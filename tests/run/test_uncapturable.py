@@ -12,6 +12,8 @@ import memopt
 from memopt.capture import dynamo
 from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None}
 
 
