@@ -79,6 +79,7 @@ def test_a_plain_model_has_no_status() -> None:
         memopt.status(make())
 
 
+@pytest.mark.plans_always
 def test_calls_with_and_without_the_loss_function_wait_in_one_place() -> None:
     session = session_for(make(), loss_fn=lambda output, target: output * target)
     x = torch.randn(64, 32)
