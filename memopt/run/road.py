@@ -30,6 +30,7 @@ from memopt.planning.advice import Advice
 from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.extended import extended
+from memopt.planning.least import leaving_room, sparing
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
@@ -253,9 +254,16 @@ class Road:
         Raises `BudgetError`, `CaptureError`.
         """
 
-        def plan(situation: Situation, search: PlanSearch) -> Plan:
+        def solved(situation: Situation, search: PlanSearch) -> Plan:
             candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
             return self.kept.agreed(search.fastest(candidates), captured, call, situation, lowering_bytes)
+
+        def plan(situation: Situation, search: PlanSearch) -> Plan:
+            def spare(nbytes: int) -> Plan:
+                sparing_it = replace(situation, spared=nbytes)
+                return solved(sparing_it, self.planner.search(sparing_it, advise=False) if nbytes else search)
+
+            return leaving_room(spare(0)) if situation.spared is None else sparing(spare, situation.spared)
 
         if not situation.to_come:
             return plan(situation, search)

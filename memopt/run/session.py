@@ -155,6 +155,7 @@ class Session:
         for calls in (self.forward, self.with_loss):
             if calls is not None:
                 calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
+                calls.share.join()
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
         self.uncompiled = disable(self.forward.__call__, reason=reason)
@@ -163,6 +164,9 @@ class Session:
 
     def give_back(self) -> None:
         """Restore the model's own call."""
+        for calls in (self.forward, self.with_loss):
+            if calls is not None:
+                calls.share.leave()
         self.watch.end()
         self.resharding.restore()
         settled_gloo.leave(self.model)

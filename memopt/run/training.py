@@ -88,7 +88,9 @@ class TrainingCalls:
             self.watch.end()
         self.parallel.look()
         with self._together():
-            return self._on_this_rank((args, kwargs))
+            result = self._on_this_rank((args, kwargs))
+        self.share.returned(result)
+        return result
 
     def _together(self, *, ahead: bool = False) -> AbstractContextManager[None]:
         """A block around a forward, or around its planning `ahead`, that all ranks end alike."""
@@ -115,6 +117,7 @@ class TrainingCalls:
             self.planner.reached |= fits.step.reached
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
+        situation = replace(situation, spared=self.share.spared(moment))
         try:
             with self._refusing(), self.planner.types():
                 check_kinds(call, parts)
