@@ -102,9 +102,9 @@ class Company:
         """The bytes that the backwards of forwards which wait take beside what these hold, where such a backward ran
         before the one of a forward of this model."""
         seen = frozenset().union(*entry.seen.meanwhile)
-        before = {beside.runs() for beside in seen if beside.begun_before and beside.runs}
-        found = [one for other in before if other is not None for one in other.waiting()]
-        return max((entry.in_backward_bytes(one.plan) - one.held_bytes for one in found), default=0)
+        before = [beside.runs() for beside in seen if beside.begun_before and beside.runs]
+        found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
+        return max((other.in_backward_bytes(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def _waiting(self) -> list[Waiting]:
         """The forwards of all models that wait, in their order; none where there is one model alone."""
@@ -144,10 +144,15 @@ class Company:
         return sum(len(other.waiting()) for other in self.others(entry))
 
     def addresses(self, entry: Entry) -> frozenset[int]:
-        """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
+        """The addresses of what waiting forwards of all models hold beside inputs, parameters and buffers, which their
+        `held_bytes` leave out, and of what they and this model's latest one returned."""
         forwards = [forward for one in self.entries for forward in one.waiting()]
         outputs = [*(one.outputs for one in forwards), *(one.outputs for of in self.entries for one in of.plain)]
         returned = [storage.address for storages in outputs for storage in storages]
-        saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
+        models = {id(forward.entry.model): forward.entry.model for forward in forwards}.values()
+        lying = weak_storages(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        left_out = {storage.address for storage in (*lying, *(one for forward in forwards for one in forward.given))}
+        held = weak_storages(tensor for forward in forwards for tensor in forward.held())
+        saved = [storage for storage in held if storage.address not in left_out]
         lasting = weak_storages(self.lasting(entry)[1])
         return frozenset((*returned, *(storage.address for storage in (*saved, *lasting, *entry.latest_outputs))))

@@ -53,6 +53,8 @@ class Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
 
     plan: Plan
+    given: tuple[WeakStorage, ...]
+    """The storages of the call's inputs."""
     outputs: list[WeakStorage]
     done: bool
 

@@ -207,7 +207,11 @@ class TrainingCalls:
         Raises `BudgetError`, `CaptureError`, `RankError`.
         """
         with self._together(ahead=True) if self.options.kept else nullcontext():
-            return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
+            try:
+                return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
+            except BudgetError as refused:
+                entry = self.share.entry
+                raise (self.share.ledger.for_whole_step(entry, refused) if self.options.kept else refused) from None
 
     def _plan_ahead(self, call: Call, *, gradients_held: bool, advise: bool) -> Plan:
         check_kinds(call, self._parts.now())

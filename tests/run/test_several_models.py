@@ -13,8 +13,9 @@ import torch
 
 import memopt
 from memopt.errors import GIB
+from memopt.run.session import session_of
 from tests.elsewhere import counted
-from tests.run.several_models import LOOPS, Step, Trained
+from tests.run.several_models import LOOPS, ROWS, Step, Trained, mlp
 
 __all__ = ["counted"]
 
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("counted")
 MB = 2**20
 EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 STEPS = 4
+QUICK = ("gan", "encoder_and_decoder")
+"""The others take a minute each."""
 
 
 def losses(models: list[Trained], step: Step, peaks: list[int]) -> Iterator[torch.Tensor]:
@@ -78,8 +81,11 @@ def beside(name: str) -> int:
     return peak.bytes
 
 
-@pytest.mark.parametrize("part", [2, 3])
-@pytest.mark.parametrize("name", LOOPS)
+LOOPS_MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS]
+
+
+@pytest.mark.parametrize("part", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("name", LOOPS_MARKED)
 def test_within_a_part_of_the_activations(name: str, part: int) -> None:
     here = beside(name)
     expected, most, lasting = plain(name)
@@ -89,13 +95,27 @@ def test_within_a_part_of_the_activations(name: str, part: int) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", LOOPS_MARKED)
 def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     expected, most, _ = plain(name)
     budget, peaks, found = tried(name, beside(name) + MB, refusals=1)
     assert budget < most
     assert max(peaks) <= budget, [peak / budget for peak in peaks]
     assert all(map(torch.equal, found, expected))
+
+
+def test_parameters_and_inputs_of_a_forward_that_waits_lie_elsewhere() -> None:
+    first, second = (mlp(32, 32).train() for _ in range(2))
+    for model in (first, second):
+        memopt.optimize(model, 1.0, optimizer=None, **EXACT)
+    batch = torch.randn(ROWS, 32)
+    made = first(batch)
+    session = session_of(second)
+    assert session is not None
+    found = session.forward.share.look(((made.detach(),), {}))
+    (waiting,) = session_of(first).forward.share.entry.waiting()  # type: ignore[union-attr]
+    parameters = sum(parameter.nbytes for parameter in first.parameters())
+    assert found.other == pytest.approx(2 * parameters + batch.nbytes + waiting.held_bytes, rel=0.05)
 
 
 def report(names: list[str]) -> None:
