@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from memopt.account.account import distinct_bytes
-from memopt.compat.storages import weak_storages
+from memopt.compat.tensors import weak_storages
 from memopt.errors import BudgetError
 from memopt.run.beside import Beside, breadth
 from memopt.run.entry import Entry, Waiting

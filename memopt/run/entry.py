@@ -17,7 +17,7 @@ from memopt.account.account import distinct_bytes
 from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
-from memopt.compat.storages import WeakStorage
+from memopt.compat.tensors import WeakStorage
 from memopt.planning.least import Needs, backward_bytes
 from memopt.planning.plan import Plan
 from memopt.recent import Recent

@@ -16,7 +16,7 @@ from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
-from memopt.compat.profiler import profiler_is_active
+from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
 from memopt.planning.least import tangent_bytes
