@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -54,6 +54,8 @@ class PeakMeter:
         """The most bytes that were allocated inside the block and not freed yet, at least 0."""
         return self._check_ended()
 
+    listeners: ClassVar[list[Callable[[Sequence[int]], None]]] = []
+    """Called with the events of a meter of the CPU when its block ends: bytes allocated, or minus the bytes freed."""
     _running: ClassVar[list[PeakMeter]] = []
     """Those that meter the CPU now, by a profiler that writes to the memory of `malloc`."""
 
@@ -91,7 +93,9 @@ class PeakMeter:
     ) -> None:
         if self._events is not None:
             self._running.remove(self)
-            inside = islice(self._events.stop(), self._blocks, None)
+            inside = self._events.stop()[self._blocks :]
+            for listener in tuple(self.listeners):
+                listener(inside)
             self._allocated = max(0, max(accumulate(inside), default=0))
             self._events = None
             used = device_in_use()

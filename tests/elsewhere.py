@@ -7,9 +7,10 @@ import gc
 import pytest
 
 from memopt.account import elsewhere
+from memopt.run.ledger import Ledger
 
-look = elsewhere.look
-"""The function itself, imported before the suite's set-up replaces it."""
+look, company = elsewhere.look, Ledger.company
+"""The functions themselves, imported before the suite's set-up replaces them."""
 
 
 @pytest.fixture
@@ -18,3 +19,5 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     gc.freeze()
     monkeypatch.setattr(elsewhere, "look", look)
+    monkeypatch.setattr(Ledger, "company", company)
+    monkeypatch.setattr(Ledger, "_by_device", {})

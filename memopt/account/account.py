@@ -43,8 +43,8 @@ class Account:
     elsewhere: int = 0
     """Bytes on the device that are no part of the step: other models, copies, caches (`memopt.account.elsewhere`)."""
     meanwhile: int = 0
-    """Bytes that other code takes, and frees, between the forward and the backward: a loss outside of the model, the
-    steps of other models."""
+    """Bytes that the caller's own code takes, and frees, between the forward and the backward: a loss outside of the
+    model."""
     buckets: int = 0
     """The buckets from which `DistributedDataParallel` exchanges gradients. Gradients that are views of them are not
     among `gradients`."""

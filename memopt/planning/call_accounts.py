@@ -84,10 +84,11 @@ class CallAccounts(ModelTerms):
             self._optimizer_account,
         )
         held, others = situation.gradients_held, situation.other_forwards
+        meanwhile = situation.meanwhile + (situation.spared or 0)
         if self.sharding is not None:
             account = self.sharding.account(account, self.options.optimizer, self.card, steps)
         account = self.proposing.adjusted(
-            replace(account, gradients_held=held, other_forwards=others, meanwhile=situation.meanwhile)
+            replace(account, gradients_held=held, other_forwards=others, meanwhile=meanwhile)
         )
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)

@@ -83,7 +83,7 @@ class Job:
             [(name, type(module).__qualname__, module.training) for name, module in self.model.named_modules()],
             [(name, _value(value), id(value) in state.hooked) for name, value in self.model.named_parameters()],
             account_of(self.model, tensors_in(self.call), None, card),
-            (state.gradients_held, state.other_forwards, state.to_come, state.buckets, state.meanwhile),
+            (state.gradients_held, state.other_forwards, state.to_come, state.buckets, state.meanwhile, state.spared),
             optimizer,
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],

@@ -30,7 +30,10 @@ class Situation:
     """The number of further forwards of this model before its first backward, each of which may hold as much as this
     one; their gradients are among `other_forwards`."""
     meanwhile: int = 0
-    """Bytes that other code takes, and frees, between the forward and its backward."""
+    """Bytes that the caller's own code takes, and frees, between the forward and its backward."""
+    spared: int | None = 0
+    """Bytes that steps of other models take between the forward and its backward, which are left free as far as the
+    budget allows; None: they are not known yet, and the forward holds as little as it can."""
     elsewhere: int | None = None
     """The bytes on the device beside the step that the plan must leave room for; None: those that are found there."""
     hooked: frozenset[int] = frozenset()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, reduce
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from memopt.account.account import distinct_bytes
 from memopt.account.elsewhere import Found
+from memopt.account.optimizer_account import optimizer_account
+from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage
+from memopt.planning.least import Needs, backward_bytes
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
+from memopt.run.beside import Beside, Seen
 
 _TOLERANCE = 64
 """What appears beside a step is tolerated up to this part of the parameters' bytes, a 256th of what a step with their
@@ -26,15 +32,30 @@ _REMEMBERED = 16
 """The number of groups of forwards whose size is remembered."""
 _MOST_KINDS = 64
 """The number of kinds of moments of a model for which the bytes allocated are remembered."""
+_MOST_PLANS = 8
+"""The number of plans of a model from which it is known what its steps need."""
+_numbers = count(1)
+"""Numbers for the forwards of all models, in their order."""
 
 
-class Forward(Protocol):
+class Waiting(Protocol):
+    """A forward that may wait for its backward, as the ledger knows it."""
+
+    entry: Entry
+    held_bytes: int
+    number: int
+    """Its place in the order of all forwards."""
+    beside: set[Beside]
+    """The forwards of other models that have run since it began."""
+
+
+class Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
 
     plan: Plan
-    held_bytes: int
+    given: tuple[WeakStorage, ...]
+    """The storages of the call's inputs."""
     outputs: list[WeakStorage]
-    number: int
     done: bool
 
     def held(self) -> list[torch.Tensor]:
@@ -56,11 +77,11 @@ class Forward(Protocol):
         """A budget of at least `needed` bytes with room for other forwards."""
 
 
-class Plain(Protocol):
+class Plain(Waiting, Protocol):
     """A forward that runs as the plain model does, as the ledger knows it."""
 
-    held_bytes: int
     room_bytes: int
+    peak_bytes: int
     optimizer_state: int
     outputs: tuple[WeakStorage, ...]
 
@@ -103,14 +124,29 @@ class Entry:
     budget_bytes: int
     fixed_bytes: int | None = None
     """The bytes to count elsewhere instead of those that are there; 0 for a plan for another device."""
-    with_state: bool = True
-    """Whether the account has the optimiser's state, so that more than it expects is counted elsewhere."""
+    optimizer: Any = None
+    """The optimiser that the account has, as the user gave it; what is beyond its state is counted elsewhere."""
+    optimised: bool = False
+    """Whether the model's calls are planned now, so that other models are planned beside what it will hold."""
+    gradient_bytes: int | None = None
+    """The bytes of its gradients, as far as they are planned."""
+    state_bytes: int | None = None
+    """The bytes of its optimiser's state, as far as they are planned."""
+    seen: Seen = field(default_factory=Seen)
+    """What was seen beside its forwards."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
     """The most bytes elsewhere that were found to appear between a forward and its backward."""
+    meanwhile: int | None = None
+    """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
+    outputs; None where that was not measured."""
+    seen_until_backward: bool = False
+    """Whether it was looked for what appears until the backward."""
     begun: int = 0
-    """The number of forwards that have begun."""
+    """The number of planned forwards that have begun."""
+    number: int = 0
+    """The place of the latest forward in the order of all models'."""
     latest: weakref.ref[Forward] | None = None
     """The forward that began last."""
     found: Found = field(default_factory=Found)
@@ -125,6 +161,12 @@ class Entry:
     """The number of further forwards that the present group is expected to have after its first."""
     held_after: int | None = None
     """The bytes that the latest forward held which was not the first of its group."""
+    figures: Recent[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: Recent(_MOST_KINDS))
+    """Figures of plans, by their name and the `id` of the plan."""
+    plans: Recent[int, tuple[Plan, Needs | None]] = field(default_factory=lambda: Recent(_MOST_PLANS))
+    """The latest plans, each with what it needs where that has been asked for."""
+    plain_needs: Needs | None = None
+    """What the latest call needed that ran plain."""
     planned: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
     _group: int = 0
@@ -151,6 +193,11 @@ class Entry:
         return self.tolerance_bytes // 2
 
     @property
+    def with_state(self) -> bool:
+        """Whether the account has the optimiser's state, so that more than it expects is counted elsewhere."""
+        return self.optimizer is not None
+
+    @property
     def has_looked(self) -> bool:
         """Whether it is known which optimisers step the model, and what tensors lie beside it."""
         return self.fixed_bytes is not None or len(self.looks) > 0
@@ -168,9 +215,76 @@ class Entry:
         """Add a planned forward that begins now."""
         self.begun += 1
         self.latest = weakref.ref(forward)
-        forward.number = self.begun
+        self._number(forward)
         self.latest_outputs = forward.outputs
         self.planned.add(forward)
+        if self.plans.get(id(forward.plan)) is None:
+            self.plans[id(forward.plan)] = forward.plan, None
+            account = forward.plan.account
+            self.gradient_bytes = max(self.gradient_bytes or 0, account.gradients)
+            self.state_bytes = max(self.state_bytes or 0, account.optimizer_state)
+
+    def add_plain(self, forward: Plain, optimizer_state: int) -> None:
+        """Add a forward that begins now and runs plain, with an optimiser state of that size."""
+        self._number(forward)
+        self.plain.add(forward)
+        self.state_bytes = max(self.state_bytes or 0, optimizer_state)
+        lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
+        # A quarter is a guess of what a plan would need.
+        held, peak = forward.held_bytes, forward.peak_bytes
+        self.plain_needs = Needs(lasting, held // 4, peak // 4, held, peak)
+
+    def _number(self, forward: Waiting) -> None:
+        forward.number = self.number = next(_numbers)
+
+    def figure(self, name: Hashable, plan: Plan, of: Callable[[], int]) -> int:
+        """The result of `of`, which is a figure of a plan with this name; it is called once."""
+        if (known := self.figures.get((name, id(plan)))) is None:
+            known = self.figures[name, id(plan)] = plan, of()
+        return known[1]
+
+    def in_backward_bytes(self, plan: Plan) -> int:
+        """The most that a step by a plan holds beside what lasts, without the caller's own code."""
+        return self.figure("backward", plan, lambda: backward_bytes(plan))
+
+    @property
+    def needs(self) -> Needs | None:
+        """The most that the latest plans need; None before the first."""
+        for number, (plan, needs) in list(self.plans.items()):
+            if needs is None:
+                self.plans[number] = plan, Needs.of(plan)
+        found = [needs for _, (_, needs) in self.plans.items() if needs is not None]
+        found += [self.plain_needs] if self.plain_needs else []
+        return reduce(Needs.at_most, found).holding(self.meanwhile or 0) if found else None
+
+    @cached_property
+    def _trained(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that were trainable when this was asked for first."""
+        return tuple(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @cached_property
+    def _expected_state(self) -> int:
+        """The bytes of state that its optimiser is expected to have, before a plan says so."""
+        return optimizer_account(self.optimizer, self._trained, self.device.type).state_bytes
+
+    def gradients_expected(self, beside: Entry | None = None) -> int:
+        """The bytes of the gradients that it will hold, without those that it shares with another model."""
+        own = set(map(id, beside.model.parameters())) if beside else ()
+        most = distinct_bytes(parameter for parameter in self._trained if id(parameter) not in own)
+        return most if self.gradient_bytes is None else min(most, self.gradient_bytes)
+
+    def gradients_now(self, beside: Entry) -> list[torch.Tensor]:
+        """The gradients that it holds, without those that it shares with another model."""
+        own = set(map(id, beside.model.parameters()))
+        return [one.grad for one in self._trained if one.grad is not None and id(one) not in own]
+
+    def state_expected(self) -> int:
+        """The bytes of state that its optimiser will hold."""
+        return self._expected_state if self.state_bytes is None else self.state_bytes
+
+    def state_now(self) -> list[torch.Tensor]:
+        """The state of its optimiser, where that is known."""
+        return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
     def waiting(self) -> list[Forward]:
         """The planned forwards whose backward has not run yet, in their order."""

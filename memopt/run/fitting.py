@@ -80,12 +80,12 @@ class CallInProgress:
         now = self.moment.elsewhere_bytes(plan)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
-        group = self.moment.in_group
+        group, own = self.moment.in_group, self.moment.beside_callers_code(self.situation, plan)
         for elsewhere in dict.fromkeys((rounded, there)):
             if group is not None:
-                among = replace(self.situation, other_forwards=group.other_forwards, to_come=group.to_come)
+                among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
-            yield replace(self.crowded, elsewhere=elsewhere)
+            yield replace(own, other_forwards=self.moment.waiting_bytes, elsewhere=elsewhere)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""

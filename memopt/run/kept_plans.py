@@ -95,7 +95,8 @@ class KeptPlans:
             return None
         step = planner.proposing.as_kept(step, kept.plan)
         plan = kept.live(lambda: step)
-        account = planner.captured_account(captured, call, situation, step, lowering_bytes=lowering_bytes)
+        alone = replace(situation, spared=0)  # what was left to other models is in no figure of a plan
+        account = planner.captured_account(captured, call, alone, step, lowering_bytes=lowering_bytes)
         account = planner.proposing.account_as_kept(account, kept.plan)
         return plan if is_sound(plan, kept.footprint, account, situation.to_come) else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +15,15 @@ import torch
 from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
-from memopt.account.elsewhere import Found
+from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
-from memopt.compat.tensors import weak_storages
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
+from memopt.planning.least import tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
 from memopt.planning.situation import Situation
+from memopt.run.company import Company
 from memopt.run.entry import Entry, Looked
 from memopt.training_state import CallState
 
@@ -33,6 +33,9 @@ _LOOKS = 4
 """The number of looks at moments of a kind from which a limit is known of what is there."""
 _WORTHWHILE = 16
 """Room that has become free is planned for where it is at least this part of the budget."""
+_OF_OUTPUTS = 3
+"""A loss outside of the model is guessed to take this many times what gradients of the outputs take, as cross entropy
+does."""
 _MORE_STATE = 2
 """An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
 `amsgrad`, and the temporaries of `foreach`."""
@@ -54,6 +57,10 @@ class Moment:
     """The bytes that they hold."""
     others_bytes: int = 0
     """The bytes that such forwards of other models hold."""
+    lasting_bytes: int = 0
+    """The bytes of gradients and optimiser states that other optimised models have or will have."""
+    lasting_now: int = 0
+    """Those of them that are there."""
     addresses: Callable[[], frozenset[int]] = frozenset
     """Returns the addresses of what forwards hold and returned."""
     bucket_bytes: int = 0
@@ -78,7 +85,12 @@ class Moment:
     def known_bytes(self) -> int:
         """The bytes that differ from call to call and are known."""
         inputs = sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
-        return inputs + self.waiting_bytes + self.others_bytes
+        return inputs + self.waiting_bytes + self.others_bytes + self.lasting_now
+
+    @property
+    def to_come_elsewhere(self) -> int:
+        """The bytes elsewhere that looks leave out: gradients and states of other models, and what will appear."""
+        return self.later_bytes + self.lasting_bytes
 
     @property
     def _ledger(self) -> Ledger:
@@ -106,8 +118,35 @@ class Moment:
             others += self.to_come * held + self.gradients
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
-        alone = plan.ceiling_bytes - account.other_forwards - account.elsewhere
+        alone = self._alone(plan)
         return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
+
+    def _alone(self, plan: Plan, *, guessed: bool = True) -> int:
+        """The bytes that a step by a plan holds with nothing beside it but the caller's own code, as measured; or as
+        guessed where it was not, and this is wanted."""
+
+        def figure() -> int:
+            beside = plan.account.other_forwards + plan.account.elsewhere
+            measured, guess = self.callers_code(plan)
+            until_backward = plan.held_bytes + tangent_bytes(plan) + measured + (guess if guessed else 0)
+            return max(plan.ceiling_bytes, plan.account.resident_bytes + until_backward) - beside
+
+        return self.entry.figure(("alone", self.entry.meanwhile, guessed), plan, figure)
+
+    def callers_code(self, plan: Plan) -> tuple[int, int]:
+        """The bytes that the caller's own code takes between the forward and the backward of a plan: as measured, and
+        where it was not, as guessed for a loss outside of the model."""
+        if (measured := self.entry.meanwhile) is not None:
+            return max(0, measured - tangent_bytes(plan)), 0
+        captured = plan.captured if self.entry.fixed_bytes is None else None
+        outside = captured is not None and captured.regions[-1].ends_before_loss
+        return 0, _OF_OUTPUTS * tangent_bytes(plan) if outside else 0
+
+    def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
+        """The situation in which a plan leaves room for the caller's own code where this one does not."""
+        measured, guessed = (in_steps(nbytes, plan.budget_bytes) for nbytes in self.callers_code(plan))
+        spared = situation.spared if situation.spared is None else situation.spared + guessed
+        return replace(situation, meanwhile=situation.meanwhile + measured, spared=spared)
 
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
@@ -115,14 +154,14 @@ class Moment:
         if plan.added_time <= LITTLE or plan.account.elsewhere < enough:
             return False
         about = self._ledger.about(self)
-        return plan.account.elsewhere - about - self.later_bytes >= enough
+        return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
 
     def may_fit(self, plan: Plan) -> bool:
         """Whether a plan leaves room for all that is here, and for forwards to come that are done before its
         backward."""
         account = plan.account
         others = self.waiting_bytes + (self.gradients if self.to_come else 0)
-        alone = plan.ceiling_bytes - account.other_forwards - account.elsewhere
+        alone = self._alone(plan, guessed=False)
         return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
 
     def elsewhere_within(self, plan: Plan, room_bytes: int) -> bool:
@@ -137,10 +176,12 @@ class Moment:
 
     def reserved_bytes(self, held_bytes: int) -> int:
         """The bytes that a step has to leave where it runs without a plan and holds `held_bytes` until its backward:
-        for forwards that wait, for those to come that hold as much as this one, and for the gradients that the first
-        of their backwards leaves."""
-        company = self.waiting or self.to_come
-        return self.waiting_bytes + self.to_come * held_bytes + (self.gradients if company else 0)
+        for forwards that wait, for those to come that hold as much as this one, for the gradients that the first of
+        their backwards leaves, and for other models' steps."""
+        several = self.waiting or self.to_come
+        group = self.to_come * held_bytes + (self.gradients if several else 0)
+        wanted, broader = self._ledger.wanted(self.entry)
+        return self.waiting_bytes + group + wanted + int(broader * held_bytes)
 
     def leaves(self, room_bytes: int, optimizer_state: int) -> bool:
         """Whether the bytes elsewhere on the device, beside a step with an optimiser state of that size, are at most
@@ -153,7 +194,7 @@ class Moment:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
         if not self.entry.has_looked:  # the optimiser may have options by which it holds more than by default
             room_bytes -= _MORE_STATE * optimizer_state
-        most = self._ledger.at_most(self, room_bytes - self.later_bytes)
+        most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
         return most is not None and self._beside(most, optimizer_state) <= room_bytes
 
     def elsewhere_bytes(self, plan: Plan) -> int:
@@ -165,10 +206,10 @@ class Moment:
         return self._beside(self._ledger.now(self), optimizer_state)
 
     def _beside(self, found: Found, optimizer_state: int) -> int:
-        return found.beside(optimizer_state) + self.later_bytes
+        return found.beside(optimizer_state) + self.to_come_elsewhere
 
 
-class Ledger:
+class Ledger(Company):
     """Counts what lies on a device beside the steps of the optimised models there.
 
     Python's objects are walked when a plan is made; later only where the bytes allocated on the device have grown so
@@ -178,8 +219,8 @@ class Ledger:
     _by_device: ClassVar[dict[torch.device, Ledger]] = {}
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
-        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
         self.look_seconds = 0.0
         """The time that looks have taken beside those that belong to planning."""
         self._since: float | None = None
@@ -197,26 +238,6 @@ class Ledger:
         ledger = cls._by_device[device]
         ledger.entries.add(entry)
         return ledger
-
-    def others(self, entry: Entry) -> list[Entry]:
-        """The other models' entries."""
-        return [other for other in self.entries if other is not entry]
-
-    def others_held_bytes(self, entry: Entry) -> int:
-        """The bytes that forwards of other models hold which wait for their backward."""
-        return sum(other.held_bytes for other in self.others(entry))
-
-    def others_waiting(self, entry: Entry) -> int:
-        """The number of planned forwards of other models that wait for their backward."""
-        return sum(len(other.waiting()) for other in self.others(entry))
-
-    def addresses(self, entry: Entry) -> frozenset[int]:
-        """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
-        forwards = [forward for one in self.entries for forward in one.waiting()]
-        outputs = [*(one.outputs for one in forwards), *(one.outputs for of in self.entries for one in of.plain)]
-        returned = [storage.address for storages in outputs for storage in storages]
-        saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
-        return frozenset((*returned, *(storage.address for storage in (*saved, *entry.latest_outputs))))
 
     @contextmanager
     def held_still(self, moment: Moment) -> Iterator[None]:
@@ -330,7 +351,7 @@ class Ledger:
             self.device,
             moment.tensors,
             moment.addresses(),
-            waiting_bytes=moment.waiting_bytes,
+            waiting_bytes=moment.waiting_bytes + moment.lasting_now,
             others_bytes=moment.others_bytes,
             bucket_bytes=moment.bucket_bytes,
             buckets=moment.buckets,

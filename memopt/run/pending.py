@@ -30,12 +30,15 @@ from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
+from memopt.planning.least import lasting_bytes
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
+from memopt.run.beside import Beside
 from memopt.run.entry import Entry
-from memopt.run.ledger import Moment
+from memopt.run.ledger import Ledger, Moment
 from memopt.run.on_demand import Releasable
 from memopt.run.safety_net import GradientsBefore
+from memopt.run.until_backward import UntilBackward
 from memopt.solver import Schedule
 from memopt.training_state import CallState
 from memopt.units import size
@@ -63,7 +66,9 @@ class PendingForward:
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
     number: int = 0
-    """Its place in the order of all forwards of its model."""
+    """Its place in the order of all forwards."""
+    beside: set[Beside] = field(default_factory=set)
+    """The forwards of other models that have run since it began."""
     done: bool = False
     before: CallState | None = None
     """The model's random states and buffers before the call."""
@@ -121,6 +126,8 @@ class PendingForward:
             return
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
+            UntilBackward.backward_begins(self.entry, alone=not self.beside)
+            Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
             if (model := self.model()) is not None:
                 self.gradients_before = GradientsBefore.of(model)
@@ -129,6 +136,8 @@ class PendingForward:
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
+        if self.plan.account.meanwhile:
+            peak = self.entry.in_backward_bytes(self.plan) + lasting_bytes(self.plan.account, beside=True)
         if keeps_graph():
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
@@ -138,6 +147,8 @@ class PendingForward:
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
         moment = self.moment_of(self, gradients)
+        if not self.entry.seen_until_backward and self.plan.account.tolerance:
+            self._see_what_appeared(replace(moment, closely=True))
         room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
         room += self.plan.account.tolerance
         if not moment.elsewhere_within(self.plan, room):
@@ -145,13 +156,24 @@ class PendingForward:
             if not closely.elsewhere_within(self.plan, room):
                 self._refuse_elsewhere(closely.elsewhere_bytes(self.plan), room)
 
+    def _see_what_appeared(self, moment: Moment) -> None:
+        """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
+        forward is planned with it."""
+        ledger = Ledger.of(self.entry)
+        appeared = moment.elsewhere_bytes(self.plan) - self.plan.account.elsewhere - ledger.begun_since(self)
+        if appeared > self.entry.tolerance_bytes:
+            self.entry.later_bytes = max(self.entry.later_bytes, appeared)
+        self.entry.seen_until_backward = True
+
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
         # At a budget in which nothing is recomputed beside them they have room in the first step, too.
+        lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
         plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes
-        raise BudgetError(
+        ledger = Ledger.of(self.entry)
+        refused = BudgetError(
             self.plan.budget_bytes,
-            max(self.plan.budget_bytes + elsewhere_bytes - room_bytes, plain),
+            lacking if ledger.company(self.entry) else max(lacking, plain),
             f"elsewhere {size(elsewhere_bytes)}, {size(self.entry.later_bytes)} of which appeared between the forward "
             "and its backward",
             least=False,
@@ -160,6 +182,7 @@ class PendingForward:
                 f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}",
             ),
         )
+        raise ledger.for_whole_step(self.entry, refused)
 
     def replayed(self) -> None:
         """Note that a second forward has run beside the plan in the running backward, which is not judged by the plan
@@ -277,11 +300,17 @@ class PlainForward:
     """The bytes that its step leaves of the budget if no other forward waits and nothing lies elsewhere."""
     optimizer_state: int
     """The bytes of optimiser state that its step counts."""
+    peak_bytes: int
+    """The most that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
+    number: int = 0
+    beside: set[Beside] = field(default_factory=set)
 
     def end(self, *_: object) -> None:
         """Have it wait no longer; called when a backward through any of its outputs begins."""
+        UntilBackward.backward_begins(self.entry, alone=not self.beside)
+        Ledger.of(self.entry).backward_begins(self)
         if not keeps_graph():
             self.entry.plain.discard(self)
 

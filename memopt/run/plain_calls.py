@@ -30,7 +30,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
-from memopt.run.ledger import Moment
+from memopt.run.ledger import Ledger, Moment
 from memopt.run.pending import PlainForward
 from memopt.run.road import Road
 from memopt.run.settings import Settings
@@ -85,7 +85,9 @@ class Fitting:
     def fits(self, moment: Moment) -> bool:
         """Whether it fits beside other forwards, and what else lies on the device."""
         held = self.step.held_bytes
-        fits = moment.leaves(self.room_bytes - moment.reserved_bytes(held), self.optimizer_state)
+        until_backward = held + (moment.entry.meanwhile or 0)
+        room = self.room_bytes - max(0, until_backward - self.step.peak_bytes)
+        fits = moment.leaves(room - moment.reserved_bytes(held), self.optimizer_state)
         return fits and moment.may_hold(held)
 
 
@@ -209,8 +211,10 @@ class PlainCalls:
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
             held, room, state = fitting.step.held_bytes, fitting.room_bytes, fitting.optimizer_state
-            forward = PlainForward(self.entry, held, room, state, tuple(weak_storages(outputs)))
-            self.entry.plain.add(forward)
+            peak = fitting.step.peak_bytes
+            forward = PlainForward(self.entry, held, room, state, peak, tuple(weak_storages(outputs)))
+            self.entry.add_plain(forward, state)
+            Ledger.of(self.entry).begins(forward)
             nodes: set[Any] = {output.grad_fn for output in outputs}
             for node in nodes:
                 node.metadata["memopt"] = forward  # it lives as long as a backward may begin at any output

@@ -31,6 +31,7 @@ from memopt.planning.advice import Advice
 from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.extended import extended
+from memopt.planning.least import leaving_room, sparing
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
@@ -238,6 +239,12 @@ class Road:
         Raises `BudgetError`, `CaptureError`.
         """
 
+        def spare(nbytes: int) -> Plan:
+            sparing_it = replace(situation, spared=nbytes)
+            fresh = self.planner.search(sparing_it, advise=False) if nbytes else search
+            candidates = self.planner.candidates(captured, call, sparing_it, fresh, lowering_bytes=lowering_bytes)
+            return self.kept.agreed(fresh.fastest(candidates), captured, call, sparing_it, lowering_bytes)
+
         def beside(others_bytes: int) -> Plan:
             others = replace(situation, to_come=0, other_forwards=situation.other_forwards + others_bytes)
             search = self.planner.search(others, advise=False)
@@ -245,8 +252,7 @@ class Road:
 
         if situation.to_come:
             return among_equals(beside, situation.to_come, self.planner.options.budget_bytes)
-        candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
-        return self.kept.agreed(search.fastest(candidates), captured, call, situation, lowering_bytes)
+        return leaving_room(spare(0)) if situation.spared is None else sparing(spare, situation.spared)
 
     def _emitted_as_kept(
         self, key: str | None, captured: CapturedCall, call: Call, situation: Situation

@@ -132,6 +132,12 @@ class Session:
 
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
+        result = self._on_this_rank(calls, call)
+        self.share.returned(result)
+        return result
+
+    def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:
+        """Run a training call, which all ranks end alike."""
         self.watch.end()
         self.parallel.look()
         with self._together(calls):
@@ -156,6 +162,7 @@ class Session:
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
             if fitting is not None:
                 return self._run_checkpointed(calls, call, *fitting)
+            situation = replace(situation, spared=self.share.spared(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
             return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
 
@@ -291,7 +298,11 @@ class Session:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             proposing.check_allowed()
             with self._refusing(), calls.planner.types(), torch.enable_grad(), rare_collections():
-                plan = calls.plan(call, situation, advise=advise)
+                try:
+                    plan = calls.plan(call, situation, advise=advise)
+                except BudgetError as refused:
+                    whole = self.share.ledger.for_whole_step(self.share.entry, refused)
+                    raise (whole if self.options.kept else refused) from None
                 self._planned(plan, call, time.perf_counter() - started)
             return plan
 
@@ -342,6 +353,7 @@ class Session:
         """
         for calls in self.kinds:
             calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
+        self.share.join()
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
         self.uncompiled = disable(self.forward.__call__, reason=reason)
@@ -350,6 +362,7 @@ class Session:
 
     def give_back(self) -> None:
         """Restore the model's own call."""
+        self.share.leave()
         self.watch.end()
         self.resharding.restore()
         unsettle_gloo(self.model)

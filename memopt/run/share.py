@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES, distinct_bytes
-from memopt.account.elsewhere import Found
+from memopt.account.elsewhere import Found, in_steps
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import with_hooks
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
+from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
+from memopt.planning.least import Needs
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
+from memopt.recent import Recent
+from memopt.run.beside import Beside, shared
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.pending import PendingForward, release_all
 from memopt.run.ranks import DataParallel
+from memopt.run.until_backward import UntilBackward
 from memopt.units import size
 
 
@@ -44,8 +52,9 @@ class Share:
         # What fully_shard gathers and frees lies between the regions, and would be found elsewhere as well.
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
-        with_state = options.optimizer is not None
-        self.entry = Entry(model, options.budget_bytes, fixed_bytes, with_state, at_least=options.forwards)
+        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
+        self._left: Recent[object, int] = Recent(_MOST_KINDS)
+        """The bytes that were left to other models at the latest moments of each kind."""
 
     @property
     def ledger(self) -> Ledger:
@@ -79,9 +88,21 @@ class Share:
             "elsewhere_gb=0 leaves them out of the budget"
         )
 
+    def join(self) -> None:
+        """Have other models planned beside what this one will hold."""
+        self.entry.optimised = True
+        if self.ledger.company(self.entry):
+            gc.collect()  # models that are not used any more hold nothing
+
+    def leave(self) -> None:
+        """Have other models planned as if this one were plain."""
+        self.entry.optimised = False
+
     def look(self, call: Call) -> Found:
-        """What lies on the device beside a call that begins now."""
-        return self.ledger.planning(self._counted(call))
+        """What lies on the device beside a call that begins now, and what other optimised models will hold."""
+        counted = self._counted(call)
+        found = self.ledger.planning(counted)
+        return replace(found, other=found.other + counted.lasting_bytes)
 
     @contextmanager
     def held_still(self, call: Call) -> Iterator[None]:
@@ -104,12 +125,20 @@ class Share:
         Raises `BudgetError` where one of them has no room for the gradients that the backward of this one will leave.
         """
         release_all()
+        UntilBackward.drop()
         waiting = self.waiting
         self.entry.begin(waiting)
         if waiting:
             self._check_planned()
             self._check_plain(call, self._gradients())
         return waiting
+
+    def returned(self, result: Any) -> None:
+        """Note that a forward returns to the caller, whose code runs until the backward."""
+        if self.entry.meanwhile is None and self.entry.fixed_bytes is None and self.parallel.wrapper is None:
+            tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            if any(tensor.dim() and tensor.requires_grad for tensor in tensors):
+                UntilBackward.begin(self.entry)
 
     def situation(self, proposing: Proposing, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
@@ -131,15 +160,50 @@ class Share:
         gradients = 0
         if (self.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
-        counted = self._counted(call, situation.gradients_held)
-        later = self.entry.later_bytes
-        return replace(counted, later_bytes=later, gradients=gradients, spare_bytes=self._spare_bytes(call))
+        counted = replace(self._counted(call, situation.gradients_held), gradients=gradients)
+        later = max(self.entry.later_bytes, self._left_later(counted))
+        return replace(counted, later_bytes=later, spare_bytes=self._spare_bytes(call))
+
+    def spared(self, moment: Moment) -> int | None:
+        """The bytes to leave to steps of other models between the forward of a call and its backward; None where it is
+        not known yet what they do then."""
+        entry = self.entry
+        company = self.ledger.company(entry)
+        if not self.ledger.knows(entry):
+            return None
+        seen = [beside for beside in frozenset().union(*entry.seen.meanwhile) if not beside.begun_before]
+        outlived = self.ledger.outlived(entry) if company else 0
+        if not company or not seen or (needs := entry.needs) is None:
+            return outlived
+        return max(outlived, self._shared("meanwhile", moment, seen, needs, needs.least_held, needs.held))
+
+    def _left_later(self, moment: Moment) -> int:
+        """The bytes to leave to forwards of other models that will be there in the backward."""
+        seen = [beside for beside in self.entry.seen.backward if beside.waiting]
+        if not seen or (needs := self.entry.needs) is None:
+            return 0
+        return self._shared("backward", moment, seen, needs, needs.least_peak, needs.peak)
+
+    def _shared(
+        self, when: str, moment: Moment, seen: Iterable[Beside], needs: Needs, own_least: int, own_most: int
+    ) -> int:
+        """The share of others in the room that there is, in steps, and as before where that is about right: it is not
+        planned again for each small change."""
+        budget = self.entry.budget_bytes
+        elsewhere = self.ledger.about(moment) + moment.lasting_bytes + moment.waiting_bytes
+        room = budget - needs.lasting - elsewhere
+        found, before = shared(seen, own_least, own_most, room), self._left.get((when, moment.kind))
+        if before is None or not found <= before <= found + budget // _ABOUT:
+            before = min(in_steps(found, budget), max(found, room - own_least))
+            self._left[when, moment.kind] = before
+        return before
 
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins with what is counted then: its inputs, the copies by which it can be
         undone, waiting forwards, and what they returned."""
         ledger, waiting = self.ledger, self.waiting
         bucket_bytes, buckets = self.parallel.bucket_memory()
+        lasting, now = ledger.lasting(self.entry)
         return Moment(
             self.entry,
             (waiting, ledger.others_waiting(self.entry), *kind),
@@ -147,9 +211,11 @@ class Share:
             waiting,
             self.entry.held_bytes,
             ledger.others_held_bytes(self.entry),
-            lambda: ledger.addresses(self.entry),
-            bucket_bytes,
-            buckets,
+            lasting,
+            sum(tensor.nbytes for tensor in now),
+            addresses=lambda: ledger.addresses(self.entry),
+            bucket_bytes=bucket_bytes,
+            buckets=buckets,
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
@@ -182,7 +248,7 @@ class Share:
         """
         held = plan.held_bytes
         self._check_plain(call, held)
-        if self.waiting:
+        if self.waiting and situation.spared is not None:
             self.entry.held_after = held
         forward = PendingForward(
             plan,
@@ -195,10 +261,12 @@ class Share:
             tuple(weak_storages(tensors_in(call))),
         )
         self.entry.add(forward)
+        self.ledger.begins(forward)
         return forward
 
     def explain(self, refused: BudgetError, waiting: int) -> BudgetError:
         """The refusal of a call that began while others waited; it says so if that was not planned for."""
+        refused = self.ledger.for_whole_step(self.entry, refused)
         return refused if self.entry.others_expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
 
     def _gradients(self) -> int:
@@ -254,6 +322,9 @@ def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
     return bool([parameter for parameter in parameters if parameter.grad is not None])
 
 
+_ABOUT = 16
+"""Room that differs by less than this part of the budget is left to other models as before."""
+_MOST_KINDS = 64
 _IN_GROUP = (
     "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
     "from the first step on if optimize is given forwards={0}"

@@ -36,7 +36,7 @@ def test_what_belongs_to_the_model_and_its_call_is_not_elsewhere() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(inputs).sum().backward()
     optimizer.step()
-    entry = Entry(model, 100 * MB)
+    entry = Entry(model, 100 * MB, optimizer=optimizer)
     addresses = frozenset(storage.address for storage in weak_storages([held]))
     found = now(Moment(entry, inputs=(inputs,), addresses=lambda: addresses))
     assert found.other < 100_000

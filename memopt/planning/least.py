@@ -1,0 +1,158 @@
+"""What a step holds at least, beside what lasts between steps: what is left for the steps of other models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from memopt.account.account import Account
+from memopt.account.breakdown import breakdown, is_receipt
+from memopt.errors import BudgetError
+from memopt.planning.make_plan import make_plan
+from memopt.planning.module_rows import held_after_forward
+from memopt.planning.plan import Plan
+from memopt.planning.planner import LITTLE, smallest
+from memopt.planning.receipt import plain_step
+from memopt.solver import Schedule
+
+_SLACK = 0, 16, 8, 4, 2
+"""The plan that holds least may have a peak that is larger by one of these parts, the first that is possible."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The bytes of a forward and its backward, beside those that last from step to step."""
+
+    lasting: int
+    """The bytes that last: parameters, gradients, optimiser state, and all else of the account but other forwards and
+    what lies elsewhere."""
+    least_held: int
+    """Held between forward and backward, by the plan that holds least."""
+    least_peak: int
+    """The most that this plan holds at once."""
+    held: int
+    """Held between forward and backward, with nothing recomputed."""
+    peak: int
+    """The most that is held at once, with nothing recomputed."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Needs:
+        """The needs of a planned step, which has its graphs; without what other code takes until the backward."""
+        captured, account = plan.captured, replace(plan.account, meanwhile=0)
+        assert captured is not None
+        problem = captured.joined(accumulating=account.gradients_held).problem
+        plain, least = Schedule.save_all(problem), least_plan(plan)
+        captured.forget_solvers()
+        with_gradients = lasting_bytes(account, beside=True)
+        return cls(
+            lasting_bytes(account),
+            least.held_bytes,
+            backward_bytes(least),
+            held_after_forward(problem, plain),
+            max(0, breakdown(problem, plain, account).peak_bytes - with_gradients),
+        )
+
+    def holding(self, nbytes: int) -> Needs:
+        """The needs of a step whose caller takes that many bytes until the backward."""
+        least, most = max(self.least_peak, self.least_held + nbytes), max(self.peak, self.held + nbytes)
+        return replace(self, least_peak=least, peak=most)
+
+    def at_most(self, other: Needs) -> Needs:
+        """The larger of each of two needs."""
+        return Needs(*(max(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def lasting_bytes(account: Account, *, beside: bool = False) -> int:
+    """The bytes of a step that last, with its gradients; `beside`: with other forwards and what lies elsewhere."""
+    gradients = 0 if account.gradients_held else account.gradients
+    others = 0 if beside else account.other_forwards + account.elsewhere
+    return account.resident_bytes + gradients - others
+
+
+def backward_bytes(plan: Plan) -> int:
+    """The most that a planned forward or backward, or the optimiser's step, holds beside what lasts; without what other
+    code takes between them."""
+    alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
+    return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
+
+
+def tangent_bytes(plan: Plan) -> int:
+    """The bytes of the gradients with which the backward of a plan begins; 0 for a plan without its graphs."""
+    if plan.source is None or (joined := plan.joined) is None:
+        return 0
+    problem = joined.problem
+    made = (op.makes for op in problem.ops[: problem.forward_ops] if is_receipt(op))
+    return sum(problem.storages[storage].bytes for makes in made for storage in makes)
+
+
+def least_plan(plan: Plan) -> Plan:
+    """The plan of the same step whose forward holds least until its backward, at about the smallest peak. Its budget
+    is that of `plan`."""
+    captured, account = plan.captured, replace(plan.account, meanwhile=0)
+    assert captured is not None
+    bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
+    smallest_bytes = smallest(captured.joined(accumulating=account.gradients_held), bare)[0]
+    for part in _SLACK:
+        budget_bytes = smallest_bytes + (smallest_bytes // part if part else 0)
+        with suppress(BudgetError):
+            try:
+                found = make_plan(captured, replace(bare, meanwhile=budget_bytes), budget_bytes, plan.effort)
+            except BudgetError as refused:
+                room = budget_bytes - (refused.smallest_bytes - budget_bytes)
+                found = make_plan(captured, replace(bare, meanwhile=room), budget_bytes, plan.effort)
+            return _in_place_of(plan, found)
+    return _in_place_of(plan, make_plan(captured, bare, smallest_bytes, plan.effort))
+
+
+def leaving_room(plan: Plan) -> Plan:
+    """A plan in the place of this one, for a step of which it is not known yet what other models will hold beside it:
+    the plan itself where as much as the step holds with nothing recomputed is left free, else the one that holds
+    least."""
+    free = plan.budget_bytes - plan.ceiling_bytes
+    if plan.added_time <= LITTLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
+        return plan
+    return least_plan(plan)
+
+
+def sparing(plan: Callable[[int], Plan], spared_bytes: int) -> Plan:
+    """The result of `plan` with as many of these bytes left free between forward and backward as the budget allows; 0
+    is the last number that it is asked for. Raises the `BudgetError` of that."""
+
+    def alone(nbytes: int) -> Plan:
+        found = plan(nbytes)
+        return _with_meanwhile(found, found.account.meanwhile - nbytes)
+
+    with suppress(BudgetError):
+        try:
+            return alone(spared_bytes)
+        except BudgetError as refused:
+            less = spared_bytes - (refused.smallest_bytes - refused.budget_bytes)
+        if less > 0:
+            return alone(less)
+    return plan(0)
+
+
+def _with_meanwhile(plan: Plan, nbytes: int) -> Plan:
+    """The plan with the figures of a step in which other code takes that many bytes until the backward."""
+    captured, schedule = plan.captured, plan.schedule
+    assert captured is not None
+    assert schedule is not None
+    account = replace(plan.account, meanwhile=nbytes)
+    most, seen = (
+        captured.joined(accumulating=account.gradients_held, meanwhile=nbytes, as_seen=as_seen).problem
+        for as_seen in (False, True)
+    )
+    return replace(
+        plan,
+        account=account,
+        plain=plain_step(captured, account),
+        planned=breakdown(seen, schedule, account),
+        ceiling_bytes=breakdown(most, schedule, account).peak_bytes,
+    )
+
+
+def _in_place_of(plan: Plan, found: Plan) -> Plan:
+    """A plan for a smaller budget in the place of one for the budget that there is, with what was told of that one."""
+    told = {name: getattr(plan, name) for name in ("budget_bytes", "levers", "proposals", "receipt", "notes")}
+    return replace(_with_meanwhile(found, plan.account.meanwhile), **told)

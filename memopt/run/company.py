@@ -1,0 +1,158 @@
+"""The optimised models that train side by side on one device: what they will hold, and whose steps run while a forward
+of another one waits for its backward."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from memopt.account.account import distinct_bytes
+from memopt.compat.tensors import weak_storages
+from memopt.errors import BudgetError
+from memopt.run.beside import Beside, breadth
+from memopt.run.entry import Entry, Waiting
+
+_TRAINS = 1024
+"""A model trains no more once so many forwards have begun since its latest one."""
+_GUESSED = 1.25
+"""A model that was not called yet is guessed to need this many times what its breadth lets expect."""
+_MARGIN = 64
+"""A budget that is named for the steps of several models is larger by this part."""
+
+
+class Company:
+    """The models in the ledger of one device."""
+
+    def __init__(self) -> None:
+        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+
+    def others(self, entry: Entry) -> list[Entry]:
+        """The other models' entries."""
+        return [other for other in self.entries if other is not entry]
+
+    def company(self, entry: Entry) -> list[Entry]:
+        """The entries of other optimised models that train now, one for each model; none where the user says what lies
+        elsewhere."""
+        found: dict[int, Entry] = {}
+        if len(self.entries) == 1 or entry.fixed_bytes is not None:
+            return []
+        latest = max(other.number for other in self.entries)
+        for other in self.entries:
+            trains = not other.number or latest - other.number <= _TRAINS
+            if other.optimised and trains and other.model is not entry.model:
+                before = found.get(id(other.model))
+                found[id(other.model)] = other if before is None or other.number > before.number else before
+        return list(found.values())
+
+    def lasting(self, entry: Entry) -> tuple[int, list[torch.Tensor]]:
+        """The bytes of gradients and optimiser states that other optimised models will hold from step to step, beside
+        what belongs to this one, too; and those of these tensors that are there now."""
+        nbytes, now, steppers = 0, list[torch.Tensor](), [entry.optimizer]
+        for other in self.company(entry):
+            nbytes += other.gradients_expected(entry)
+            now += other.gradients_now(entry)
+            if not isinstance(other.optimizer, torch.optim.Optimizer) or other.optimizer not in steppers:
+                nbytes += other.state_expected()
+                now += other.state_now()
+            steppers.append(other.optimizer)
+        return max(nbytes, sum(tensor.nbytes for tensor in now)), now
+
+    def begins(self, forward: Waiting) -> None:
+        """Note that a forward begins, for those of other models that wait."""
+        waiting = [one for one in self._waiting() if one is not forward]
+        for position, other in enumerate(waiting):
+            if other.entry.model is not forward.entry.model:
+                between = [one for one in waiting[position + 1 :] if one.entry.model is not other.entry.model]
+                other.beside.add(Beside(tuple(weakref.ref(one.entry) for one in between), weakref.ref(forward.entry)))
+
+    def backward_begins(self, forward: Waiting) -> None:
+        """Note that the backward of a forward begins: what ran beside it until then, and what is still there."""
+        later = self._later(forward)
+        for other in later:
+            other.beside.add(Beside((), weakref.ref(forward.entry), begun_before=True))
+        seen = forward.entry.seen
+        seen.meanwhile.append(frozenset(forward.beside))
+        seen.backward.append(Beside(tuple(weakref.ref(other.entry) for other in later)))
+        seen.known.update(other.model for other in self.company(forward.entry))
+
+    def begun_since(self, forward: Waiting) -> int:
+        """The bytes that forwards of other models hold which began after a forward, and wait."""
+        return sum(other.held_bytes for other in self._later(forward))
+
+    def _later(self, forward: Waiting) -> list[Waiting]:
+        waiting = [other for other in self._waiting() if other.entry.model is not forward.entry.model]
+        return [other for other in waiting if other.number > forward.number]
+
+    def knows(self, entry: Entry) -> bool:
+        """Whether it is known which other models run between the forward and the backward of this one."""
+        return all(other.model in entry.seen.known for other in self.company(entry))
+
+    def wanted(self, entry: Entry) -> tuple[int, float]:
+        """The bytes that steps of other models take until the backward of this one with nothing recomputed, of all of
+        them where it is not known which run then; and how much those that were not called yet are broader than it."""
+        if self.knows(entry):
+            seen = frozenset().union(*entry.seen.meanwhile)
+            return max((beside.needs(least=False) for beside in seen), default=0), 0.0
+        needs = [(other, other.needs) for other in self.company(entry)]
+        wanted = sum(one.peak for _, one in needs if one is not None)
+        return wanted, sum(breadth(other.model) for other, one in needs if one is None) / breadth(entry.model)
+
+    def outlived(self, entry: Entry) -> int:
+        """The bytes that the backwards of forwards which wait take beside what these hold, where such a backward ran
+        before the one of a forward of this model."""
+        seen = frozenset().union(*entry.seen.meanwhile)
+        before = [beside.runs() for beside in seen if beside.begun_before and beside.runs]
+        found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
+        return max((other.in_backward_bytes(one.plan) - one.held_bytes for other, one in found), default=0)
+
+    def _waiting(self) -> list[Waiting]:
+        """The forwards of all models that wait, in their order; none where there is one model alone."""
+        if len(self.entries) == 1:
+            return []
+        found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
+        return sorted(found, key=lambda one: one.number)
+
+    def for_whole_step(self, entry: Entry, refused: BudgetError) -> BudgetError:
+        """The refusal of a call, with a budget in which the steps of all optimised models have room at the same time:
+        each by the plan that holds least, or as guessed where there is no plan of it yet."""
+        company = self.company(entry)
+        if not company:
+            return refused
+        own = entry.needs
+        lasting = entry.gradients_expected() + entry.state_expected()
+        lasting += distinct_bytes((*entry.model.parameters(), *entry.model.buffers()))
+        elsewhere = entry.found.other + self.lasting(entry)[0]
+        peak = own.least_peak if own else max(0, refused.smallest_bytes - lasting - elsewhere)
+        further = sum(
+            max(0, needs.least_peak - other.held_bytes)
+            if (needs := other.needs)
+            else int(_GUESSED * peak * breadth(other.model) / breadth(entry.model))
+            for other in company
+        )
+        works = refused.smallest_bytes + further
+        names = ", ".join(type(other.model).__name__ for other in company)
+        reason = f"{refused.dominated_by}, and for the steps of {len(company)} more optimised models ({names})"
+        return BudgetError(refused.budget_bytes, works + works // _MARGIN, reason, least=False, further=refused.further)
+
+    def others_held_bytes(self, entry: Entry) -> int:
+        """The bytes that forwards of other models hold which wait for their backward."""
+        return sum(other.held_bytes for other in self.others(entry))
+
+    def others_waiting(self, entry: Entry) -> int:
+        """The number of planned forwards of other models that wait for their backward."""
+        return sum(len(other.waiting()) for other in self.others(entry))
+
+    def addresses(self, entry: Entry) -> frozenset[int]:
+        """The addresses of what waiting forwards of all models hold beside inputs, parameters and buffers, which their
+        `held_bytes` leave out, and of what they and this model's latest one returned."""
+        forwards = [forward for one in self.entries for forward in one.waiting()]
+        outputs = [*(one.outputs for one in forwards), *(one.outputs for of in self.entries for one in of.plain)]
+        returned = [storage.address for storages in outputs for storage in storages]
+        models = {id(forward.entry.model): forward.entry.model for forward in forwards}.values()
+        lying = weak_storages(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        left_out = {storage.address for storage in (*lying, *(one for forward in forwards for one in forward.given))}
+        held = weak_storages(tensor for forward in forwards for tensor in forward.held())
+        saved = [storage for storage in held if storage.address not in left_out]
+        lasting = weak_storages(self.lasting(entry)[1])
+        return frozenset((*returned, *(storage.address for storage in (*saved, *lasting, *entry.latest_outputs))))

@@ -1,0 +1,59 @@
+"""What is left of a budget for the steps of other models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memopt.errors import BudgetError
+from memopt.planning.least import Needs, least_plan, leaving_room, sparing
+from memopt.planning.make_plan import make_plan
+from memopt.planning.plan import Plan
+from tests.planned import ACCOUNT, captured, region
+
+ROOMY = 10**9
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(captured(region(6)), ACCOUNT, ROOMY)
+
+
+def test_the_plan_that_holds_least_has_the_smallest_peak(plan: Plan) -> None:
+    least = least_plan(plan)
+    assert least.budget_bytes == ROOMY
+    assert least.held_bytes <= plan.held_bytes
+    assert least.ceiling_bytes <= plan.smallest_bytes() * 1.5
+    assert least.account == replace(plan.account, meanwhile=0)
+
+
+def test_a_plan_with_much_room_beside_it_stays(plan: Plan) -> None:
+    assert leaving_room(plan) is plan
+    tight = replace(plan, budget_bytes=plan.ceiling_bytes)
+    assert leaving_room(tight).held_bytes == least_plan(plan).held_bytes
+
+
+def test_needs_are_between_the_least_and_all(plan: Plan) -> None:
+    needs = Needs.of(plan)
+    assert needs.least_held <= needs.held
+    assert needs.least_peak <= needs.peak
+    assert needs.lasting + needs.peak == plan.plain.peak_bytes
+    assert needs.holding(10**9).least_peak == needs.least_held + 10**9
+
+
+def test_as_much_is_spared_as_there_is_room_for(plan: Plan) -> None:
+    asked: list[int] = []
+
+    def make(nbytes: int) -> Plan:
+        asked.append(nbytes)
+        return make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), plan.ceiling_bytes)
+
+    found = sparing(make, ROOMY)
+    assert asked[0] == ROOMY
+    assert 0 < asked[1] < ROOMY
+    assert found.account.meanwhile == 0
+    assert found.ceiling_bytes <= plan.ceiling_bytes
+    assert found.held_bytes + found.account.resident_bytes + asked[1] <= plan.ceiling_bytes
+    with pytest.raises(BudgetError):
+        sparing(lambda nbytes: make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), 1), ROOMY)

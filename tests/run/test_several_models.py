@@ -1,0 +1,144 @@
+"""Several optimised models in one step: each is planned beside what the others hold and will hold."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+import torch
+
+import memopt
+from memopt.errors import GIB
+from memopt.run.session import session_of
+from tests.elsewhere import counted
+from tests.run.several_models import LOOPS, ROWS, Step, Trained, mlp
+
+__all__ = ["counted"]
+
+pytestmark = pytest.mark.usefixtures("counted")
+MB = 2**20
+EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+STEPS = 4
+QUICK = ("gan", "encoder_and_decoder")
+"""The others take a minute each."""
+
+
+def losses(models: list[Trained], step: Step, peaks: list[int]) -> Iterator[torch.Tensor]:
+    """The loss of each step; its peak is added to `peaks`."""
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        with memopt.measure_peak() as peak:
+            loss = step(models)
+        peaks.append(peak.bytes)
+        yield loss.clone()  # `mse_loss` leaves a number in as much memory as its operands have
+        del loss
+
+
+def made(make: Callable[[], list[Trained]], budget_bytes: int | None = None) -> list[Trained]:
+    torch.manual_seed(0)
+    models = make()
+    for one in models if budget_bytes else ():
+        memopt.optimize(one.model, budget_bytes / GIB, optimizer=one.optimizer, **EXACT)
+    return models
+
+
+def plain(name: str) -> tuple[list[torch.Tensor], int, int]:
+    """The losses of the plain models, their peak, and what lasts between their steps."""
+    make, step = LOOPS[name]
+    models, peaks = made(make), []
+    found = list(losses(models, step, peaks))
+    gc.collect()
+    lasting = sum(4 * parameter.nbytes for one in models for parameter in one.model.parameters())
+    return found, max(peaks), lasting
+
+
+def tried(name: str, budget_bytes: int, *, refusals: int) -> tuple[int, list[int], list[torch.Tensor]]:
+    """The loop within a budget, or within one that a refusal names: the budget that worked, and peaks and losses."""
+    make, step = LOOPS[name]
+    for attempt in count():
+        peaks: list[int] = []
+        models = made(make, budget_bytes)
+        try:
+            return budget_bytes, peaks, list(losses(models, step, peaks))
+        except memopt.BudgetError as refused:
+            if attempt == refusals:
+                raise
+            budget_bytes = int(refused.smallest_gb * GIB) + 1
+        del models
+        gc.collect()
+    raise AssertionError
+
+
+def beside(name: str) -> int:
+    """What other tests have left on the device."""
+    gc.collect()
+    with memopt.measure_peak() as peak:
+        pass
+    return peak.bytes
+
+
+LOOPS_MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS]
+
+
+@pytest.mark.parametrize("part", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("name", LOOPS_MARKED)
+def test_within_a_part_of_the_activations(name: str, part: int) -> None:
+    here = beside(name)
+    expected, most, lasting = plain(name)
+    budget = here + lasting + (most - here - lasting) // part
+    _, peaks, found = tried(name, budget, refusals=0)
+    assert max(peaks) <= budget, [peak / budget for peak in peaks]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", LOOPS_MARKED)
+def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
+    expected, most, _ = plain(name)
+    budget, peaks, found = tried(name, beside(name) + MB, refusals=1)
+    assert budget < most
+    assert max(peaks) <= budget, [peak / budget for peak in peaks]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_parameters_and_inputs_of_a_forward_that_waits_lie_elsewhere() -> None:
+    first, second = (mlp(32, 32).train() for _ in range(2))
+    for model in (first, second):
+        memopt.optimize(model, 1.0, optimizer=None, **EXACT)
+    batch = torch.randn(ROWS, 32)
+    made = first(batch)
+    session = session_of(second)
+    assert session is not None
+    found = session.forward.share.look(((made.detach(),), {}))
+    (waiting,) = session_of(first).forward.share.entry.waiting()  # type: ignore[union-attr]
+    parameters = sum(parameter.nbytes for parameter in first.parameters())
+    assert found.other == pytest.approx(2 * parameters + batch.nbytes + waiting.held_bytes, rel=0.05)
+
+
+def report(names: list[str]) -> None:
+    """Print how each loop does, for people."""
+    for name in names or LOOPS:
+        started = time.time()
+        try:
+            expected, most, lasting = plain(name)
+            here = beside(name)
+            print(f"{name}: plain {most / MB:.1f} MB, lasting {lasting / MB:.1f}, beside {here / MB:.1f}")
+            for part in (0, 2, 3):
+                budget = here + (lasting + (most - here - lasting) // part if part else MB)
+                try:
+                    budget, peaks, found = tried(name, budget, refusals=part == 0)
+                    right = all(map(torch.equal, found, expected))
+                    within = " ".join(f"{peak / budget:.1%}" for peak in peaks)
+                    print(f"  1/{part or '-'}: {budget / MB:.1f} MB, peaks {within}, {right=}", flush=True)
+                except Exception as error:
+                    said = f"{type(error).__name__} {str(error)[:400]}"
+                    print(f"  1/{part or '-'}: {budget / MB:.1f} MB: {said}", flush=True)
+        finally:
+            print(f"  {time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    report(sys.argv[1:])
