@@ -8,11 +8,8 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 
 from memopt.capture.between import Passed
-from memopt.capture.data_sizes import most_observed
+from memopt.capture.data_sizes import MARGIN, most_observed
 from memopt.capture.region import CapturedCall, RegionRun, Sizes
-
-MARGIN = 1.25
-"""A size that has changed from one run to a later one is planned for up to a quarter more than was seen."""
 
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:

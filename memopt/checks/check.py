@@ -91,12 +91,10 @@ def predicted_rows(plan: Plan) -> Rows:
 
     The plan must have been made in this process, not loaded.
     """
-    assert plan.captured is not None
+    assert plan.priced is not None
     assert plan.schedule is not None
     account = plan.account
-    problem = plan.captured.joined(
-        accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True
-    ).problem
+    problem = plan.priced.seen.problem
     held = set(held_storages(problem, plan.schedule))
     held |= {storage for op in problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
     moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes

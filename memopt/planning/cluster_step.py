@@ -13,8 +13,8 @@ from memopt.account.sharded import ParameterGroup, Sharding, block_of
 from memopt.capture.exchanges import is_exchange
 from memopt.device import Hardware
 from memopt.device.time_model import bound_by_arithmetic
-from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
+from memopt.planning.priced_step import PricedStep
 from memopt.solver import Schedule
 
 COMPUTE, MEMORY, GATHER, REDUCE, EXCHANGE = "compute", "memory", "gather", "reduce", "tensor parallel"
@@ -64,18 +64,18 @@ class GroupTimes:
 
 
 def cluster_step(
-    joined: Joined, schedule: Schedule, captured: Captured, account: Account, *, kept: int = 0
+    joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
 ) -> ClusterStep | None:
     """The time of a step by its schedule, in which the last `kept` blocks are gathered once; None for a call that is
     not planned for a cluster."""
-    if captured.sharded is None:
+    if step.traced.sharded is None:
         return None
-    sharding = captured.sharded.sharding
-    times = _group_times(joined, schedule, captured, sharding)
+    sharding = step.traced.sharded.sharding
+    times = _group_times(joined, schedule, step, sharding)
     root, blocks = times[0], times[1:]
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
-    bounds += _only(MEMORY, _optimizer_seconds(account, captured.hardware))
+    bounds += _only(MEMORY, _optimizer_seconds(account, step.terms.hardware))
     mesh = sharding.cluster.mesh
     return ClusterStep(
         str(mesh),
@@ -136,11 +136,11 @@ def _optimizer_seconds(account: Account, card: Hardware) -> float:
     return moved / (card.bytes_per_second * card.bandwidth_efficiency)
 
 
-def _group_times(joined: Joined, schedule: Schedule, captured: Captured, sharding: Sharding) -> list[GroupTimes]:
+def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding: Sharding) -> list[GroupTimes]:
     """The times of every group, the root's first, blocks in the order of their forwards."""
     forward: dict[str, Seconds] = {}
     backward: dict[str, Seconds] = {}
-    kinds = _bounds_of_nodes(captured)
+    kinds = _bounds_of_nodes(step)
     names, paths = joined.prices[0].nodes, joined.prices[0].modules
     blocks = {group.name for group in sharding.blocks}
     seen: set[int] = set()
@@ -171,13 +171,13 @@ def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding:
     return GroupTimes(group, forward, backward, gather, reduce)
 
 
-def _bounds_of_nodes(captured: Captured) -> dict[str, str]:
+def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:
     """What bounds each node of the only region, by its name; nodes that are left out are bound by memory."""
-    (region,) = captured.regions
+    (region,) = step.traced.regions
     found: dict[str, str] = {}
     for node in region.held_nodes:
         if isinstance(node, fx.Node) and is_exchange(node):
             found[node.name] = EXCHANGE
-        elif bound_by_arithmetic(node, captured.hardware):
+        elif bound_by_arithmetic(node, step.terms.hardware):
             found[node.name] = COMPUTE
     return found

@@ -11,6 +11,7 @@ from memopt.planning.call_planner import CallPlanner
 from memopt.planning.joined import Joined
 from memopt.planning.planner import Request, smallest, solve_on_card
 from memopt.planning.situation import Situation
+from memopt.planning.stages import Recorded
 
 _NEAR = 1.25
 """A lever set that needs up to this many times the budget is solved for it: another schedule may leave fewer gaps."""
@@ -22,20 +23,20 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
 
     It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError`.
     """
-    situation, budget_bytes = Situation(), planner.options.budget_bytes
+    budget_bytes = planner.terms.options.budget_bytes
     found: list[int] = []
-    with planner.types(), torch.enable_grad():
-        captured = planner.capture_on_fakes(call, None)
-        for levers in reversed(planner.lever_sets):
+    with planner.terms.types(), torch.enable_grad():
+        recorded = Recorded(planner, planner.capture_on_fakes(call, None), call, Situation())
+        for levers in reversed(planner.terms.lever_sets):
             try:
-                step = planner.rewrite_and_price(captured, call, situation, levers)
+                traced = recorded.trace(levers)
             except NothingToRewrite:  # the newest lever of the set; the set before it is the same without it
                 continue
-            account = planner.captured_account(captured, call, situation, step)
-            request = Request(account, budget_bytes, planner.options.effort)
-            found.append(_needed_bytes(step.joined(accumulating=False), request))
+            priced = traced.price(traced.account())
+            request = Request(priced.account, budget_bytes, planner.terms.options.effort)
+            found.append(_needed_bytes(priced.step.problem, request))
             # On the CPU a set with fewer levers needs less in rare cases only.
-            if not account.caching or not budget_bytes < found[-1] <= _NEAR * budget_bytes:
+            if not priced.account.caching or not budget_bytes < found[-1] <= _NEAR * budget_bytes:
                 break
     return min(found)
 

@@ -6,39 +6,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memopt.account.account import Account
-from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
-from memopt.planning.make_plan import plan_by
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import LITTLE
 from memopt.planning.receipt import schedule_rows
+from memopt.planning.stages import Priced
 from memopt.solver import Schedule, Solution, simulate
 
 METHOD = "known regions as before"
 
 
-def extended(plan: Plan, captured: Captured, account: Account, known: Sequence[int | None]) -> Plan | None:
-    """The plan of `captured` by the schedules of `plan`, without a search; None where that exceeds the budget, adds
+def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | None:
+    """The plan of `priced` by the schedules of `plan`, without a search; None where that exceeds the budget, adds
     more time than the plan did, or the plan offloads.
 
     Args:
-        known: for each region of `captured`, the number of the region of `plan` whose schedule it takes, or None.
+        known: for each region of `priced`, the number of the region of `plan` whose schedule it takes, or None.
     """
     before, schedule = plan.joined, plan.schedule
     assert before is not None
     assert schedule is not None
     if schedule.offloads or before.steps:
         return None
-    joined = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile)
+    joined = priced.step.problem
     taken = _schedule(joined, before, schedule, known)
-    fitted = within(joined, taken, account, plan.budget_bytes)
+    fitted = within(joined, taken, priced.account, plan.budget_bytes)
     if fitted is None:
         return None
     simulation = simulate(joined.problem, taken)
     solution = Solution(taken, simulation.peak_bytes, simulation.added_seconds, 0.0, METHOD)
-    found = plan_by(solution, joined, captured, fitted, plan.budget_bytes, plan.effort)
+    found = priced.planned(joined, solution, fitted, plan.budget_bytes, plan.effort)
     if found.ceiling_bytes > plan.budget_bytes or found.added_time > max(LITTLE, plan.added_time):
         return None
     rows = (ReceiptRow("", found.plain.peak_bytes, found.step_seconds), *schedule_rows(found))

@@ -22,10 +22,10 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
 
     A plan for one card is returned as it is.
     """
-    captured = plan.captured
-    if captured is None or captured.sharded is None or captured.sharded.sharding.cluster.mesh.dp_shard == 1:
+    sharded = None if plan.captured is None else plan.captured.sharded
+    if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
         return plan
-    sharding = captured.sharded.sharding
+    sharding = sharded.sharding
     blocks = len(sharding.blocks)
     room = plan.budget_bytes - plan.ceiling_bytes
     kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
@@ -41,21 +41,19 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
 
 def _keeping(plan: Plan, count: int) -> Plan:
     """The plan with the same schedule and the last `count` blocks kept."""
-    captured, joined, schedule = plan.captured, plan.joined, plan.schedule
-    assert captured is not None
-    assert captured.sharded is not None
-    assert joined is not None
+    step, schedule = plan.priced, plan.schedule
+    assert step is not None
+    assert step.traced.sharded is not None
     assert schedule is not None
-    sharding = captured.sharded.sharding
+    sharding = step.traced.sharded.sharding
     account = replace(plan.account, kept=sharding.kept_bytes(count))
-    seen = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
     kept = sharding.blocks[len(sharding.blocks) - count :]
     return replace(
         plan,
         account=account,
-        planned=breakdown(seen.problem, schedule, account),
-        ceiling_bytes=breakdown(joined.problem, schedule, account).peak_bytes,
-        cluster=cluster_step(joined, schedule, captured, account, kept=count),
+        planned=breakdown(step.seen.problem, schedule, account),
+        ceiling_bytes=breakdown(step.problem.problem, schedule, account).peak_bytes,
+        cluster=cluster_step(step.problem, schedule, step, account, kept=count),
         kept=tuple((block.name, block.gathered_bytes) for block in kept),
     )
 

@@ -14,8 +14,8 @@ from memopt.planning.footprint import Footprint
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan
-from memopt.planning.planner import split
 from memopt.planning.refit import as_compiled
+from memopt.planning.region_schedule import split
 from memopt.planning.settle import settle
 from memopt.solver import simulate
 
@@ -28,15 +28,15 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         own: the account of the step, without the allocator's overhead and what forwards to come hold.
         to_come: the number of further forwards that hold as much as this one until the backward.
     """
-    captured, joined, schedule = plan.captured, plan.joined, plan.schedule
-    assert captured is not None
-    assert joined is not None
+    step, schedule = plan.priced, plan.schedule
+    assert step is not None
     assert schedule is not None
+    joined = step.problem
     try:
         simulate(joined.problem, schedule, joined.link)
     except ValueError:  # no schedule of this problem
         return False
-    if settle(joined, schedule) != (schedule, frozenset()) or split(joined, captured, schedule) != plan.regions:
+    if settle(joined, schedule) != (schedule, frozenset()) or split(joined, step.traced, schedule) != plan.regions:
         return False
     counted = _counted(plan, footprint)
     if counted != plan:
@@ -66,14 +66,12 @@ def _counted(plan: Plan, footprint: Footprint | None) -> Plan:
     """The plan with the figures that follow from its schedule, its account and its compiled graphs."""
     if footprint is not None:
         return as_compiled(plan, footprint)
-    captured, joined, schedule = plan.captured, plan.joined, plan.schedule
-    assert captured is not None
-    assert joined is not None
+    step, schedule = plan.priced, plan.schedule
+    assert step is not None
     assert schedule is not None
-    seen = captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile, as_seen=True)
     return replace(
         plan,
-        planned=breakdown(seen.problem, schedule, plan.account),
-        ceiling_bytes=breakdown(joined.problem, schedule, plan.account).peak_bytes,
-        held_bytes=held_after_forward(joined.problem, schedule),
+        planned=breakdown(step.seen.problem, schedule, plan.account),
+        ceiling_bytes=breakdown(step.problem.problem, schedule, plan.account).peak_bytes,
+        held_bytes=held_after_forward(step.problem.problem, schedule),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memopt.planning.captured import Captured
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, PlanSource
+from memopt.planning.priced_step import PricedStep
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:
@@ -24,8 +24,8 @@ class KeptStep:
     """The plan of the same call that frees all blocks after their forward."""
 
     @property
-    def captured(self) -> Captured:
-        return self.own.captured
+    def priced(self) -> PricedStep:
+        return self.own.priced
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         return self._step.at(self.freed, budget_bytes, effort)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,26 +17,23 @@ from memopt.device.devices import device_here
 from memopt.levers import lever_sets
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
-from memopt.planning.proposing import Proposing
 from memopt.progress import stage
 from memopt.rewrite.precision import precision_rewriting
 from memopt.rewrite.user_passes import with_passes
 from passes.ops.fp8_history import histories_of
 
 
+@dataclass(frozen=True, eq=False)
 class ModelTerms:
     """The terms that the plans of all calls of a model have in common, by the user's options."""
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
-        self.model, self.options = model, options
-        self.histories = histories_of(model).prefix
-        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
-        self.differentiate_all = options.outputs == "all"
-        """Whether all outputs of the model may get gradients, not the loss alone."""
+    model: nn.Module
+    options: Options
 
-    def differentiate_outputs(self) -> None:
-        """Have all outputs differentiated from the next call on: one beside the loss has got a gradient."""
-        self.differentiate_all = True
+    @cached_property
+    def histories(self) -> str:
+        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
+        return histories_of(self.model).prefix
 
     def device(self) -> torch.device:
         """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks
@@ -56,11 +53,6 @@ class ModelTerms:
         """Whether the backend fuses elementwise operators with their readers, so that values between them take no
         memory."""
         return self.backend == "inductor"
-
-    @cached_property
-    def proposing(self) -> Proposing:
-        """The optimiser proposals that are possible for the model, and those that were chosen."""
-        return Proposing(self.model, self.options, self.card, self.rewriting.autocast, self.fuses)
 
     @cached_property
     def card(self) -> Hardware:

@@ -20,14 +20,14 @@ from passes.graphs.node_facts import backward_nodes, tensors
 from passes.graphs.op_kinds import follows_input, is_cast, op_name
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured
+    from memopt.planning.priced_step import TracedStep
 
 _CLEAN_UP = frozenset({"EliminateDeadCode", "MergeCasts"})
 _OUR_CASTS = frozenset({"memopt.fp8_quantize", "memopt.fp8_dequantize"})
 _NO_MEANING = frozenset({"detach", "detach_", "alias", "lift_fresh_copy"})
 
 
-def pass_changes(captured: Captured) -> Iterator[Change]:
+def pass_changes(captured: TracedStep) -> Iterator[Change]:
     """The changes that passes made to the operator graphs and to the joint graphs of all regions."""
     for number, region in enumerate(captured.regions):
         for operators in (region.operators, region.passes):

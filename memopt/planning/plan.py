@@ -1,4 +1,4 @@
-"""The plan of a training step: frozen, readable, serialisable. `make_plan` makes it."""
+"""The plan of a training step: frozen, readable, serialisable. `Priced.solve` makes it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from memopt.solver import Schedule
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-    from memopt.planning.captured import Captured
     from memopt.planning.joined import Joined
+    from memopt.planning.priced_step import PricedStep, TracedStep
 
 
 class PlanSource(Protocol):
     """Answers questions about the step of a plan that was made in this process, beyond the plan's own figures."""
 
     @property
-    def captured(self) -> Captured:
-        """The graphs that the plan is for."""
+    def priced(self) -> PricedStep:
+        """The graphs that the plan is for, priced."""
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         """The plan of the same step for another budget. Raises `BudgetError`."""
@@ -128,19 +128,19 @@ class Plan(PlanViews):
     """The schedule of all regions together; None if loaded."""
 
     @property
-    def captured(self) -> Captured | None:
+    def priced(self) -> PricedStep | None:
+        """The graphs that the plan is for, priced; None if loaded."""
+        return None if self.source is None else self.source.priced
+
+    @property
+    def captured(self) -> TracedStep | None:
         """The graphs that the plan is for; None if loaded."""
-        return None if self.source is None else self.source.captured
+        return None if self.source is None else self.source.priced.traced
 
     @property
     def joined(self) -> Joined | None:
         """All regions as one priced problem; None if loaded."""
-        captured = self.captured
-        return (
-            None
-            if captured is None
-            else captured.joined(accumulating=self.account.gradients_held, meanwhile=self.account.meanwhile)
-        )
+        return None if self.source is None else self.source.priced.problem
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -175,7 +175,7 @@ class Plan(PlanViews):
         "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
         graphs before and after them, of the regions that have one. Raises `ValueError` if loaded.
         """
-        return stage_graphs(self._source().captured, self.regions)
+        return stage_graphs(self._source().priced.traced, self.regions)
 
     @overload
     def diff(self, stage: Plan | None = None, *, order: bool = False) -> PlanDiff: ...
@@ -194,7 +194,7 @@ class Plan(PlanViews):
 
         Raises `ValueError` for another name, or if loaded.
         """
-        captured = self._source().captured
+        captured = self._source().priced.traced
         if isinstance(stage, Plan):
             return shown("changes_of_plan").plans_diff(self, captured, stage, stage._source().captured, order=order)
         if stage is None:
@@ -220,7 +220,7 @@ class Plan(PlanViews):
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
         "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
         """
-        captured, joined = self._source().captured, self.joined
+        captured, joined = self._source().priced.traced, self.joined
         assert joined is not None
         assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
         return joint_digraph(captured, joined, self.schedule)

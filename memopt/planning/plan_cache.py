@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
-from memopt.planning.captured import Captured
 from memopt.planning.footprint import Footprint
-from memopt.planning.make_plan import with_graphs
 from memopt.planning.plan import Plan
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.stages import StepOfPlan
 from memopt.saved_values import as_json, opened, sealed, value_from
 from memopt.solver import Schedule
 
@@ -37,9 +37,9 @@ class Kept:
     footprint: Footprint | None = None
     """The bytes that its compiled graphs hold, where these are found by compiling."""
 
-    def live(self, captured: Callable[[], Captured]) -> Plan:
-        """The plan with its graphs, which `captured` captures on first use."""
-        return with_graphs(self.plan, captured)
+    def live(self, step: Callable[[], PricedStep]) -> Plan:
+        """The plan with its graphs, which `step` captures and prices on first use."""
+        return replace(self.plan, source=StepOfPlan(step))
 
     def as_json(self) -> dict[str, Any]:
         """The values that `from_json` makes an equal plan of."""

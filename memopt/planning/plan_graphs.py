@@ -15,7 +15,7 @@ from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import backward_nodes
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured
+    from memopt.planning.priced_step import TracedStep
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StageDiff:
         return Text("\n").join(lines)
 
 
-def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dict[str, tuple[fx.GraphModule, ...]]:
+def stage_graphs(captured: TracedStep, schedules: Sequence[RegionSchedule]) -> dict[str, tuple[fx.GraphModule, ...]]:
     """The graphs of each stage, one module per region: see `Plan.graphs`."""
     pairs = zip(captured.regions, schedules, strict=True)
     joint = {
@@ -64,7 +64,7 @@ def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dic
     return {"operators": before, "rewritten": after, **joint}
 
 
-def stage_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
+def stage_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
     """The changes that a stage made to the graphs of all regions: see `Plan.diff`.
 
     Raises `ValueError` for a stage that no region went through.
@@ -74,7 +74,7 @@ def stage_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: s
     return _passes_diff(captured, stage, order=order)
 
 
-def _schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
+def _schedule_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
     """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
     diffs = []
     for region, schedule in zip(captured.regions, schedules, strict=True):
@@ -98,7 +98,7 @@ def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
     }
 
 
-def _passes_diff(captured: Captured, stage: str, *, order: bool) -> StageDiff:
+def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
     """The changes that passes made: all of those on the operator graphs ("operators") or on the joint graphs
     ("joint"), or one pass or labelled pipeline on either."""
     operators = captured.operators

@@ -20,11 +20,11 @@ from passes.graphs.node_facts import backward_nodes, is_tangent
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-    from memopt.planning.captured import Captured
     from memopt.planning.joined import Joined
+    from memopt.planning.priced_step import TracedStep
 
 
-def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> DiGraph:
+def joint_digraph(captured: TracedStep, joined: Joined, schedule: Schedule) -> DiGraph:
     """The joint graphs of all regions as one directed graph: see `Plan.networkx`."""
     from networkx import DiGraph  # slow to import, and seldom asked for
 
@@ -41,7 +41,7 @@ def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> DiG
     return graph
 
 
-def op_names(captured: Captured, joined: Joined) -> Iterator[str]:
+def op_names(captured: TracedStep, joined: Joined) -> Iterator[str]:
     """The name in the directed graph of each op of the problem."""
     several = len(captured.regions) > 1
     for owner, local in joined.owner:

@@ -1,4 +1,4 @@
-"""Turns a problem and a budget into a schedule, and splits the schedule into one per region."""
+"""Turns a problem and a budget into a schedule."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
 from memopt.errors import GIB, BudgetError
-from memopt.planning.captured import Captured
 from memopt.planning.frontier import Recipe
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
-from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.settle import settled
-from memopt.solver import Infeasible, Portfolio, Progress, Schedule, Solution
+from memopt.solver import Infeasible, Portfolio, Progress, Solution
 from memopt.units import size
-from passes import HostStay
 
 # Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
 LITTLE = 5e-3
@@ -67,8 +64,20 @@ def solve(joined: Joined, request: Request) -> Solution:
     """
     if request.account.optimizer_step_bytes(output_bytes(joined.problem)) > request.budget_bytes:
         raise request.refusal(joined)
-    effort = request.effort
-    plain = _recompute_only(joined, request)
+    effort, tell = request.effort, request.tell
+
+    def report(progress: Progress) -> None:
+        if tell is not None:
+            tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
+
+    key = request.graph_bytes, effort.name, effort.limit_seconds
+    if key not in joined.solved:  # once for each request; None where recomputation alone does not fit
+        joined.solved[key] = None
+        with suppress(Infeasible):
+            joined.solved[key] = joined.portfolio.solve(
+                request.graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
+            )
+    plain = joined.solved[key]
     little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
     if request.offload and joined.link is not None and not little:
         try:
@@ -89,6 +98,10 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
 
     Raises `BudgetError`.
     """
+    if not request.account.caching and not joined.steps:  # there is no allocator that decides, and nothing to settle
+        if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
+            raise request.refusal(joined)
+        return joined, solve(joined, request), without_allocator(request.account)
     ways = [joined]
     if joined.solvers and request.account.caching:  # other schedules than without them would be replayed
         ways.insert(0, replace(joined, solvers=()))
@@ -206,26 +219,6 @@ def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Sol
     return settled(joined, lambda problem: problem.smallest if offload else problem.portfolio.smallest())
 
 
-def _recompute_only(joined: Joined, request: Request) -> Solution | None:
-    """The solution that recomputes and does not offload, solved once per request; None where none fits."""
-    effort, tell = request.effort, request.tell
-
-    def report(progress: Progress) -> None:
-        if tell is not None:
-            tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
-
-    key = request.graph_bytes, effort.name, effort.limit_seconds
-    if key not in joined.solved:
-        try:
-            found: Solution | None = joined.portfolio.solve(
-                request.graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
-            )
-        except Infeasible:
-            found = None
-        joined.solved[key] = found
-    return joined.solved[key]
-
-
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
     """A line for the user while the best plan is searched: added time so far, its lower bound, and seconds used."""
     added, bound = (
@@ -262,51 +255,3 @@ def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
         )
         for baseline in joined.portfolio.baselines()
     )
-
-
-def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[RegionSchedule, ...]:
-    """The part of a joint schedule that belongs to each region."""
-    evaluations: list[list[str]] = [[] for _ in captured.regions]
-    boundaries = [0] * len(captured.regions)
-    remaining = [priced.problem.forward_ops for priced in joined.prices]
-    seen: set[int] = set()
-    for index in schedule.evaluations:
-        region, local = joined.owner[index]
-        name = joined.prices[region].nodes[local]
-        if name:
-            evaluations[region].append(name)
-        if index not in seen and local < joined.prices[region].problem.forward_ops:
-            remaining[region] -= 1
-            if remaining[region] == 0:
-                boundaries[region] = len(evaluations[region])
-        seen.add(index)
-    offloads = _region_offloads(joined, schedule)
-    steps = tuple(sorted(step.number for step in joined.steps.values()))
-    return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps)
-        for number, (region, names, boundary) in enumerate(zip(captured.regions, evaluations, boundaries, strict=True))
-    )
-
-
-def _region_offloads(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
-    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out.
-
-    An event while another region runs moves to the end of this region's forward or to the start of its backward: the
-    value's device memory is then free earlier, and for longer, than planned.
-    """
-    if not schedule.offloads:
-        return {}
-    regions = range(len(joined.prices))
-    before = [[0] for _ in regions]  # region → position in the schedule → number of the region's evaluations before it
-    for index in schedule.evaluations:
-        owner, local = joined.owner[index]
-        for region in regions:
-            before[region].append(before[region][-1] + (region == owner and bool(joined.prices[owner].nodes[local])))
-    values = [(region, value) for region in regions for value in joined.prices[region].values]
-    offloads: dict[int, list[HostStay]] = {}
-    for offload in schedule.offloads:
-        region, value = values[offload.storage]
-        own = before[region]
-        later = (own[offload.freed_before], own[offload.fetch_from], own[offload.back_before])
-        offloads.setdefault(region, []).append(HostStay(value, own[offload.out_after + 1] - 1, *later))
-    return offloads

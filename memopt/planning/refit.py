@@ -27,21 +27,20 @@ Made = TypeVar("Made")
 
 def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
     """The plan of one region with the peak of its compiled graphs, and on a card with what the allocator then holds."""
-    assert plan.joined is not None
-    assert plan.captured is not None
+    step = plan.priced
+    assert step is not None
     assert plan.schedule is not None
-    problem = plan.joined.problem
+    problem = step.problem.problem
     handed_over = footprint.left_bytes + problem.ops[-1].workspace_bytes
     moving = max(footprint.forward_bytes, footprint.backward_bytes, handed_over)
     simulated = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     bare = replace(plan.account, lowering=moving - simulated)
     ways = [[BlockCall(*call) for call in calls] for calls in footprint.ways]
-    account = compiled_within(plan.joined, plan.schedule, bare, ways, plan.budget_bytes) if ways else bare
-    seen = plan.captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
+    account = compiled_within(step.problem, plan.schedule, bare, ways, plan.budget_bytes) if ways else bare
     return replace(
         plan,
         account=account,
-        planned=breakdown(seen.problem, plan.schedule, account),
+        planned=breakdown(step.seen.problem, plan.schedule, account),
         ceiling_bytes=breakdown(problem, plan.schedule, account).peak_bytes,
         held_bytes=footprint.held_bytes,
     )

@@ -21,12 +21,12 @@ from passes.graphs.node_facts import backward_nodes, is_tangent
 from passes.graphs.op_kinds import is_cast
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured
     from memopt.planning.joined import Joined
+    from memopt.planning.priced_step import TracedStep
 
 
 def schedule_changes(
-    captured: Captured, joined: Joined, schedules: Sequence[RegionSchedule], *, order: bool = False
+    captured: TracedStep, joined: Joined, schedules: Sequence[RegionSchedule], *, order: bool = False
 ) -> Iterator[Change]:
     """The changes that schedules make to the joint graphs of all regions; with `order`, nodes that only moved too."""
     for number, (region, priced, schedule) in enumerate(zip(captured.regions, joined.prices, schedules, strict=True)):

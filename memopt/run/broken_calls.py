@@ -19,7 +19,6 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.capture.together import known_places
-from memopt.capture.trace import forward_as_planned
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
@@ -30,6 +29,7 @@ from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.rewrite.trace import forward_as_planned
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.control_paths import ControlPaths
 from memopt.run.keeping import Keeping
@@ -99,7 +99,7 @@ class BrokenCalls:
 
     def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
         gathered = Gathered(self.model)
-        forward_of = partial(forward_as_planned, rewriting=self.road.planner.rewriting)
+        forward_of = partial(forward_as_planned, rewriting=self.road.planner.terms.rewriting)
         self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:

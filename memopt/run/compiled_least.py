@@ -8,68 +8,60 @@ from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
 from memopt.capture.data_sizes import is_real
-from memopt.capture.inputs import Call
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import RecordedRegion
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
+from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.captured import Captured
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, PlanSource
+from memopt.planning.priced_step import PricedStep
 from memopt.planning.refit import as_compiled
 from memopt.planning.situation import Situation
+from memopt.planning.stages import Recorded
 
 
-def check_compiled_least(planner: CallPlanner, captured: CapturedCall, call: Call, situation: Situation) -> None:
+def check_compiled_least(recorded: Recorded) -> None:
     """Raise `BudgetError` where the budget is known to be smaller than what compiled code needs."""
-    if not _compiles(planner, situation, whole=captured.whole):
+    planner = recorded.planner
+    if not _compiles(planner, recorded.situation, whole=recorded.captured.whole):
         return
-    known = planner.compiled_least.get(_key(planner, captured, call, situation))
+    known = planner.compiled_least.get(_key(recorded))
     if known is None:
         return
     refusal, _ = known
-    if planner.options.budget_bytes < refusal.smallest_bytes:
-        raise BudgetError(planner.options.budget_bytes, refusal.smallest_bytes, refusal.dominated_by)
+    budget_bytes = planner.terms.options.budget_bytes
+    if budget_bytes < refusal.smallest_bytes:
+        raise BudgetError(budget_bytes, refusal.smallest_bytes, refusal.dominated_by)
 
 
-def as_compiled_least(
-    refusal: BudgetError,
-    planner: CallPlanner,
-    captured: CapturedCall,
-    call: Call,
-    situation: Situation,
-    emit: Callable[[Plan], Emitted],
-) -> BudgetError:
+def as_compiled_least(refusal: BudgetError, recorded: Recorded, emit: Callable[[Plan], Emitted]) -> BudgetError:
     """The refusal of a call with the smallest budget in which the code that is compiled for its smallest plan runs; the
     same refusal where that is no larger, or where nothing can be compiled here."""
     if not refusal.least:
         return refusal
     try:
-        plan = smallest_plan(refusal.smallest_bytes, planner, captured, call, situation)
+        plan = smallest_plan(refusal.smallest_bytes, recorded)
         if plan is None:
             return refusal
         compiled = _compiled_bytes(plan, emit)
     except (BudgetError, CaptureError):
         return refusal
     named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, compiled))
-    planner.compiled_least[_key(planner, captured, call, situation)] = named, plan
+    recorded.planner.compiled_least[_key(recorded)] = named, plan
     return named
 
 
-def smallest_plan(
-    planned_bytes: int, planner: CallPlanner, captured: CapturedCall, call: Call, situation: Situation
-) -> Plan | None:
+def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     """The plan of a call for the smallest budget in which there is one, whose compiled code gives the figure of a
     refusal; None where nothing can be compiled here. Raises `BudgetError`, `CaptureError`."""
-    if not _compiles(planner, situation, whole=captured.whole):
+    if not _compiles(recorded.planner, recorded.situation, whole=recorded.captured.whole):
         return None
-    if known := planner.compiled_least.get(_key(planner, captured, call, situation)):
+    if known := recorded.planner.compiled_least.get(_key(recorded)):
         _, plan = known
         return plan  # later searches may find another plan for that budget, and its code hold more
-    search = planner.search(situation, advise=False)
-    search.budget_bytes = planned_bytes
-    return search.fastest(planner.candidates(captured, call, situation, search))
+    return search_for(recorded, advise=False, budget_bytes=planned_bytes).fastest(recorded)
 
 
 def asked_as_compiled(
@@ -94,8 +86,8 @@ class CompiledStep:
     _least: int | None = field(default=None, init=False)
 
     @property
-    def captured(self) -> Captured:
-        return self.own.captured
+    def priced(self) -> PricedStep:
+        return self.own.priced
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         found = self.own.at(plan, budget_bytes, effort)
@@ -124,15 +116,14 @@ def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Emitted]) -> int:
 def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> bool:
     """Whether the graphs of a call, in one region if `whole`, are compiled here, and planned alone: for this device, on
     values, without levers that change the optimiser, and not together with other forwards or other ranks."""
-    alone = not (situation.to_come or situation.buckets or planner.proposing.allowed or planner.sharding)
-    here = planner.options.hardware is None and all(map(is_real, planner.model.parameters()))
-    return planner.fuses and whole and here and alone
+    alone = not (situation.to_come or situation.buckets or planner.proposing.allowed or planner.terms.sharding)
+    here = planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
+    return planner.terms.fuses and whole and here and alone
 
 
-def _key(
-    planner: CallPlanner, captured: CapturedCall, call: Call, situation: Situation
-) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
+def _key(recorded: Recorded) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
     """What the smallest budget of a call depends on: its regions, its account, and which parameters other calls reach,
     for which there is state of the optimiser."""
+    accounts, captured = recorded.planner.accounts, recorded.captured
     own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
-    return captured.regions, planner.account(call, situation), planner.reached - own
+    return captured.regions, accounts.account(recorded.call, recorded.situation), accounts.reached - own

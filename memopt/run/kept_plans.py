@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
-from memopt.capture.region import CapturedCall
 from memopt.planning import plan_cache
 from memopt.planning.agreement import agreed
 from memopt.planning.call_planner import CallPlanner
@@ -13,6 +12,7 @@ from memopt.planning.kept_check import is_sound
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
+from memopt.planning.stages import Recorded
 
 
 class KeptPlans:
@@ -22,15 +22,16 @@ class KeptPlans:
     def __init__(self, planner: CallPlanner) -> None:
         self.planner = planner
 
-    def key(self, captured: CapturedCall, call: Call, situation: Situation) -> str | None:
-        """The key that plans of a captured call are kept under; None where they are not kept."""
-        if captured.graph is None or not self._keeps():
+    def key(self, recorded: Recorded) -> str | None:
+        """The key that plans of a recorded call are kept under; None where they are not kept."""
+        graph = recorded.captured.graph
+        if graph is None or not self._keeps():
             return None
-        return self.planner.job(call, situation).key(captured.graph)
+        return self.planner.job(recorded.call, recorded.situation).key(graph)
 
-    def note(self, key: str | None, call: Call, situation: Situation) -> None:
+    def note(self, key: str | None, recorded: Recorded) -> None:
         """Keep the key of a call for `find_uncaptured`."""
-        plan_cache.note(self._sketch(call, situation), key)
+        plan_cache.note(self._sketch(recorded.call, recorded.situation), key)
 
     def find_uncaptured(self, call: Call, situation: Situation) -> Kept | None:
         """The plan on disk for a call that is not captured yet, if it fits beside what lies on the device now; it is
@@ -39,7 +40,7 @@ class KeptPlans:
         if kept and not self._belongs(kept):
             plan_cache.drop(key)
             return None
-        return kept if kept and self.planner.still_fits(kept.plan, call, situation) else None
+        return kept if kept and self.planner.accounts.still_fits(kept.plan, call, situation) else None
 
     def find(self, key: str | None) -> Kept | None:
         """The plan on disk under a key; one that is not for these options is deleted."""
@@ -49,11 +50,11 @@ class KeptPlans:
             return None
         return kept
 
-    def plan(self, key: str | None, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
-        """The plan on disk under a key with the graphs of this captured call; None where there is none for these
+    def plan(self, key: str | None, recorded: Recorded) -> Plan | None:
+        """The plan on disk under a key with the graphs of this recorded call; None where there is none for these
         graphs, in which case what is there is deleted."""
         kept = self.find(key)
-        plan = self.adopted(kept, captured, call, situation) if kept else None
+        plan = self.adopted(kept, recorded) if kept else None
         if plan is None:
             plan_cache.drop(key)
         return plan
@@ -68,45 +69,41 @@ class KeptPlans:
         """Delete the plan under a key, which turned out to belong to another step."""
         plan_cache.drop(key)
 
-    def adopted(
-        self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation, *, lowering_bytes: int = 0
-    ) -> Plan | None:
-        """A plan from disk or of another rank with the graphs of this captured call; None where it was made for other
+    def adopted(self, kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan | None:
+        """A plan from disk or of another rank with the graphs of this recorded call; None where it was made for other
         graphs, or is not sound for these (`is_sound`)."""
         planner = self.planner
-        if not self._belongs(kept) or not planner.still_fits(kept.plan, call, situation):
+        if not self._belongs(kept) or not planner.accounts.still_fits(kept.plan, recorded.call, recorded.situation):
             return None
         try:
-            step = planner.rewrite_and_price(captured, call, situation, planner.lever_sets[kept.lever_set])
+            traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])
         except NothingToRewrite:
             return None
-        if [joint.fingerprint for joint in step.regions] != [region.fingerprint for region in kept.plan.regions]:
+        if [joint.fingerprint for joint in traced.step.regions] != [one.fingerprint for one in kept.plan.regions]:
             return None
-        step = planner.proposing.as_kept(step, kept.plan)
-        plan = kept.live(lambda: step)
-        account = planner.captured_account(captured, call, situation, step, lowering_bytes=lowering_bytes)
-        account = planner.proposing.account_as_kept(account, kept.plan)
-        return plan if is_sound(plan, kept.footprint, account, situation.to_come) else None
+        account = planner.proposing.account_as_kept(traced.account(lowering_bytes), kept.plan)
+        priced = traced.price_as_kept(kept.plan, account)
+        plan = kept.live(lambda: priced.step)
+        return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
 
-    def agreed(self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, lowering_bytes: int) -> Plan:
+    def agreed(self, plan: Plan, recorded: Recorded, lowering_bytes: int = 0) -> Plan:
         """The plan that the first rank made for such a call, with this rank's graphs; on one rank `plan` itself."""
         kept = self._data_of(plan)
-        first = self.of_ranks(kept, captured, call, situation, lowering_bytes) if kept else None
+        first = self.of_ranks(kept, recorded, lowering_bytes) if kept else None
         if first is kept or first is None:
             return plan
-        return self.adopted(first, captured, call, situation, lowering_bytes=lowering_bytes) or plan
+        return self.adopted(first, recorded, lowering_bytes=lowering_bytes) or plan
 
-    def of_ranks(
-        self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation, lowering_bytes: int = 0
-    ) -> Kept:
+    def of_ranks(self, kept: Kept, recorded: Recorded, lowering_bytes: int = 0) -> Kept:
         """The plan by which all ranks run such a call, which is `kept` unless another rank has planned it before."""
+        captured, situation = recorded.captured, recorded.situation
         if captured.graph is None or (situation.buckets is None and not captured.split):
             return kept
-        key = self.planner.job(call, situation).key_of_ranks(captured.graph)
+        key = self.planner.job(recorded.call, situation).key_of_ranks(captured.graph)
         return kept if key is None else agreed(f"{key}-{lowering_bytes}", kept)
 
     def _keeps(self) -> bool:
-        return self.planner.options.kept and plan_cache.is_on()
+        return self.planner.terms.options.kept and plan_cache.is_on()
 
     def _sketch(self, call: Call, situation: Situation) -> str | None:
         """The key on disk of a call that is not captured yet; None where plans are not kept."""
@@ -116,13 +113,13 @@ class KeptPlans:
         """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data."""
         captured = plan.captured
         assert captured is not None
-        rewritings = self.planner.lever_sets
+        rewritings = self.planner.terms.lever_sets
         if captured.data_sizes.allowed or captured.rewriting not in rewritings:
             return None
         return Kept(plan, rewritings.index(captured.rewriting), footprint)
 
     def _belongs(self, kept: Kept) -> bool:
         """Whether a plan is for the budget and the levers of these options."""
-        options, plan = self.planner.options, kept.plan
-        known = 0 <= kept.lever_set < len(self.planner.lever_sets) and options.allow.issuperset(plan.proposals)
+        options, plan = self.planner.terms.options, kept.plan
+        known = 0 <= kept.lever_set < len(self.planner.terms.lever_sets) and options.allow.issuperset(plan.proposals)
         return known and plan.budget_bytes == options.budget_bytes

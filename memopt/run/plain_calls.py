@@ -238,9 +238,9 @@ class PlainCalls:
         """The step of a call, counted without its values; on its values where the code branches on them and no other
         rank waits for its gradients. None where it does not fit the budget: the count stops as soon as that is clear.
         """
-        card, held = self.planner.card, situation.gradients_held
+        card, held = self.planner.terms.card, situation.gradients_held
         stateless = replace(self._account(call, situation), optimizer_state=0)  # it is not known yet for what
-        room = self.planner.options.budget_bytes - stateless.resident_bytes
+        room = self.planner.terms.options.budget_bytes - stateless.resident_bytes
         try:
             most = room / self._margin
             if special_tensors(call, Parts.of(self.model)):
@@ -249,7 +249,7 @@ class PlainCalls:
         except ValueIsRead:
             if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
                 return None
-        room = self.planner.options.budget_bytes - self.planner.account(call, situation).resident_bytes
+        room = self.planner.terms.options.budget_bytes - self.planner.accounts.account(call, situation).resident_bytes
         return count_on_values(self.model, self.plain, call, card, int(room / VALUES_MARGIN))
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
@@ -259,29 +259,29 @@ class PlainCalls:
             account = replace(account, output_clones=step.output_bytes)
         margin = VALUES_MARGIN if step.depends_on_values else self._margin
         peak = account.resident_bytes + int(margin * step.peak_bytes)
-        room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
+        room = self.planner.terms.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
         return Fitting(step, room, account.optimizer_state) if room >= 0 else None
 
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
         """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached` is as for
         `account`."""
-        account = self.planner.account(call, replace(situation, elsewhere=0), reached=reached)
+        account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
         return replace(account, tolerance=0)
 
     @property
     def _margin(self) -> float:
-        return CUDA_MARGIN if device_of(self.planner.card).caching else MARGIN
+        return CUDA_MARGIN if device_of(self.planner.terms.card).caching else MARGIN
 
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: no passes, compiler or optimiser levers are wanted, and no precision
         that was named: "auto" chooses one for the plans that there are."""
         planner = self.planner
         return not (
-            (planner.options.precision != "auto" and planner.rewriting)
-            or planner.options.passes
-            or planner.options.calibrate
-            or planner.options.hardware
-            or planner.fuses
+            (planner.terms.options.precision != "auto" and planner.terms.rewriting)
+            or planner.terms.options.passes
+            or planner.terms.options.calibrate
+            or planner.terms.options.hardware
+            or planner.terms.fuses
             or planner.proposing.chosen
             or planner.proposing.allowed
         )

@@ -11,8 +11,8 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.symbols import known_sizes
 from memopt.errors import CaptureError
-from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan
+from memopt.planning.priced_step import TracedStep
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.run.same_values import Value, names_in, values_of
 
@@ -46,7 +46,7 @@ class PlannedRuns:
     number; None for a run that may not take its place."""
 
     @property
-    def step(self) -> Captured:
+    def step(self) -> TracedStep:
         """The graphs of the plan."""
         step = self.plan.captured
         assert step is not None

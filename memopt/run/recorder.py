@@ -193,7 +193,7 @@ class Recorder:
         """Record a call as one region without running it; None where torch.compile passes it over. Raises
         `GraphBreak`."""
         if not all(map(is_real, tensors_in(call))):
-            call = with_zeros(call, self.planner.device())
+            call = with_zeros(call, self.planner.terms.device())
         found: CapturedCall | None = self._by_size(call, lambda whole: whole.capture(call))
         return found
 

@@ -31,8 +31,8 @@ class SafetyNet:
     `forget` drops the plans that were made so far.
     """
 
-    def __init__(self, model: nn.Module, planner: CallAccounts, entry: Entry, forget: Callable[[], None]) -> None:
-        self.model, self.planner, self.entry, self.forget = model, planner, entry, forget
+    def __init__(self, model: nn.Module, accounts: CallAccounts, entry: Entry, forget: Callable[[], None]) -> None:
+        self.model, self.accounts, self.entry, self.forget = model, accounts, entry, forget
         self.before: CallState | None = None
         """The state of the model before the call that runs."""
         self._forwards_before = 0
@@ -97,10 +97,10 @@ class SafetyNet:
     def _tighten(self, plan: Plan) -> None:
         planned = plan.ceiling_bytes - plan.account.unforeseen
         tighter = planned - planned // _TIGHTER
-        self.planner.unforeseen_bytes = max(self.planner.unforeseen_bytes, plan.budget_bytes - tighter)
+        self.accounts.leave_free(plan.budget_bytes - tighter)
         self.forget()
         gc.collect()
-        device_of(self.planner.device()).empty_cache()
+        device_of(self.accounts.terms.device()).empty_cache()
 
     def _error(self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool) -> StepMemoryError:
         rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
@@ -113,7 +113,7 @@ class SafetyNet:
         return StepMemoryError(
             f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is planned to hold "
             f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)} (at {plan.planned.at}: "
-            f"{rows}); {state}; later steps are planned with {size(self.planner.unforeseen_bytes)} of the budget left "
+            f"{rows}); {state}; later steps are planned with {size(self.accounts.unforeseen_bytes)} of the budget left "
             f"free; the device says: {' '.join(str(failure).split())}",
             undone=undone,
         )

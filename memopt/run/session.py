@@ -54,7 +54,7 @@ class Session:
             resharding=self.resharding,
         )
         self.forward = calls(None)
-        check_terms(self.model, self.forward.planner)
+        check_terms(self.model, self.forward.planner.terms)
         self.with_loss = calls(options.loss_fn) if options.loss_fn else None
         self.uncompiled: Callable[..., Any] = self.forward
         self._loss_to_come: Callable[[Any], Any] | None = None
@@ -180,7 +180,7 @@ class Session:
     @property
     def low(self) -> torch.dtype | None:
         """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
-        return self.forward.planner.rewriting.autocast
+        return self.forward.planner.terms.rewriting.autocast
 
     @property
     def chosen(self) -> tuple[Lever, ...]:

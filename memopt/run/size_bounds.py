@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memopt.capture.data_sizes import DataSizes
+from memopt.capture.data_sizes import MARGIN, DataSizes
 from memopt.capture.dynamic_shapes import Place, all_places
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
@@ -16,9 +16,6 @@ from memopt.compat.storages import storage_key
 from memopt.compat.subclasses import special_kind
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.device.storages import storage_bytes
-
-MARGIN = 1.25
-"""A size that has grown from one batch to a later one is planned for up to 25 % more than was seen."""
 
 
 class SizeBounds:

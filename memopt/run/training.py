@@ -23,11 +23,12 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.captured import Captured
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
+from memopt.planning.priced_step import PricedStep
 from memopt.planning.situation import Situation
+from memopt.planning.stages import Recorded
 from memopt.planning.terms import terms_of
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.data_parallel import DataParallel
@@ -80,7 +81,7 @@ class TrainingCalls:
         """Parameters that the optimiser had stepped before the present call, and no call reached; None before the first
         one."""
         self._log, self._plans_logged = PlanningLog(), 0
-        self._safety_net = SafetyNet(model, self.planner, self.share.entry, self._forget_plans)
+        self._safety_net = SafetyNet(model, self.planner.accounts, self.share.entry, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,11 +113,11 @@ class TrainingCalls:
         if fits := self.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
             self._enter(State.PLAIN, fits.reason)
             self.recorded.size_bounds.see(call)
-            self.planner.reached |= fits.step.reached
+            self.planner.accounts.note_reached(fits.step.reached)
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
         try:
-            with self._refusing(), self.planner.types():
+            with self._refusing(), self.planner.terms.types():
                 check_kinds(call, parts)
                 try:
                     return self._run(
@@ -219,10 +220,10 @@ class TrainingCalls:
         if group := self.share.moment(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
-        with self._refusing(), self.planner.types(), torch.enable_grad(), rare_collections():
+        with self._refusing(), self.planner.terms.types(), torch.enable_grad(), rare_collections():
             self.planner.screen(call, situation)
             if kept := self.road.kept.find_uncaptured(call, situation):
-                live = kept.live(self._captured_later(kept, call, situation))
+                live = kept.live(self._priced_later(kept, call, situation))
                 plan = self.road.asked(live, situation, whole=True)
                 self._planned(plan, call, time.perf_counter() - started)
                 return plan
@@ -232,20 +233,20 @@ class TrainingCalls:
         self.recorded.planned(captured, call, situation, plan)
         return plan
 
-    def _captured_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], Captured]:
-        """A function that captures and traces, at its first call, the graphs that a plan from disk is for."""
+    def _priced_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], PricedStep]:
+        """A function that captures, traces and prices, at its first call, the graphs that a plan from disk is for."""
         hollow = on_meta(call)
 
         @cache
-        def captured() -> Captured:
+        def step() -> PricedStep:
             planner = self.planner
             narrowed = planner.proposing.narrowed_by(kept.plan)
-            with planner.types(), torch.enable_grad():
-                recorded = planner.capture_on_fakes(hollow, narrowed)
-                step = planner.rewrite_and_price(recorded, hollow, situation, planner.lever_sets[kept.lever_set])
-            return planner.proposing.as_kept(step, kept.plan)
+            with planner.terms.types(), torch.enable_grad():
+                recorded = Recorded(planner, planner.capture_on_fakes(hollow, narrowed), hollow, situation)
+                traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])
+                return traced.price_as_kept(kept.plan, kept.plan.account).step
 
-        return captured
+        return step
 
     @property
     def latest(self) -> Plan | None:
@@ -254,7 +255,7 @@ class TrainingCalls:
             return self.status.plan
         before = self.status  # a plan that is only shown is no state
         try:
-            with self.planner.types(), torch.enable_grad():
+            with self.planner.terms.types(), torch.enable_grad():
                 return self.plain_calls.shown(self.road, self.share.situation(self.planner.proposing))
         finally:
             self.status = before
@@ -276,8 +277,9 @@ class TrainingCalls:
     def _forget_plans_without_state(self, parts: Parts) -> None:
         """Have calls planned again once a call, or code outside of the forward, has trained parameters that those
         before it did not reach: there is state of the optimiser for them from then on."""
-        self.planner.reached |= {id(one) for one in parts.parameters if one.grad is not None}
-        reached, elsewhere = self.planner.reached, self.planner.stepped_elsewhere & parts.parameter_ids
+        accounts = self.planner.accounts
+        accounts.note_reached({id(one) for one in parts.parameters if one.grad is not None})
+        reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parts.parameter_ids
         known = elsewhere if self._stepped_elsewhere is None else self._stepped_elsewhere
         if (self._reached and reached != self._reached) or not elsewhere <= known:
             self.recorded.forget_plans(but=self.status.plan)

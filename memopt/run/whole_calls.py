@@ -72,7 +72,7 @@ class WholeCalls:
         self._marked: set[Place] = set()
         self._has_symbols = False
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
-        self._symbols = not is_tensor_parallel(road.planner.model)
+        self._symbols = not is_tensor_parallel(road.planner.terms.model)
         self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
         """The plans that were made before the first run of their call."""
         self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
@@ -138,13 +138,13 @@ class WholeCalls:
         """The second forward by which outputs get gradients that the plan does not differentiate."""
         planner, plan = self.road.planner, forward.plan
         prevented = ""
-        if region.plain is None or is_fully_sharded(planner.model):
+        if region.plain is None or is_fully_sharded(planner.terms.model):
             prevented = "the parameters are spread over ranks"
         elif self.road.accumulation.exchange is not None:
             prevented = "other ranks wait for the gradients of the loss"
         elif plan.regions[0].steps:
             prevented = "parameters are stepped within the backward"
-        elif planner.fuses and plan.captured is not None and plan.captured.draws:
+        elif planner.terms.fuses and plan.captured is not None and plan.captured.draws:
             prevented = "the random numbers of compiled code cannot be drawn again"
         return Replay(region, inputs, forward, forward.before, prevented, planner.differentiate_outputs)
 
