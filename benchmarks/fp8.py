@@ -34,8 +34,8 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import capture_on_fakes
 from memopt.device import hardware
 from memopt.levers import lever_sets, levers_named
-from memopt.planning.module_rows import held_after_forward
 from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.rewrite.precision import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import RematProblem, Schedule

@@ -13,7 +13,7 @@ from memopt.checks.compare_step import compare
 from memopt.checks.comparison import Comparison
 from memopt.errors import GradientMismatchError
 from memopt.planning.plan import Plan
-from memopt.planning.plan_networkx import source_line
+from memopt.planning.plan_views import source_line
 from memopt.run.session import session_of
 from passes.graphs.node_facts import backward_nodes
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from memopt.planning.graph_facts import operator_name
-from memopt.planning.plan_networkx import source_line
+from memopt.planning.changes import operator_name
+from memopt.planning.plan_views import source_line
 from passes.graphs.module_path import module_path
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from memopt.planning.footprint import Footprint
+from memopt.planning.refit import Footprint
 
 Cut: TypeAlias = Callable[[], tuple[fx.GraphModule, fx.GraphModule]]
 """Returns the forward and the backward module of a region."""

@@ -15,7 +15,7 @@ from memopt.compat.host import HOST
 from memopt.device.devices import device_of
 from memopt.device.op_call import tensors_in
 from memopt.emit.dry_run import Ledger, dry_run
-from memopt.planning.footprint import Footprint
+from memopt.planning.refit import Footprint
 from passes.graphs.node_facts import is_tangent
 
 

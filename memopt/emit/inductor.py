@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
+from memopt.capture.trace import not_compiled
 from memopt.compat.aot import mark_boxed
 from memopt.compat.autotuning import autotuning_within
 from memopt.compat.dispatch import without_autocast
@@ -24,7 +24,7 @@ from memopt.emit.gradients import Accumulation
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.keep_order import keep_products_early
 from memopt.emit.reached import withholding
-from memopt.planning.footprint import Footprint
+from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
 
 

@@ -12,7 +12,7 @@ from memopt.compat.aot import extract_halves
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.reached import is_reached
 from memopt.emit.stepping import nodes_before_steps
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
 from passes import Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent

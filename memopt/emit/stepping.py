@@ -12,7 +12,7 @@ from torch import fx, nn
 from memopt.capture.joint import JointGraph
 from memopt.compat.storages import storage_key
 from memopt.device.storages import find_storages
-from memopt.price.parameter_steps import MemoryUses
+from memopt.price.priced_graph import MemoryUses
 from passes.apply_schedule import BACKWARD
 
 

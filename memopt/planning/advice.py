@@ -22,8 +22,8 @@ from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import PlanSearch
-from memopt.planning.situation import Situation
 from memopt.planning.stages import Priced, Recorded
+from memopt.planning.terms import Situation
 
 _log = logging.getLogger("memopt")
 _NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"

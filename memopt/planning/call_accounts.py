@@ -23,10 +23,9 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.region import CapturedCall
 from memopt.capture.trace import trained
 from memopt.device.devices import device_of
-from memopt.planning.model_terms import ModelTerms
 from memopt.planning.plan import Plan
 from memopt.planning.proposing import Proposing
-from memopt.planning.situation import Buckets, Situation
+from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):

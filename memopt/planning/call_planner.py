@@ -11,28 +11,25 @@ from torch import nn
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
-from memopt.capture.departures import BETWEEN_REGIONS, departures
-from memopt.capture.fake_model import Narrowed
+from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
-from memopt.capture.on_fakes import capture_on_fakes
+from memopt.capture.on_fakes import Narrowed, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
-from memopt.capture.shards import is_tensor_parallel
 from memopt.capture.trace import accumulating, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import offload_link
 from memopt.levers.recompute import RECOMPUTE
 from memopt.planning.call_accounts import CallAccounts, Looks
+from memopt.planning.cluster import ShardedCall
 from memopt.planning.job_key import Job
-from memopt.planning.model_terms import ModelTerms
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PriceTerms, TracedStep
 from memopt.planning.proposing import Proposing
-from memopt.planning.sharded_call import ShardedCall
-from memopt.planning.situation import Situation
+from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.rewrite.precision import DecidePrecision, check_rules

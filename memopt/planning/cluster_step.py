@@ -10,7 +10,7 @@ from torch import fx
 
 from memopt.account.account import Account
 from memopt.account.sharded import ParameterGroup, Sharding, block_of
-from memopt.capture.exchanges import is_exchange
+from memopt.capture.tensor_parallel import is_exchange
 from memopt.device import Hardware
 from memopt.device.time_model import bound_by_arithmetic
 from memopt.planning.joined import Joined
@@ -53,7 +53,7 @@ class ClusterStep:
 
 
 @dataclass(frozen=True)
-class GroupTimes:
+class _GroupTimes:
     """A group of parameters on one card: what its layers compute, and what it exchanges."""
 
     group: ParameterGroup
@@ -88,13 +88,13 @@ def cluster_step(
     )
 
 
-def _row(times: GroupTimes) -> tuple[str, int, float, float, float, float]:
+def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
     group = times.group
     computed = times.forward.total(), times.backward.total()
     return group.name, group.gathered_bytes, times.gather, times.reduce, *computed
 
 
-def _forward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
+def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
     """The forward: the root's parameters and the first block's are waited for, those of every other block are gathered
     while the block before it computes."""
     total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
@@ -104,7 +104,7 @@ def _forward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
     return total + root.forward
 
 
-def _backward(root: GroupTimes, blocks: Sequence[GroupTimes], freed: Sequence[GroupTimes]) -> Seconds:
+def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[_GroupTimes]) -> Seconds:
     """The backward: while a block computes, the next one's parameters are gathered if it is one of `freed`, and the
     gradients of the one before are reduced; those of the first block and of the root's parameters are reduced at the
     end."""
@@ -136,7 +136,7 @@ def _optimizer_seconds(account: Account, card: Hardware) -> float:
     return moved / (card.bytes_per_second * card.bandwidth_efficiency)
 
 
-def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding: Sharding) -> list[GroupTimes]:
+def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding: Sharding) -> list[_GroupTimes]:
     """The times of every group, the root's first, blocks in the order of their forwards."""
     forward: dict[str, Seconds] = {}
     backward: dict[str, Seconds] = {}
@@ -161,14 +161,14 @@ def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding:
     ]
 
 
-def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> GroupTimes:
+def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> _GroupTimes:
     cluster = sharding.cluster
     gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
     reduce = 0.0
     if group.reduced_bytes:
         share = group.reduced_bytes // cluster.mesh.dp_shard
         reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
-    return GroupTimes(group, forward, backward, gather, reduce)
+    return _GroupTimes(group, forward, backward, gather, reduce)
 
 
 def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:

@@ -13,16 +13,11 @@ from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
-from memopt.planning.frontier import Frontier, Recipe
-from memopt.planning.module_rows import ModuleRow
+from memopt.planning.frontier import Frontier, Recipe, load, save, shown
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.planning.plan_diff import PlanDiff
-from memopt.planning.plan_file import load, save
-from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
-from memopt.planning.plan_networkx import joint_digraph
-from memopt.planning.plan_views import PlanViews
-from memopt.planning.region_schedule import RegionSchedule
-from memopt.planning.shown import shown
+from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
+from memopt.planning.plan_views import PlanViews, joint_digraph
+from memopt.planning.schedule_parts import ModuleRow, RegionSchedule
 from memopt.saved_values import LIVE
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
@@ -143,6 +138,13 @@ class Plan(PlanViews):
         return None if self.source is None else self.source.priced.problem
 
     @property
+    def solved(self) -> tuple[PricedStep, Schedule]:
+        """The priced graphs and the schedule of a plan that was made in this process. Raises `ValueError` if loaded."""
+        source = self._source()
+        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
+        return source.priced, self.schedule
+
+    @property
     def predicted_peak_bytes(self) -> int:
         """The most that the step holds at once, in bytes."""
         return self.planned.peak_bytes
@@ -196,7 +198,9 @@ class Plan(PlanViews):
         """
         captured = self._source().priced.traced
         if isinstance(stage, Plan):
-            return shown("changes_of_plan").plans_diff(self, captured, stage, stage._source().captured, order=order)
+            return shown("changes_of_plan").plans_diff(
+                self, captured, stage, stage._source().priced.traced, order=order
+            )
         if stage is None:
             return shown("changes_of_plan").plan_diff(self, captured, order=order)
         return stage_diff(captured, self.regions, stage, order=order)
@@ -220,10 +224,8 @@ class Plan(PlanViews):
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
         "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
         """
-        captured, joined = self._source().priced.traced, self.joined
-        assert joined is not None
-        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
-        return joint_digraph(captured, joined, self.schedule)
+        step, schedule = self.solved
+        return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.

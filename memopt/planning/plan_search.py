@@ -12,10 +12,10 @@ from memopt.errors import BudgetError, would_do
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
 from memopt.levers.reinplace import REINPLACE
+from memopt.planning.figures import plain_row, schedule_rows, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import LITTLE
-from memopt.planning.receipt import plain_row, schedule_rows, writes_over
 from memopt.planning.stages import Priced, Recorded
 
 # The number of combinations of proposals that a refusal describes.

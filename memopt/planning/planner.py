@@ -10,10 +10,9 @@ from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.planning.frontier import Recipe
-from memopt.planning.joined import Joined
+from memopt.planning.joined import Joined, solve_stepping
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
-from memopt.planning.settle import settled
 from memopt.solver import Infeasible, Portfolio, Progress, Solution
 from memopt.units import size
 
@@ -71,12 +70,13 @@ def solve(joined: Joined, request: Request) -> Solution:
             tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
 
     key = request.graph_bytes, effort.name, effort.limit_seconds
-    if key not in joined.solved:  # once for each request; None where recomputation alone does not fit
-        joined.solved[key] = None
-        with suppress(Infeasible):
+    if key not in joined.solved:  # once for each request
+        try:
             joined.solved[key] = joined.portfolio.solve(
                 request.graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
             )
+        except Infeasible:
+            joined.solved[key] = None
     plain = joined.solved[key]
     little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
     if request.offload and joined.link is not None and not little:
@@ -92,13 +92,13 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
-    """The solution of `solve_settled` with the problem that it solves and the account that includes the allocator's
+    """The solution of `solve_with_steps` with the problem that it solves and the account that includes the allocator's
     overhead, solved with fewer bytes where torch's allocator would exceed the budget. Where that finds none, schedules
     that were found on the way are replayed as well.
 
     Raises `BudgetError`.
     """
-    if not request.account.caching and not joined.steps:  # there is no allocator that decides, and nothing to settle
+    if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
             raise request.refusal(joined)
         return joined, solve(joined, request), without_allocator(request.account)
@@ -134,7 +134,7 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
             break
         tighter = replace(without_allocator(account), fragmentation=allowance)
         try:
-            taken, solution = solve_settled(joined, replace(request, account=tighter))
+            taken, solution = solve_with_steps(joined, replace(request, account=tighter))
         except BudgetError:
             too_large = allowance
         else:
@@ -176,7 +176,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
     for part in range(1, _PARTS if spare > 0 else 1):
         with suppress(BudgetError):
             tighter = replace(bare, fragmentation=spare * part // _PARTS)
-            yield solve_settled(joined, replace(request, account=tighter))
+            yield solve_with_steps(joined, replace(request, account=tighter))
     yield from _known(joined, request)
 
 
@@ -198,14 +198,14 @@ def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int
     return budget_bytes
 
 
-def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:
+def solve_with_steps(joined: Joined, request: Request) -> tuple[Joined, Solution]:
     """As `solve`, together with the problem that the solution is for: a different one where recomputed operators would
     read some parameters after their step, so that these are stepped at the end of the backward. Raises
     `BudgetError`."""
     if not joined.steps:
         return joined, solve(joined, request)
     try:
-        return settled(joined, lambda problem: solve(problem, request), request.graph_bytes)
+        return solve_stepping(joined, lambda problem: solve(problem, request), request.graph_bytes)
     except BudgetError:
         refusal = request.refusal(joined)
         taken, solution = _smallest_peak(joined, offload=request.offload)
@@ -216,7 +216,7 @@ def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:
 
 def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution]:
     """The solution with the smallest peak found, together with the problem that it is for."""
-    return settled(joined, lambda problem: problem.smallest if offload else problem.portfolio.smallest())
+    return solve_stepping(joined, lambda problem: problem.smallest if offload else problem.portfolio.smallest())
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:

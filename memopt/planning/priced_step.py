@@ -20,17 +20,18 @@ from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
+from memopt.planning.cluster import ShardedCall
 from memopt.planning.joined import Joined, join, with_meanwhile
-from memopt.planning.sharded_call import ShardedCall
 from memopt.price.eager_ops import with_eager
-from memopt.price.graph_use import GraphUse
-from memopt.price.node_prices import price_nodes
-from memopt.price.parameter_steps import ParameterSteps
+from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice, PassedOn, PricedGraph
-from memopt.price.scheduled_nodes import is_scheduled
+from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph
+from memopt.recent import Recent
 from memopt.solver import Link, Solver
 from passes.graphs.node_facts import is_random, is_tangent
+
+_MOST_PRICED = 32
+"""The number of terms by which a traced step stays priced: a few situations, and combinations of proposals."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class TracedStep:
     """How the parameters are spread over a cluster; None for one card."""
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
-    _priced: dict[PriceTerms, PricedStep] = field(default_factory=dict, init=False, repr=False)
+    _priced: Recent[PriceTerms, PricedStep] = field(
+        default_factory=lambda: Recent(_MOST_PRICED), init=False, repr=False
+    )
     _node_prices: dict[object, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
     """The prices of nodes, by the device, their graph and the sizes that they are for."""
 
@@ -94,7 +97,7 @@ class TracedStep:
 
     def forget_solvers(self) -> None:
         """Free the solvers of all problems that were made from this step, as `Joined.forget_solvers` does."""
-        for priced in self._priced.values():
+        for _, priced in self._priced.items():
             for problem in priced.problems:
                 problem.forget_solvers()
 

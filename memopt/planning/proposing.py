@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from memopt.account.account import Account
-from memopt.capture.fake_model import Narrowed
+from memopt.capture.on_fakes import Narrowed
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import Known, PricedLevers, Wanted, combinations_of, further_combinations
-from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingFacts
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
-from memopt.planning.model_terms import ModelTerms
 from memopt.planning.plan import Plan
+from memopt.planning.terms import ModelTerms
 
 _NOT_FUSED = (
     "{!r} is not considered: code that inductor compiles keeps no order between a parameter's "

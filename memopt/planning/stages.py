@@ -18,17 +18,16 @@ from memopt.capture.region import CapturedCall
 from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.figures import plan_by, sweep
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.joined import Joined
 from memopt.planning.kept_blocks import with_kept_blocks
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
-from memopt.planning.plan_figures import plan_by
 from memopt.planning.planner import Request, recipes, smallest, solve_on_card
 from memopt.planning.priced_step import PricedStep, TracedStep
-from memopt.planning.region_schedule import split
-from memopt.planning.situation import Situation
-from memopt.planning.sweep import sweep
+from memopt.planning.schedule_parts import split
+from memopt.planning.terms import Situation
 from memopt.progress import say, stage
 from memopt.solver import Solution, warm_up
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import SizeOutgrown
+from memopt.capture.dynamic_shapes import known_places
 from memopt.capture.dynamo import compile_call
 from memopt.capture.inputs import Call, call_kind, tensors_in
 from memopt.capture.joint import JointGraph
@@ -18,15 +19,14 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
-from memopt.capture.together import known_places
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
-from memopt.planning.kept_step import beside_freed
+from memopt.planning.kept_blocks import beside_freed
 from memopt.planning.plan import Plan
-from memopt.planning.region_schedule import RegionSchedule
-from memopt.planning.situation import Situation
+from memopt.planning.schedule_parts import RegionSchedule
+from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.rewrite.trace import forward_as_planned

@@ -10,7 +10,7 @@ from memopt.account.elsewhere import in_steps
 from memopt.capture.inputs import Call
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
 

@@ -18,8 +18,8 @@ from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, PlanSource
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.refit import as_compiled
-from memopt.planning.situation import Situation
 from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 
 
 def check_compiled_least(recorded: Recorded) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt.capture.data_sizes import MARGIN
+from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall
-from memopt.capture.together import known_places, together, with_eager_bytes
 from memopt.run.largest_sizes import LargestSizes
 
 _MOST = 4

@@ -21,7 +21,7 @@ from memopt.compat.ddp import (
     takes_uneven_inputs,
 )
 from memopt.compat.subclasses import is_sharded
-from memopt.planning.situation import Buckets
+from memopt.planning.terms import Buckets
 from memopt.run.ranks import Ranks
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.planning import plan_cache
-from memopt.planning.agreement import agreed
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.footprint import Footprint
-from memopt.planning.kept_check import is_sound
 from memopt.planning.plan import Plan
-from memopt.planning.plan_cache import Kept
-from memopt.planning.situation import Situation
+from memopt.planning.plan_cache import Kept, agreed, is_sound
+from memopt.planning.refit import Footprint
 from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 
 
 class KeptPlans:

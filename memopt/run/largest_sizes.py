@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt.capture.data_sizes import MARGIN
+from memopt.capture.dynamic_shapes import with_eager_bytes
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import CapturedCall, Sizes
-from memopt.capture.together import with_eager_bytes
 from memopt.compat.storages import storage_key
 
 Shapes = tuple[Sizes, ...]

@@ -30,8 +30,8 @@ from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.storages import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry
 from memopt.run.gradients_before import GradientsBefore
 from memopt.run.ledger import Moment

@@ -28,7 +28,7 @@ from memopt.device.devices import device_of
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
 from memopt.run.pending import PlainForward

@@ -13,7 +13,7 @@ from memopt.compat.symbols import known_sizes
 from memopt.errors import CaptureError
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import TracedStep
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 from memopt.run.same_values import Value, names_in, values_of
 
 Trace = Callable[[RecordedRegion, Rewriting], JointGraph]

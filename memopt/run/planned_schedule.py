@@ -25,9 +25,9 @@ from memopt.compat.pipelining import (
 )
 from memopt.compat.subclasses import is_sharded
 from memopt.errors import BudgetError
+from memopt.planning.job_key import terms_of
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.terms import terms_of
 from memopt.run.pipeline import Load, StageFacts, Together, facts_of_stages
 from memopt.run.ranks import Ranks
 from memopt.run.session import Session, session_of

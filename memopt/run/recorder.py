@@ -20,7 +20,7 @@ from memopt.capture.rehearsal import cannot_capture
 from memopt.errors import CaptureError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls, OtherPathTaken

@@ -27,14 +27,13 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
-from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.extended import extended
+from memopt.planning.derived import among_equals, extended
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
-from memopt.planning.situation import Situation
 from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.run.kept_plans import KeptPlans
 from memopt.solver import SolverError

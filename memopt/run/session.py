@@ -20,7 +20,7 @@ from memopt.compat.dynamo import is_exporting
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
 from memopt.compat.resharding import Resharding
 from memopt.levers import Lever
-from memopt.planning.estimate import estimated_bytes
+from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.progress import stage

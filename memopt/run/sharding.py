@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-from memopt.capture.shards import is_tensor_parallel
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.compat import settled_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in

@@ -23,7 +23,7 @@ from memopt.errors import BudgetError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.proposing import Proposing
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.data_parallel import DataParallel
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment

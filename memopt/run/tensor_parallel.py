@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from memopt.capture.shards import is_tensor_parallel
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.compat.subclasses import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import CaptureError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.plain import PLAIN
-from memopt.planning.model_terms import ModelTerms
+from memopt.planning.terms import ModelTerms
 
 
 def placements_in_words(model: nn.Module) -> str:

@@ -23,13 +23,13 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.job_key import terms_of
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.situation import Situation
 from memopt.planning.stages import Recorded
-from memopt.planning.terms import terms_of
+from memopt.planning.terms import Situation
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.data_parallel import DataParallel
 from memopt.run.keeping import Keeping

@@ -9,16 +9,16 @@ from typing import Any
 
 from memopt.capture.dynamic_shapes import Place, all_places, markable, marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.emit.stepping import check_own_memory
 from memopt.errors import BudgetError
 from memopt.garbage import rare_collections
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.recent import Recent
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.on_demand import Notice, run_withholding

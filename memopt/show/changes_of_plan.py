@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memopt.planning.change import KEPT, Change, between
-from memopt.planning.graph_facts import GraphFacts
-from memopt.planning.pass_changes import pass_changes
+from memopt.planning.changes import KEPT, Change, GraphFacts, between
 from memopt.planning.plan import Plan
-from memopt.planning.plan_diff import PlanDiff
-from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
+from memopt.planning.plan_changes import pass_changes, schedule_changes
+from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
 from memopt.planning.priced_step import TracedStep
-from memopt.planning.schedule_changes import schedule_changes
 from memopt.units import size
 from passes import diff_graphs
 

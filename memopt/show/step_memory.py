@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, output_bytes, resident_rows
-from memopt.planning.module_rows import forward_evaluations
+from memopt.planning.schedule_parts import forward_evaluations
 from memopt.show.step import Copy, Evaluation, LiveRange, StepMemory
 from memopt.solver import Link, RematProblem, Schedule
 from memopt.solver.simulator import lifetimes

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from memopt.device.storages import storage_bytes
-from memopt.planning.graph_facts import GraphFacts, operator_name
+from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
-from memopt.planning.plan_networkx import op_names
+from memopt.planning.plan_views import op_names
 from memopt.planning.priced_step import TracedStep
 from memopt.show.step import Step, StepOp, TypedOp
 from memopt.show.step_memory import step_memory
@@ -31,9 +31,7 @@ def step_of(plan: Plan) -> Step:
 
     Raises `ValueError` for a plan that was loaded.
     """
-    graph, step, schedule = plan.networkx(), plan.priced, plan.schedule
-    assert step is not None
-    assert schedule is not None
+    graph, (step, schedule) = plan.networkx(), plan.solved
     captured, seen, plain = step.traced, step.seen, step.plain
     ops = tuple(_ops(captured, graph))
     number = {op.name: at for at, op in enumerate(ops)}

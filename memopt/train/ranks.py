@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.shards import is_tensor_parallel
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.compat.subclasses import is_sharded
 
 

@@ -6,9 +6,8 @@ from torch.fx import GraphModule, Node
 
 from memopt.device.fusion import fused_away
 from memopt.device.storages import find_storages
-from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice
+from memopt.price.priced_graph import GraphUse, NodePrice
 from passes import ApplySchedule
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, with_inputs
 

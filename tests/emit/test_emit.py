@@ -13,7 +13,7 @@ from memopt.capture.operators import NOTHING
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 from memopt.rewrite.trace import trace
 from passes.graphs.node_facts import backward_nodes, is_tangent
 from tests.capture.recorded import recorded

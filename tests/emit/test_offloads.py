@@ -16,10 +16,10 @@ from memopt.device.storages import find_storages
 from memopt.emit.partition import partition
 from memopt.planning.joined import Joined, join
 from memopt.planning.priced_step import TracedStep
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph, split
+from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph, split
+from memopt.price.node_prices import is_scheduled
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice
-from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
 from passes.graphs.node_facts import is_tangent
 from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory

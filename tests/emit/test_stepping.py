@@ -11,7 +11,7 @@ from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import AccumulateGradient, Accumulation, StepParameter
 from memopt.emit.partition import partition
 from memopt.emit.stepping import check_own_memory, sharing_memory
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
 from tests.planned import reading_late, region

@@ -19,8 +19,8 @@ from memopt.device import CPU, hardware
 from memopt.device.hardware import scaled_rate
 from memopt.errors import GIB
 from memopt.levers import lever_sets, levers_named
-from memopt.planning.module_rows import held_after_forward
 from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.rewrite.precision import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import Schedule

@@ -16,7 +16,7 @@ from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 from passes import ApplySchedule
 from passes.ops.offload_ops import host_memory
 from tests.end_to_end import odd_models

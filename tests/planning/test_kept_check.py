@@ -16,7 +16,7 @@ from torch import nn
 
 import memopt
 from memopt.disk_cache import warn_not_kept
-from memopt.planning.kept_check import is_sound
+from memopt.planning.plan_cache import is_sound
 from memopt.run.session import session_of
 from memopt.saved_values import opened, sealed
 from tests.planned import ACCOUNT, captured, make_plan, region

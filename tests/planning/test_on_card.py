@@ -10,9 +10,8 @@ import pytest
 
 from examples.models.problems import random_problem
 from memopt.account.account import Account
-from memopt.account.allocator_replay import StepBlocks, replay
+from memopt.account.allocator_replay import StepBlocks, replay, step_calls
 from memopt.account.breakdown import breakdown
-from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
 from memopt.planning.joined import Joined
@@ -25,7 +24,7 @@ from memopt.planning.on_card import (
     on_card,
     within,
 )
-from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
+from memopt.planning.planner import Request, smallest, solve_on_card, solve_with_steps
 from memopt.planning.priced_step import PricedStep
 from memopt.solver import Link, Portfolio, Schedule
 from memopt.solver.problem import BlockCall
@@ -154,9 +153,9 @@ def test_a_budget_below_the_smallest_is_refused_after_one_attempt(
 
     def counted(joined: Joined, request: Request) -> Any:
         attempts.append(request)
-        return solve_settled(joined, request)
+        return solve_with_steps(joined, request)
 
-    monkeypatch.setattr("memopt.planning.planner.solve_settled", counted)
+    monkeypatch.setattr("memopt.planning.planner.solve_with_steps", counted)
     with pytest.raises(BudgetError) as refused:
         make_plan(captured(*step.traced.regions), ACCOUNT, budget)
     assert refused.value.smallest_bytes == least
@@ -173,7 +172,7 @@ def test_a_budget_below_a_smallest_that_is_known_is_refused_without_an_attempt(
     def never(*args: Any) -> Any:
         raise AssertionError("the smallest budget is known")
 
-    monkeypatch.setattr("memopt.planning.planner.solve_settled", never)
+    monkeypatch.setattr("memopt.planning.planner.solve_with_steps", never)
     monkeypatch.setattr(Portfolio, "solve", never)
     monkeypatch.setattr(Portfolio, "smallest", never)
     with pytest.raises(BudgetError) as refused:

@@ -9,9 +9,9 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
+from memopt.planning.frontier import FORMAT
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
-from memopt.planning.plan_file import FORMAT
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import StepOfPlan
 from passes import format_graph

@@ -9,11 +9,11 @@ import pytest
 from memopt.account.account import Account
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError
+from memopt.planning.figures import plain_row
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.receipt import plain_row
 from tests.planned import ACCOUNT, captured, make_plan, region, under_levers
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))

@@ -18,12 +18,11 @@ from examples.models.problems import random_schedule
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
 from memopt.planning.joined import Joined
-from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import Effort
 from memopt.planning.planner import Request, progress_line, recipes, smallest, solve
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.region_schedule import split
-from memopt.price.scheduled_nodes import split_halves
+from memopt.planning.schedule_parts import held_after_forward, module_rows, split
+from memopt.price.node_prices import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 

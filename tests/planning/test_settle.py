@@ -9,11 +9,10 @@ import torch
 
 from memopt.device import hardware
 from memopt.optimizers import Stepping
-from memopt.planning.joined import Joined
-from memopt.planning.planner import Request, smallest, solve_settled
+from memopt.planning.joined import Joined, place_steps, solve_stepping
+from memopt.planning.planner import Request, smallest, solve_with_steps
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.region_schedule import split
-from memopt.planning.settle import settle, settled
+from memopt.planning.schedule_parts import split
 from memopt.solver import Offload, Schedule, Solution, simulate
 from tests.planned import ACCOUNT, captured, reading_late, region
 
@@ -45,7 +44,7 @@ def test_a_weight_that_is_read_after_its_step_is_found() -> None:
     problem = joined(captured(reading_late()))
     schedule = late(problem)
     schedule.check(problem.problem)
-    assert settle(problem, schedule) == (schedule, {0})
+    assert place_steps(problem, schedule) == (schedule, {0})
 
 
 def test_such_a_weight_is_stepped_at_the_end() -> None:
@@ -55,7 +54,7 @@ def test_such_a_weight_is_stepped_at_the_end() -> None:
         schedule = late(joined)
         return Solution(schedule, simulate(joined.problem, schedule).peak_bytes, 0.0, 0.0, "by hand")
 
-    found, solution = settled(problem, solve)
+    found, solution = solve_stepping(problem, solve)
     assert found.left == {0}
     assert [step.number for step in found.steps.values()] == [1]
     assert solution.peak_bytes == simulate(found.problem, solution.schedule).peak_bytes
@@ -67,10 +66,10 @@ def test_a_step_moves_up_to_the_operator_that_it_waits_for() -> None:
     order = list(range(len(problem.problem.ops)))
     step = order.index(by_name(problem, "step_of_input_1")[0])
     schedule = Schedule((*order[:step], *by_name(problem, "mm"), *order[step:]))
-    moved, wrong = settle(problem, schedule)
+    moved, wrong = place_steps(problem, schedule)
     assert not wrong
     assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "mm"]
-    assert settle(problem, moved) == (moved, frozenset())
+    assert place_steps(problem, moved) == (moved, frozenset())
 
 
 def test_offloads_keep_their_neighbours() -> None:
@@ -83,7 +82,7 @@ def test_offloads_keep_their_neighbours() -> None:
     evaluations = (*order[:step], gelu, *order[step:])
     schedule = Schedule(evaluations, (Offload(storage, gelu, gelu + 1, step - 1, step),))
     schedule.check(problem.problem)
-    moved, wrong = settle(problem, schedule)
+    moved, wrong = place_steps(problem, schedule)
     assert not wrong
     assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "gelu"]
     (offload,) = moved.offloads
@@ -92,7 +91,7 @@ def test_offloads_keep_their_neighbours() -> None:
 
 def test_a_plan_says_which_inputs_are_stepped() -> None:
     step = captured(region(3)).priced_for(stepping=STEPPING)
-    problem, solution = solve_settled(step.problem, Request(STEPPED, 10**9))
+    problem, solution = solve_with_steps(step.problem, Request(STEPPED, 10**9))
     (schedule,) = split(problem, step.traced, solution.schedule)
     assert schedule.steps == (0, 1, 2)
     assert all(name and "step" not in name for name in schedule.evaluations)
@@ -104,7 +103,7 @@ def test_the_smallest_budget_works() -> None:
     for layers in (2, 5):
         problem = joined(captured(region(layers)))
         least = smallest(problem, STEPPED)[0]
-        solve_settled(problem, Request(STEPPED, least))
+        solve_with_steps(problem, Request(STEPPED, least))
         plain = captured(region(layers)).problem
         assert least < smallest(plain, ACCOUNT)[0]
 

@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 
 from memopt.errors import GIB
-from memopt.planning import sweep as pareto_sweep
+from memopt.planning import figures as pareto_sweep
+from memopt.planning.figures import budgets_between
 from memopt.planning.frontier import Frontier
 from memopt.planning.options import Effort
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.sweep import budgets_between
 from tests.marks import slow
 from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 from tests.planning.curves import roomy, solved

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memopt.price.host_time import host_seconds
+from memopt.price.node_prices import host_seconds
 from memopt.show.report import render
 from tests.planned import ACCOUNT, captured, make_plan
 

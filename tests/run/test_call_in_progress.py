@@ -8,7 +8,7 @@ from torch import nn
 
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment

@@ -11,9 +11,8 @@ from torch import nn
 
 import memopt
 from memopt.errors import GIB
-from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
-from memopt.planning.refit import as_compiled
+from memopt.planning.refit import Footprint, as_compiled
 from memopt.run import compiled_least, road
 
 MODE: dict[str, Any] = {"backend": "inductor", "precision": "fp32", "optimizer": None, "allow": {"recompute"}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.export import Dim
 
-from memopt.planning.situation import Situation
 from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 from tests.run.pieces import calls_of, make
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memopt.planning.change import RECOMPUTED, Change
+from memopt.planning.changes import RECOMPUTED, Change
 from memopt.planning.plan import Plan
 from memopt.show.diff_sections import diff_sections
 from memopt.show.page import page as page_module
