@@ -16,9 +16,9 @@ from torch import nn
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.modules import buffers_in, modules_of
-from memopt.compat.subclasses import has_no_storage, is_wrapper, special_kind, with_memory
+from memopt.compat.tensors import has_no_storage, is_wrapper, special_kind, with_memory
 from memopt.device.devices import device_of
-from passes.ops.fp8_history import histories_state, load_histories
+from passes.ops.fp8_formats import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
 

@@ -20,12 +20,12 @@ import memopt
 from examples.models import twins
 from examples.models.twins import REFUSALS, said, verdict_of, where
 from memopt.account.account import Account
-from memopt.compat.pytree import tree_leaves
-from memopt.planning import stages
+from memopt.compat.operators import tree_leaves
+from memopt.planning import stages as planning_stages
 from memopt.planning.joined import Joined
 from memopt.planning.planner import Request
 from memopt.solver import Solution, simulate
-from memopt.solver.cut_schedules import just_in_time
+from memopt.solver.min_cut import just_in_time
 
 EXACT: dict[str, Any] = {**twins.EXACT, "optimizer": None}
 ROOMY_GB = 1000.0
@@ -242,7 +242,7 @@ def everything_recomputed() -> Iterator[None]:
         peak, added = simulate(joined.problem, schedule).peak_bytes, schedule.added_seconds(joined.problem)
         return joined, Solution(schedule, peak, added, 0.0, "forced"), request.account
 
-    with mock.patch.object(stages, "solve_on_card", forced):
+    with mock.patch.object(planning_stages, "solve_on_card", forced):
         yield
 
 

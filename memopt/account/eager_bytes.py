@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST, is_on_host
-from memopt.compat.operators import makes_unknown_bytes, schema_of
-from memopt.compat.storages import storages_of
-from memopt.compat.subclasses import special_kind
+from memopt.compat.operators import makes_unknown_bytes, plain_tensors, schema_of
+from memopt.compat.tensors import special_kind, storages_of
 from memopt.device.devices import device_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in

@@ -17,13 +17,11 @@ from memopt.capture.on_fakes import fake_parameters, replaced_parameters
 from memopt.capture.rehearsal import without_gradients
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
-from memopt.compat.host import is_on_host
+from memopt.compat.host import is_on_host, reads_raise, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
-from memopt.compat.pytree import tree_leaves
-from memopt.compat.storages import storages_of
-from memopt.compat.subclasses import special_kind
-from memopt.compat.true_strides import correct_strides
-from memopt.compat.uncomputed import reads_raise, same_memory
+from memopt.compat.operators import tree_leaves
+from memopt.compat.tensors import special_kind, storages_of
+from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.training_state import undone

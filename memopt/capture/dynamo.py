@@ -25,9 +25,9 @@ from memopt.compat.dynamo import (
     fails_to_compile,
     without_propagated_marks,
 )
-from memopt.compat.mask_branches import eager_mask_branches
+from memopt.compat.dynamo_rules import keeping_requires_grad
+from memopt.compat.eager_mode import eager_mask_branches
 from memopt.compat.modules import plain_call
-from memopt.compat.traced_methods import keeping_requires_grad
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]

@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from memopt.capture.dynamo import GraphBreak
 from memopt.compat.fsdp import is_fully_sharded
-from memopt.compat.graph_calls import is_nested_region
 from memopt.compat.host import is_on_host
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.operators import is_nested_region
 from memopt.compat.symbols import fixed_float
+from memopt.compat.tensors import is_sharded
 from memopt.errors import CaptureError
 
 _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")

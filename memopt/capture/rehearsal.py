@@ -21,7 +21,7 @@ from memopt.capture.dynamo import SECOND_DERIVATIVES, Backend, in_brief_with_lin
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 

@@ -16,10 +16,10 @@ from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat.dispatch import without_autocast
 from memopt.compat.host import HOST
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.compat.joint_trace import AotTrace, trace_region
+from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random

@@ -14,20 +14,19 @@ from torch import nn
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_trial import OptimizerLike
 from memopt.compat.host import HOST
-from memopt.device.devices import device_of
+from memopt.device.devices import device_of, hardware
 from memopt.device.hardware import Hardware
-from memopt.device.hardware_table import hardware
 from memopt.levers.lever import OptimizerChange
 from memopt.optimizers import Where
 from memopt.optimizers.bf16_parameters import kept_wide
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import (
     OptimizerStepPrice,
+    Stepping,
     nbytes,
     optimizer_step_price,
     prices_of_each,
 )
-from memopt.optimizers.stepping import Stepping
 from memopt.solver.problem import Link
 
 # PCIe 4.0 with 16 lanes: the rate that copies from pinned memory reach, and the latency of a copy.

@@ -32,8 +32,8 @@ from memopt.planning.proposing import Proposing
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite.precision import DecidePrecision, check_rules
-from memopt.rewrite.precision.screenings import Screenings
+from memopt.rewrite.pipeline import DecidePrecision, check_rules
+from memopt.rewrite.screenings import Screenings
 from memopt.rewrite.trace import Traces, trace_call
 
 LOSS_OUTSIDE = (

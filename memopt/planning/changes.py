@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from passes.graphs.graph_text import format_target
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 
 DTYPE, CAST, FUSED, CHUNKED, REWRITTEN, REMOVED = "dtype", "cast", "fused", "chunked", "rewritten", "removed"
 SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, MOVED = (

@@ -35,8 +35,7 @@ from memopt.price.priced_graph import PricedGraph
 from memopt.units import size
 from passes import diff_graphs
 from passes.graphs.graph_text import format_dtype
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, is_tangent, tensors
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 from passes.graphs.op_kinds import follows_input, is_cast, op_name
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from memopt.capture.operators import (
 )
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
-from memopt.compat.dispatch import without_autocast
 from memopt.compat.fakes import fresh_fakes
-from memopt.compat.refused_dtypes import RaisingForRefusedDtypes
+from memopt.compat.operators import without_autocast
+from memopt.compat.true_results import RaisingForRefusedDtypes
 from memopt.errors import CaptureError
 from memopt.recent import Recent
 from passes import Pass, Pipeline

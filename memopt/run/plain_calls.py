@@ -21,9 +21,8 @@ from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
 from memopt.compat.modules import Parts, plain_call
-from memopt.compat.pytree import tree_flatten, tree_leaves
-from memopt.compat.storages import weak_storages
-from memopt.compat.subclasses import is_sharded, sizes_within, special_kind
+from memopt.compat.operators import tree_flatten, tree_leaves
+from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
@@ -32,9 +31,9 @@ from memopt.planning.terms import Situation
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
 from memopt.run.pending import PlainForward
-from memopt.run.plans_by_size import covers
 from memopt.run.road import Road
 from memopt.run.settings import Settings
+from memopt.run.sizes import covers
 from memopt.units import size
 
 MARGIN = 1.02

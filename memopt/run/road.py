@@ -1,7 +1,7 @@
 """The stages of a training call, in order: capture, rewrite, price, solve, emit, install.
 
     capture ─▶ Recorded ─trace─▶ Traced ─price─▶ Priced ─solve─▶ Plan ─emit─▶ Emitted, one for each run
-    ─install─▶ EmittedCall, which the stubs of regions run
+    ─install─▶ Executable, which the stubs of regions run
 
 Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all regions of a call together.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,8 +23,8 @@ from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
-from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
+from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
@@ -34,19 +35,10 @@ from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
-from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
-from memopt.run.kept_plans import KeptPlans
+from memopt.run.executable import Executable
+from memopt.run.kept_plans import KeptPlans, as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.solver import SolverError
 from passes import PassError
-
-
-@dataclass(frozen=True, eq=False)
-class EmittedCall:
-    """A planned call that can be run: its plan, and the function that the stub of its one region calls."""
-
-    plan: Plan
-    region: Emitted
-    """Runs the one region of the call."""
 
 
 class Road:
@@ -77,26 +69,27 @@ class Road:
             if found := self.kept.plan(key, recorded):
                 return self.asked(found, situation, whole=captured.whole)
             check_compiled_least(recorded)
-            search = search_for(recorded, ahead=True, advise=advise)
             try:
-                plan = self._searched(recorded, search)
+                plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
-                raise (as_compiled_least(refusal, recorded, self._emit) if advise else refusal) from None
+                raise (self._as_compiled(refusal, recorded) if advise else refusal) from None
             self.kept.keep(key, plan)
             return self.asked(plan, situation, whole=captured.whole)
 
     def asked(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
         """The plan of a call, in one region if `whole`; if the backend compiles, its smallest budget is one in which
         compiled code runs."""
-        return asked_as_compiled(plan, self.planner, situation, self._emit, whole=whole)
+        emit = partial(emit_plan, accumulation=self.accumulation)
+        return asked_as_compiled(plan, self.planner, situation, emit, whole=whole)
 
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
-    ) -> EmittedCall:
+    ) -> Executable:
         """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
 
         What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`, `CaptureError`.
         """
+        recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
         try:
             with self._planning():
@@ -104,7 +97,13 @@ class Road:
                 with self.planner.accounts.one_look(call, situation):
                     device = self.planner.terms.device()
                     device_of(device).start_libraries(device)
-                    emitted = self._emitted(Recorded(self.planner, captured, call, situation), planned)
+                    # A plan made ahead is kept already, but for one with proposals: they are part of the key in use.
+                    settled = planned is not None and not planned.proposals and not self.planner.terms.fuses
+                    key = None if settled else self.kept.key(recorded)
+                    emitted = self._emitted_as_kept(key, recorded)
+                    if emitted is None:
+                        emitted = self._planned_and_emitted(recorded, planned)
+                        self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
                 return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:
             self.planner.forget_solvers()
@@ -146,32 +145,21 @@ class Road:
         except Exception as failure:
             raise CaptureError(cannot_capture(self.planner.terms.model, in_brief_with_line(failure))) from failure
 
-    def _emitted(self, recorded: Recorded, planned: Plan | None) -> EmittedCall:
-        """The call emitted by its plan from disk, or by a new one that is kept."""
-        # A plan made ahead is kept already, but for one with proposals: they are part of the key once in use.
-        settled = planned is not None and not planned.proposals and not self.planner.terms.fuses
-        key = None if settled else self.kept.key(recorded)
-        if found := self._emitted_as_kept(key, recorded):
-            return found
-        emitted = self._planned_and_emitted(recorded, planned)
-        self.kept.keep(key, emitted.plan, emitted.region.footprint)
-        return emitted
-
-    def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> EmittedCall:
+    def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
         `ROUNDS` times at most, and then by its smallest plan. Raises `BudgetError`, `CaptureError`."""
         check_compiled_least(recorded)
-        refit: Refit[EmittedCall] = Refit(self.planner.terms.options.budget_bytes)
+        captured = recorded.captured
+        refit: Refit[Emitted] = Refit(self.planner.terms.options.budget_bytes)
         for plan in self._rounds(refit, recorded, planned):
-            emitted = EmittedCall(plan, self._emit(plan))
-            footprint = emitted.region.footprint
-            if footprint is None:
-                return emitted
-            refit.judge(as_compiled(plan, footprint), emitted)
-        plan, emitted = refit.best()
-        return EmittedCall(plan, emitted.region)
+            region = emit_plan(plan, self.accumulation)
+            if region.footprint is None:
+                return Executable(captured, plan, captured.runs, region)
+            refit.judge(as_compiled(plan, region.footprint), region)
+        plan, region = refit.best()
+        return Executable(captured, plan, captured.runs, region)
 
-    def _rounds(self, refit: Refit[EmittedCall], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
+    def _rounds(self, refit: Refit[Emitted], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
         """The plans that are compiled one after the other until `refit` has a good one; the smallest is the last.
 
         Raises `BudgetError`, `CaptureError`.
@@ -199,7 +187,7 @@ class Road:
             budget_bytes = self.planner.terms.options.budget_bytes
             yield replace(smallest, budget_bytes=budget_bytes) if smallest else solved(refit.lowering_bytes)
         elif refusal is not None:
-            raise as_compiled_least(refusal, recorded, self._emit)
+            raise self._as_compiled(refusal, recorded)
 
     def _planned_least(self, recorded: Recorded) -> int:
         """The bytes that the smallest plan of a call needs, before it is compiled."""
@@ -210,8 +198,9 @@ class Road:
             return refusal.smallest_bytes - none_left
         raise AssertionError("a step that needs no bytes")
 
-    def _emit(self, plan: Plan) -> Emitted:
-        return emit_plan(plan, self.accumulation)
+    def _as_compiled(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
+        """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
+        return as_compiled_least(refusal, recorded, partial(emit_plan, accumulation=self.accumulation))
 
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:
         """The plan with the shortest step that fits, agreed on with other ranks. Raises `BudgetError`,
@@ -228,7 +217,7 @@ class Road:
 
         return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes)
 
-    def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> EmittedCall | None:
+    def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
         kept = self.kept.find(key)
         if kept is None or (self.planner.terms.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
@@ -236,8 +225,8 @@ class Road:
         if not self.planner.terms.fuses:
             kept = self.kept.of_ranks(kept, recorded)
         plan = self.kept.adopted(kept, recorded)
-        region = self._emit(plan) if plan else None
+        region = emit_plan(plan, self.accumulation) if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:
             self.kept.drop(key)
             return None
-        return EmittedCall(plan, region)
+        return Executable(recorded.captured, plan, recorded.captured.runs, region)

@@ -21,7 +21,7 @@ from memopt.errors import GIB
 from memopt.levers import lever_sets, levers_named
 from memopt.planning.priced_step import PriceTerms, TracedStep
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.rewrite.precision import precision_rewriting
+from memopt.rewrite import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb

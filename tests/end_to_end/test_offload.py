@@ -29,6 +29,8 @@ from tests.linked import ALLOW, linked
 from tests.marks import slow
 from tests.planned import make_plan
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 __all__ = ["linked"]
 
 FP32: dict[str, Any] = {"optimizer": None, "precision": "fp32"}
