@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, ClassVar
 
 import numpy as np
@@ -122,6 +123,14 @@ class Attributes:
             for value in values.values() if isinstance(values, dict) else values:
                 if type(value) is torch.Tensor:
                     yield value
+
+    def have_changed(self) -> bool:
+        """Whether any of them was set to another object, or a container has other ones."""
+        tables = [(table, values) for table, values in self._tables]
+        tables += [(container, values) for container, values in self._contents if isinstance(container, dict)]
+        others = [(container, values) for container, values in self._contents if not isinstance(container, dict)]
+        same = all(now.keys() == then.keys() and all(map(is_, now.values(), then.values())) for now, then in tables)
+        return not (same and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in others))
 
     def restore(self) -> None:
         """Set all of them to what they were."""

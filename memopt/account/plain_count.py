@@ -155,7 +155,8 @@ def count_on_values(
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
             step = _counted(count, own, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), others_too=False)
-        return step and replace(step, depends_on_values=True)
+        count.measure()
+        return step and replace(step, peak_bytes=count.peak_bytes, depends_on_values=True)
     except Exception:  # whatever it is, the real call will say it
         return None
     finally:

@@ -172,7 +172,7 @@ def compile_call(
             if not whole:
                 raise
             reason = in_brief_with_line(failure)
-        except (IndexError, AttributeError, AssertionError) as failure:
+        except Exception as failure:
             if not fails_to_compile(failure):
                 raise
             reason = f"torch.compile ends in {type(failure).__name__}: {in_brief(failure)}"

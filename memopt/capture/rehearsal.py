@@ -4,6 +4,7 @@ bytes that the eager code between them holds."""
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,9 +41,10 @@ class Rehearsal:
         real_ids: Mapping[int, int] | None = None,
         forward_of: Callable[[RecordedRegion], Callable[..., Any]] | None = None,
         gathered: Gathered = NOTHING_GATHERED,
+        most_bytes: float = math.inf,
     ) -> None:
         self.real_ids, self.forward_of = real_ids, forward_of
-        self.between = Between(gathered)
+        self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
         self._values: list[_ValuesOfRun] = []
         """The inputs and outputs of each run, in the order of the runs."""

@@ -110,7 +110,7 @@ class _Cuda(Device):
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
 
     def library_run(self, call: OpCall, chip: Chip) -> Rehearsal | None:
-        """Of cuDNN's operators."""
+        """Of cuDNN's operators, and of torch's own that allocate more than their results."""
         return library_run(call, chip)
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:

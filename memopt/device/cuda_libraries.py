@@ -1,5 +1,6 @@
-"""CUDA's libraries on this machine's card: the workspaces that cuBLAS keeps, allocated before a step, and the blocks
-that cuDNN's operators allocate, found by running them, since cuDNN chooses its algorithm when an operator runs."""
+"""CUDA's libraries on this machine's card: the workspaces that cuBLAS keeps, allocated before a step, and the blocks of
+operators whose kernels have a workspace, found by running them. cuDNN chooses its algorithm when an operator runs, and
+torch's own kernels allocate several blocks, of which a rule for their sum does not say the order."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -54,22 +56,41 @@ def _wait_for(storages: Sequence[WeakStorage]) -> None:
         time.sleep(1e-4)
 
 
-LIBRARY_OPS = frozenset({
-    "convolution", "_convolution", "convolution_backward", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_cudnn_attention_backward",
+_OPS = frozenset({
+    # cuDNN's
+    "convolution", "_convolution", "convolution_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
+    # Parts of an output in fp32, or of the keys.
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
+    # A buffer, and the counters of its thread blocks in a block of their own.
+    "sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "prod", "linalg_vector_norm", "amax", "amin",
+    "argmax", "argmin", "max", "min", "any", "all",
+    # Sums of each part of the rows, and copies.
+    "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "native_batch_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "native_batch_norm_backward", "batch_norm_backward",
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+    # Copies of what is not contiguous.
+    "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    "max_pool2d_with_indices", "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
 })  # fmt: skip
-"""The operators whose workspace cuDNN chooses."""
+"""The operators that are run to be seen. No size and no address of theirs depends on values: they run on tensors that
+are not filled."""
+_ROOM = 64 * 1024**2
+"""The bytes of a free segment beyond those that a call needs."""
 
 
-def is_of_library(call: OpCall) -> bool:
-    """Whether a library chooses the workspace of a call."""
-    return schema_of(call.op).name.split("::")[-1] in LIBRARY_OPS
+def is_run(call: OpCall) -> bool:
+    """Whether a call is run to see what it allocates."""
+    return schema_of(call.op).name.split("::")[-1] in _OPS
 
 
 def library_run(call: OpCall, chip: Chip) -> Rehearsal | None:
-    """The allocator's calls of an operator of a library, which is run once to be seen; None for other operators, where
-    this process uses no card with that `chip`, and where the card has no room for the operator now."""
-    if not is_of_library(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """The allocator's calls of an operator with a workspace, which is run once to be seen; None for other operators,
+    where this process uses no card with that `chip`, and where the card has no room for the operator now."""
+    if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     if reported_chip(device) != chip:
@@ -91,20 +112,31 @@ def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> Reh
 def _events(call: OpCall, device: torch.device) -> list[int] | None:
     """The bytes that the allocator gives out (and takes back, negative) during a run of the call; None where it fails,
     which it does with an error of torch or of the library."""
-    events = MemoryEvents("cuda")
     try:
-        with torch.cuda.device(device), plain_tensors(), torch.no_grad():
+        # Attention with dropout draws random numbers, which are the user's.
+        rng = torch.random.fork_rng([device])
+        with torch.cuda.device(device), plain_tensors(), torch.no_grad(), rng:
             args, kwargs = call.make_arguments("cuda")
-            call.op(*args, **kwargs)  # the library makes its plan, and initialises itself
-            events.start()
-            try:
-                result = call.op(*args, **kwargs)
-                torch.cuda.synchronize()
-            finally:
-                found = events.stop()
-            del result
-    except RuntimeError:
+            first = _recorded(call, args, kwargs)  # the library makes its plan, and initialises itself
+            torch.cuda.empty_cache()
+            # In one large segment all blocks have the bytes that were asked for: a rest of up to 1 MB is not split off.
+            room = torch.empty(max(accumulate(first), default=0) + _ROOM, dtype=torch.uint8, device=device)
+            del room
+            return _recorded(call, args, kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
         return None
+
+
+def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
+    """The bytes of the blocks that a run of the call allocates, and minus those that it frees."""
+    events = MemoryEvents("cuda")
+    events.start()
+    try:
+        result = call.op(*args, **kwargs)
+        torch.cuda.synchronize()
+    finally:
+        found = events.stop()
+    del result
     return found
 
 

@@ -3,6 +3,7 @@ one region, that for sizes up to a ceiling that covers its own."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ class CallInProgress:
     moment: Moment
     """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
+    most_between: float = math.inf
+    """The bytes that code between the regions of a forward may hold while it is recorded."""
 
     @property
     def crowded(self) -> Situation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -116,6 +117,8 @@ class RecordedCalls:
         self.ran_unplanned = False
         self._notice = notice
         self._in_progress: CallInProgress | None = None
+        self._most_between = math.inf
+        """The bytes that code between the regions of the present call may hold while it is recorded."""
         self._forward: _Forward | None = None
         self._rehearsal: Rehearsal | None = None
         self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
@@ -141,19 +144,20 @@ class RecordedCalls:
             return self.regions.ahead(recorded.region, recorded.inputs, call)
         return None
 
-    def capture(self, call: Call, reason: str) -> CapturedCall:
+    def capture(self, call: Call, reason: str, most_bytes: float = math.inf) -> CapturedCall:
         """Record the regions of a call by running it without gradients; changes to the model and to the tensors of the
         call are then undone. Other ranks need not do the same.
 
-        `reason` says why the call is not one region. Raises `CaptureError`.
+        `reason` says why the call is not one region, and `most_bytes` how many code between them may hold. Raises
+        `CaptureError`.
         """
-        found = as_run_later(partial(self._rehearsed, call, reason), self._backend)
+        found = as_run_later(partial(self._rehearsed, call, reason, most_bytes), self._backend)
         return replace(found, kept=self.keeping.kept)
 
-    def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
+    def _rehearsed(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
         gathered = Gathered(self.model)
         forward_of = partial(forward_as_planned, rewriting=self.road.planner.terms.rewriting)
-        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered)
+        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
             with undone(self.model), inputs_kept, gathered.without_exchange():
@@ -164,7 +168,7 @@ class RecordedCalls:
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
         with stage("capturing"):
-            return self.capture(call, reason)
+            return self.capture(call, reason, self._most_between)
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have further calls of the kind of this one run by a plan in that situation, which was made ahead."""
@@ -197,7 +201,7 @@ class RecordedCalls:
         """
         if not self.whole:
             assert first is not None
-            fitting, call = self.paths.fitting, in_progress.call
+            fitting, call, self._most_between = self.paths.fitting, in_progress.call, in_progress.most_between
             self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
             return self._run_a_path(in_progress, self.paths.of(call, first))
         self._in_progress = in_progress

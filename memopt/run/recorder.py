@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memopt.capture.between import TooMuchBetweenError
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import Place, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
@@ -112,6 +114,10 @@ class Recorder:
         """Whether any call is known to break into regions."""
         return bool(len(self._breaks))
 
+    def break_reason(self, call: Call) -> str | None:
+        """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
+        return self._breaks.get(call_signature(call)) if self.breaks else None
+
     def forget(self) -> None:
         """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
         for recorded in self._all():
@@ -142,15 +148,15 @@ class Recorder:
         if len(self._errors) and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
         try:
-            reason = self._breaks.get(call_signature(call)) if self.breaks else None
+            reason = self.break_reason(call)
             if reason is None:
                 try:
                     return self._by_size(call, RecordedCalls.run, in_progress)
                 except GraphBreak as broken:
                     check_unbroken(self.model, str(broken))
                     reason = self._breaks[call_signature(call)] = str(broken)
-            return self.broken.run(in_progress, partial(self._in_regions, call, reason))
-        except (OtherPathTaken, TooManyShapes):
+            return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
+        except (OtherPathTaken, TooManyShapes, TooMuchBetweenError):
             raise
         except CaptureError as error:
             self._errors[self._state(call)] = str(error)
@@ -206,7 +212,7 @@ class Recorder:
         """The places of a call whose sizes the user declares to change, and the largest size of each."""
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
-    def _in_regions(self, call: Call, reason: str) -> CapturedCall:
+    def _in_regions(self, call: Call, reason: str, most_between: float = math.inf) -> CapturedCall:
         """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
         are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
@@ -221,7 +227,7 @@ class Recorder:
                 if only_fakes or not on_fakes.whole:
                     return on_fakes
         with stage("capturing"):
-            return self.broken.capture(call, reason)
+            return self.broken.capture(call, reason, most_between)
 
     def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
         """The result of `run` for the recording that serves the sizes of a call in one region, and `given`."""

@@ -3,6 +3,7 @@ all others as before."""
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memopt.capture.between import TooMuchBetweenError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device, check_kinds, tensors_in
 from memopt.compat.ddp import unwrapped
@@ -22,13 +24,14 @@ from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
 from memopt.compat.modules import (
     CurrentParts,
+    Parts,
     compiled_call,
     inside_compiled,
     reset_compiled_call,
     set_compiled_call,
 )
 from memopt.emit.gradients import Accumulation
-from memopt.errors import BudgetError, CaptureError
+from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
 from memopt.planning.job_key import terms_of
@@ -39,6 +42,7 @@ from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.fitting import CallInProgress
 from memopt.run.pending import PendingForward
+from memopt.run.plain_calls import Fitting, PlainCalls
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
@@ -149,19 +153,55 @@ class Session:
                 calls.planner.accounts.note_reached(fits.step.reached)
                 return calls.plain_calls.run(call, fits)
             check_device(call, self.model)
+            fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
+            if fitting is not None:
+                return self._run_checkpointed(calls, call, *fitting)
             begin = partial(self._begin, calls, call, time.perf_counter())
+            return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
+
+    def _by_plan_or_in_eager_mode(
+        self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int
+    ) -> Any:
+        """Run a call by its plan; where it breaks into regions for which no plan fits, or is in no graph, with
+        activation checkpoints, or unplanned if `allow` has "plain". Raises `BudgetError`, `CaptureError`."""
+        given = in_progress.call, in_progress.situation, in_progress.moment
+        # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
+        # more than there is.
+        room = self.options.budget_bytes - calls.plain_calls.resident_bytes(*given[:2])
+        try:
+            return self._by_plan(calls, replace(in_progress, most_between=room // 2), parts, waiting)
+        except (BudgetError, CaptureError) as error:
+            refused: BudgetError | CaptureError = without_frames(error)
+        broken = calls.recorded.break_reason(in_progress.call)
+        if broken is not None or isinstance(refused, CaptureError):
+            gc.collect()  # what was recorded holds tensors in circles of frames
+            if fitting := calls.checkpointed.fitting(*given, parts):
+                return self._run_checkpointed(calls, in_progress.call, *fitting)
+        if isinstance(refused, TooMuchBetweenError):  # what it needs is known once it was recorded whole
             try:
-                with self._refusing(), calls.planner.terms.types():
-                    check_kinds(call, parts)
-                    try:
-                        return self._run(calls, CallInProgress(call, situation, moment, begin))
-                    except BudgetError as refused:
-                        raise self.share.explain(refused, waiting) from None
-            except CaptureError as error:
-                if "plain" not in self.options.allow:
-                    raise
-                self._run_unplanned_from_now(str(error))
-                return self._unplanned(calls, call)
+                return self._by_plan(calls, in_progress, parts, waiting)
+            except (BudgetError, CaptureError) as error:
+                refused = without_frames(error)
+        if isinstance(refused, CaptureError) and "plain" in self.options.allow:
+            self._run_unplanned_from_now(str(refused))
+            return self._unplanned(calls, in_progress.call)
+        with self._refusing():
+            raise calls.checkpointed.explain(refused, broken, *given)
+
+    def _by_plan(self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
+        """Run a call by its plan. Raises `BudgetError`, `CaptureError`."""
+        with self._refusing(), calls.planner.terms.types():
+            check_kinds(in_progress.call, parts)
+            try:
+                return self._run(calls, in_progress)
+            except BudgetError as refused:
+                raise self.share.explain(refused, waiting) from None
+
+    def _run_checkpointed(self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting) -> Any:
+        """Run a call with a choice of activation checkpoints by which it fits."""
+        self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
+        calls.planner.accounts.note_reached(fits.step.reached)
+        return choice.run(call, fits)
 
     def _run(self, calls: TrainingCalls, in_progress: CallInProgress) -> Any:
         calls.planner.screen(in_progress.call, in_progress.crowded)

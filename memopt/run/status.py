@@ -34,6 +34,9 @@ class State(Enum):
     """The latest call ran as the plain model does, since its step fits the budget."""
     PLANNED = "planned"
     """The latest call ran by its plan, or was planned ahead of its run."""
+    CHECKPOINTED = "checkpointed"
+    """The latest call ran with activation checkpoints, as its forward breaks and its regions cannot be planned within
+    the budget."""
     UNPLANNED = "unplanned"
     """Calls run as the plain model does whatever they need, as "plain" in `allow` has it."""
     REFUSED = "refused"

@@ -23,6 +23,7 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
+from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.fitting import CallInProgress
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.recorder import Recorder
@@ -55,6 +56,7 @@ class TrainingCalls:
         self.planner = CallPlanner(model, options, loss_fn, self.plain, share)
         self.road = Road(self.planner, accumulation, recording)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, share.entry)
+        self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, share.entry)
         self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._run = run
         self._reached: frozenset[int] = frozenset()

@@ -29,7 +29,7 @@ def random_terms(number: int) -> tuple[LabelTerms, list[int]]:
     return terms, labels
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 2.0]))
 def test_the_cut_has_the_least_total_of_all_choices(number: int, price: float) -> None:
     terms, labels = random_terms(number)
@@ -41,7 +41,7 @@ def test_the_cut_has_the_least_total_of_all_choices(number: int, price: float) -
     assert found.cost == pytest.approx(min(totals), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6))
 def test_flipping_is_the_difference_of_totals(number: int) -> None:
     terms, labels = random_terms(number)
