@@ -114,10 +114,10 @@ def graph_text(graph_module: fx.GraphModule) -> str:
 
 @functools.cache
 def own_digest() -> str:
-    """A hash of the source of memopt and its passes."""
+    """A hash of the source of memopt and its passes; of the compiled files where there is no source."""
     digest = hashlib.sha256()
     for folder in _OWN_SOURCES:
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted(file for file in folder.rglob("*.py*") if file.parent.name != "__pycache__"):
             digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
 

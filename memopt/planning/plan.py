@@ -198,11 +198,10 @@ class Plan(PlanViews):
         """
         captured = self._source().priced.traced
         if isinstance(stage, Plan):
-            return shown("changes_of_plan").plans_diff(
-                self, captured, stage, stage._source().priced.traced, order=order
-            )
+            others = stage._source().priced.traced
+            return shown("views").plans_diff(self, captured, stage, others, order=order)
         if stage is None:
-            return shown("changes_of_plan").plan_diff(self, captured, order=order)
+            return shown("views").plan_diff(self, captured, order=order)
         return stage_diff(captured, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:

@@ -97,7 +97,7 @@ class PendingForward:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
-        self.nodes.extend(weakref.ref(node) for found in nodes for node in _python_nodes(found))
+        self.nodes += [weakref.ref(node) for found in nodes for node in _python_nodes(found)]
         return outputs
 
     def held(self) -> list[torch.Tensor]:

@@ -232,15 +232,16 @@ class Recorder:
     def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
         """The result of `run` for the recording that serves the sizes of a call in one region, and `given`."""
         whole = self._recording_for(call)
-        for _ in range(1 + sum(tensor.dim() for tensor in tensors_in(call))):
+        for _ in range(1 + sum([tensor.dim() for tensor in tensors_in(call)])):
             try:
                 result = run(whole, given)
             except Insists as insists:
                 self._fix(call, insists.lines)
                 whole = self._own_of(call)
                 continue
-            # A size that is marked with others and never changes is no matter.
-            self._fix(call, {at: line for at, line in whole.regions.insists.items() if at in self.size_bounds.changed})
+            if insists_on := whole.regions.insists:
+                # A size that is marked with others and never changes is no matter.
+                self._fix(call, {at: line for at, line in insists_on.items() if at in self.size_bounds.changed})
             return result
         name = type(self.model).__name__
         raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")
@@ -285,4 +286,4 @@ class Recorder:
 
 
 def _shapes(call: Call) -> Shapes:
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(call))
+    return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])

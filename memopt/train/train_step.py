@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.checks.verify import verify
+from memopt.checks.compare_step import verify
 from memopt.compat.ddp import unwrapped
 from memopt.compat.operators import tree_leaves
 from memopt.errors import BudgetError

@@ -8,7 +8,7 @@ import torch
 import memopt
 from memopt import State
 from tests.end_to_end import odd_models
-from tests.run.pieces import Blocks, make
+from tests.run.pieces import Blocks, make, session_for
 
 EXACT = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None, "elsewhere_gb": 0}
 
@@ -77,3 +77,16 @@ def test_an_unplanned_model_says_why() -> None:
 def test_a_plain_model_has_no_status() -> None:
     with pytest.raises(ValueError, match="not optimised"):
         memopt.status(make())
+
+
+@pytest.mark.plans_always
+def test_calls_with_and_without_the_loss_function_wait_in_one_place() -> None:
+    session = session_for(make(), loss_fn=lambda output, target: output * target)
+    x = torch.randn(64, 32)
+    first = session.forward(x)
+    assert session.share.waiting == 1
+    second = session.loss(x, torch.ones(()))
+    assert session.share.waiting == 2
+    (first + second).backward()
+    assert session.share.waiting == 0
+    assert session.status.state is State.PLANNED

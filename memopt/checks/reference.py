@@ -1,9 +1,10 @@
-"""A training step of a copy of the model in float64, the reference for the errors of all other runs."""
+"""A training step of a copy of the model in float64, and the errors of other runs against it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode,
 from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 
+ROUNDING = 1e-12
+"""A gradient whose share of the whole is below this is a zero, up to rounding in float64."""
 # Operators that draw random numbers in the dtype of an input or in the default dtype.
 _DRAWS = frozenset(
     {
@@ -24,6 +27,106 @@ _DRAWS = frozenset(
         "randn_like", "random_", "uniform", "uniform_", "_standard_gamma",
     }
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """The error of one parameter's gradient.
+
+    Both are infinite where only one of the two gradients exists, or where one is not finite.
+    """
+
+    name: str
+    relative: float
+    """The norm of the difference over the norm of the reference: ‖g − r‖ / ‖r‖."""
+    largest: float
+    """The largest difference of two elements over the largest element of the reference."""
+    share: float = 1.0
+    """The norm of the reference over the norm of all parameters' reference gradients together."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the reference is more than rounding around zero, as the gradient of a key's bias in attention is."""
+        return self.share > ROUNDING
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The errors of one run."""
+
+    loss: float
+    """|loss − reference| / |reference|."""
+    gradient: float
+    """‖g − r‖ / ‖r‖ of all gradients taken as one vector."""
+    gradients: tuple[GradientError, ...]
+
+    @property
+    def worst(self) -> GradientError | None:
+        """The gradient with the largest relative error of those that count; None without any gradient."""
+        return next(iter(self.worst_first), None)
+
+    @property
+    def worst_first(self) -> tuple[GradientError, ...]:
+        """The gradients by their relative error, largest first; those that do not count come last."""
+        return tuple(sorted(self.gradients, key=lambda error: (not error.counts, -error.relative)))
+
+    @classmethod
+    def of(
+        cls, loss: float, gradients: Mapping[str, torch.Tensor], exact_loss: float, exact: Mapping[str, torch.Tensor]
+    ) -> Accuracy:
+        """Compare a run's loss and gradients with the reference's, by the names of parameters."""
+        whole = _length(float(dense(gradient).norm()) for gradient in exact.values())
+        errors, off = [], []
+        for name in dict.fromkeys([*exact, *gradients]):
+            if name not in exact or name not in gradients:
+                errors.append(GradientError(name, math.inf, math.inf))
+                off.append(math.inf)
+                continue
+            theirs = dense(exact[name])
+            difference = dense(gradients[name]) - theirs
+            norms = float(difference.norm()), float(theirs.norm())
+            largest = ratio_of(largest_of(difference), largest_of(theirs))
+            errors.append(GradientError(name, ratio_of(*norms), largest, ratio_of(norms[1], whole)))
+            off.append(norms[0])
+        return cls(ratio_of(abs(loss - exact_loss), abs(exact_loss)), ratio_of(_length(off), whole), tuple(errors))
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """The errors of all runs against the same reference."""
+
+    reference: str
+    """"float64", or "fp32" where the plain run is the reference."""
+    loss: float
+    """The loss of the reference."""
+    plain: Accuracy | None
+    """None where the plain run is the reference."""
+    autocast: Accuracy | None
+    optimized: Accuracy
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient without gaps, in float64 or complex128."""
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+
+
+def _length(parts: Iterable[float]) -> float:
+    return math.sqrt(sum(part * part for part in parts))
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """The largest absolute value of a tensor; infinite where one is not finite, and 0 without any."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return largest if math.isfinite(largest) else math.inf
+
+
+def ratio_of(part: float, whole: float) -> float:
+    """`part / whole`: 0 where `part` is 0, and infinite where the quotient is not finite."""
+    if part == 0:
+        return 0.0
+    ratio = part / whole if whole else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
-"""Models by the names that the command line takes: a function of a module or of a file, or an architecture."""
+"""What names on the command line stand for: a model, a loss function, a card, and a number of gigabytes."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +20,12 @@ from torch import nn
 
 from memopt.cli.failures import UsageError, one_line
 from memopt.cli.huggingface import architecture
+from memopt.compat.host import HOST
+from memopt.device import Hardware, device_here, hardware, hardware_of, known_hardware
+from memopt.errors import GIB
 
 Factory = Callable[[], nn.Module]
+HERE = ("cuda", "gpu")
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
@@ -40,9 +46,7 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
         raise UsageError(
             f"{name!r} names no file or module before the colon; write file.py{name} or package.module{name}"
         )
-    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
-        loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
-    found = _attribute(loaded, attribute, name)
+    found = _attribute(_loaded(module), attribute, name)
     _check_arguments(found, values, name)
 
     def build() -> nn.Module:
@@ -88,9 +92,7 @@ def named_function(name: str) -> Callable[..., Any]:
             raise UsageError(f"--loss: torch.nn.functional has no {name!r}; cross_entropy and mse_loss are some it has")
         return found
     module, _, attribute = name.rpartition(":")
-    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
-        loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
-    function: Callable[..., Any] = _attribute(loaded, attribute, name)
+    function: Callable[..., Any] = _attribute(_loaded(module), attribute, name)
     return function
 
 
@@ -103,6 +105,12 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
     except (ValueError, SyntaxError):
         return name, value
+
+
+def _loaded(module: str) -> ModuleType:
+    """The user's module by its dotted name, or by the path of its file."""
+    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+        return _load_file(Path(module)) if module.endswith(".py") else _import(module)
 
 
 def _import(name: str) -> ModuleType:
@@ -177,3 +185,54 @@ def _own_output() -> Iterator[None]:
     """Context in which what the user's code prints goes to stderr, since stdout is the command's answer."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def card_named(name: str | None) -> str | None:
+    """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
+    "rtx4090" it is "rtx-4090". None for no name and for "cuda", which mean the device of this machine.
+
+    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" without such a device.
+    """
+    if name is None:
+        return None
+    if name.lower() in HERE:
+        if device_here() == HOST:
+            raise UsageError(f"--device {name}: this machine has no CUDA device; name a card, such as rtx-4090")
+        return None
+    wanted = _plain(name)
+    plain = {_plain(known): known for known in known_hardware()}
+    if wanted in plain:
+        return plain[wanted]
+    within = [known for short, known in plain.items() if wanted and wanted in short]
+    if len(within) == 1:
+        return within[0]
+    if within:
+        raise UsageError(f"--device {name} may be {' or '.join(within)}; name one of them")
+    close = [plain[short] for short in difflib.get_close_matches(wanted, plain, n=1)]
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise UsageError(f"no card is named {name!r}{meant or '; known are ' + ', '.join(known_hardware())}")
+
+
+def _plain(name: str) -> str:
+    """The name in small letters and digits, without the words of the maker."""
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+def card(name: str | None) -> Hardware:
+    """The rates and the memory of a card of the table; for None those of this machine's device."""
+    if name is not None:
+        return hardware(name)
+    return hardware_of(device_here())
+
+
+def budget_gb(written: str | None, name: str | None) -> float:
+    """The budget in GB of 1024³ bytes as it is written, by default the memory of the card. Raises `UsageError`."""
+    return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)
+
+
+def gigabytes(option: str, written: str) -> float:
+    """The number of gigabytes that is written for an option. Raises `UsageError`."""
+    number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
+    if number is None or float(number[1]) == 0:
+        raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
+    return float(number[1])
