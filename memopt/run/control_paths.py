@@ -9,7 +9,8 @@ from functools import partial
 from torch import nn
 
 from memopt.capture.author_modes import autocast_state
-from memopt.capture.dynamic_shapes import MARGIN, known_places, together, with_eager_bytes
+from memopt.capture.data_sizes import MARGIN
+from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
