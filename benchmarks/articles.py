@@ -41,7 +41,7 @@ from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS, levers_named
 from memopt.levers.optimizer_levers import PricedLevers
-from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingFacts
 from memopt.microbatch import split
 from memopt.planning.joined import Joined
 from memopt.planning.planner import smallest
@@ -217,7 +217,8 @@ class Ladder:
         piece = {name: value.to(dtype) if value.is_floating_point() else value for name, value in first.items()}
         plan = memopt.plan(model, 1e12 / GIB, piece, optimizer=ADAMW, device=CARD, **options)
         assert plan.captured is not None
-        return samples, plan.captured.joined(accumulating=True), replace(plan.account, gradients_held=True)
+        held = replace(plan.account, gradients_held=True)
+        return samples, plan.priced.under(held).problem, held
 
     @staticmethod
     def added(samples: int, joined: Joined, seconds: float) -> float:
@@ -228,7 +229,7 @@ class Ladder:
 def with_old_gradients(plan: memopt.Plan) -> int:
     """The plain peak of a step whose forward runs while the gradients of the step before are still there."""
     assert plan.captured is not None
-    problem = plan.captured.joined(accumulating=True).problem
+    problem = plan.priced.priced_for(accumulating=True).problem.problem
     return breakdown(problem, Schedule.save_all(problem), replace(plan.account, gradients_held=True)).peak_bytes
 
 

@@ -25,7 +25,7 @@ from examples.models.checkpoints import FULL, SELECTIVE
 from examples.models.cluster import CardFigures, CardStep, Job
 from examples.models.llama import SIZES
 from memopt.errors import GIB, BudgetError
-from memopt.planning.make_plan import make_plan
+from memopt.planning.stages import Priced
 
 RESULT = Path(__file__).parent / "results" / "cluster.json"
 BUDGET_GB, NETWORK = 80, "nvlink4+ib-ndr"
@@ -107,8 +107,8 @@ def published() -> Iterator[Record]:
 
 def _other_streams(figures: CardFigures, step: CardStep) -> int:
     """Bytes that the allocator keeps for the streams of gathers and reductions, beyond those of the account."""
-    assert step.captured.sharded is not None
-    sharding = step.captured.sharded.sharding
+    assert step.priced.traced.sharded is not None
+    sharding = step.priced.traced.sharded.sharding
     largest = max(group.gathered_bytes for group in sharding.groups)
     counted = max(group.gathered_bytes for group in sharding.blocks)
     return figures.account.gradients + largest - counted
@@ -142,7 +142,7 @@ def _plan(job: Job, step: CardStep) -> Record:
     static = account.parameters + account.gradients + account.optimizer_state
     figures: Record = {"static_gb": static / GIB, "gathered_gb": (account.gathered + account.exchange) / GIB}
     try:
-        plan = make_plan(step.captured, account, BUDGET_GB * GIB)
+        plan = Priced(step.priced, account).solve(BUDGET_GB * GIB)
     except BudgetError as refused:
         return {**figures, "smallest_gb": refused.smallest_bytes / GIB}
     assert plan.cluster is not None

@@ -115,7 +115,7 @@ def graphs() -> dict[str, Callable[[], RematProblem]]:
 def captured(block: RealModel) -> RematProblem:
     plan = memopt.plan(block.make(), 10_000, block.batch(), optimizer=None, device="h200", precision="fp32")
     assert plan.captured is not None
-    problem = replace(plan.captured, hardware=PRICES).joined(accumulating=False).problem
+    problem = plan.priced.priced_for(hardware=PRICES, accumulating=False).problem.problem
     return replace(problem, resident_bytes=plan.account.parameters)
 
 

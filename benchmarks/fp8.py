@@ -32,12 +32,12 @@ from benchmarks.stamp import stamp, write_result
 from examples.train_gpt2_within_budget import read_text
 from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import capture_on_fakes
-from memopt.capture.trace import trace_call
 from memopt.device import hardware
 from memopt.levers import lever_sets, levers_named
-from memopt.planning.captured import Captured
-from memopt.planning.module_rows import held_after_forward
+from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.rewrite import precision_rewriting
+from memopt.rewrite.trace import trace_call
 from memopt.solver import RematProblem, Schedule
 
 RESULTS = Path(__file__).parent / "results"
@@ -114,7 +114,7 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
         base = precision_rewriting("bf16", planned_for)
         top = lever_sets(base, levers_named({"chunked_loss", *levers}), planned_for)[-1]
         regions = trace_call(captured, replace(top, needed=""))
-        problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
+        problem = TracedStep("Llama", regions).price(PriceTerms(planned_for)).problem.problem
         everything = Schedule.save_all(problem)
         weights = copies_of_parameters(regions[0], problem)
         gb = [held_after_forward(problem, everything) / 2**30, weights / 2**30]
@@ -139,7 +139,7 @@ def copies_of_parameters(region: JointGraph, problem: RematProblem) -> int:
 def kept(plan: memopt.Plan) -> int:
     assert plan.captured is not None
     assert plan.schedule is not None
-    return held_after_forward(plan.captured.joined(accumulating=plan.account.gradients_held).problem, plan.schedule)
+    return held_after_forward(plan.joined.problem, plan.schedule)
 
 
 def batches(length: int, size: int, device: str) -> tuple[Iterator[Batch], Batch]:

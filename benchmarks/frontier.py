@@ -136,7 +136,7 @@ class Peers:
 def captured(model: RealModel) -> tuple[Joined, memopt.Plan]:
     plan = memopt.plan(model.make(), 10_000, model.batch(), optimizer=None, device="h200", precision="fp32")
     assert plan.captured is not None
-    joined = replace(plan.captured, hardware=PRICES).joined(accumulating=False)
+    joined = plan.priced.priced_for(hardware=PRICES, accumulating=False).problem
     problem = replace(joined.problem, resident_bytes=plan.account.parameters + plan.account.buffers)
     return replace(joined, problem=problem), plan
 

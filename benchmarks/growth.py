@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -45,7 +45,7 @@ def measure(layers: int) -> Row:
         gpt2(n_layer=layers)(), 10_000, tokens(8, 1024)(), optimizer=None, device="h200", precision="fp32"
     )
     assert plan.captured is not None
-    problem = replace(plan.captured, hardware=PRICES).joined(accumulating=False).problem
+    problem = plan.priced.priced_for(hardware=PRICES, accumulating=False).problem.problem
     save_all = simulate(problem, Schedule.save_all(problem)).peak_bytes
     start = time.process_time()
     smallest = Portfolio(problem).smallest().peak_bytes

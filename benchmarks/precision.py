@@ -165,7 +165,7 @@ def planned(precision: str, card: str) -> Callable[[nn.Module, Any], Any]:
 
     def run(model: nn.Module, batch: Any) -> Any:
         memopt.optimize(model, 1000, optimizer=None, precision=precision)
-        session_of(model).forward.planner.rewriting = precision_rewriting(precision, hardware(card))  # type: ignore[union-attr]
+        vars(session_of(model).forward.planner.terms)["rewriting"] = precision_rewriting(precision, hardware(card))  # type: ignore[union-attr]
         return under_autocast(model, batch) if precision == "auto" else plain(model, batch)
 
     return run

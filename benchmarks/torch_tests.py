@@ -30,10 +30,9 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from benchmarks.stamp import stamp, write_result
 from memopt.capture.joint import JointGraph
 from memopt.emit.partition import partition
-from memopt.planning.region_schedule import RegionSchedule
-from memopt.price.graph_use import GraphUse
+from memopt.planning.schedule_parts import RegionSchedule
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice
+from memopt.price.priced_graph import GraphUse, NodePrice
 from memopt.solver.min_cut import just_in_time
 
 RESULT = Path(__file__).parent / "results" / "torch_tests.json"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memopt.device import Hardware, hardware_of
-from memopt.planning import model_terms
+from memopt.planning import terms as model_terms
 from passes.ops.offload_ops import host_memory
 
 RATE = 20e9

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from torch.fx import Node
 
 from memopt.account.account import Account
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Rewriting
 from memopt.device import hardware
-from memopt.planning.captured import Captured
+from memopt.planning.plan import Plan
+from memopt.planning.priced_step import PricedStep, PriceTerms, TracedStep
+from memopt.planning.stages import Priced
 from tests.passes.capture import Sketch, aten
 
 ACCOUNT = Account(
@@ -58,10 +64,20 @@ def reading_late() -> JointGraph:
     return JointGraph(joint.module, joint.forward_outputs, joint.parameter_inputs)
 
 
-def captured(*regions: JointGraph) -> Captured:
-    return Captured("Layers", regions or (region(3),), hardware("h100"))
+def captured(*regions: JointGraph) -> PricedStep:
+    return TracedStep("Layers", regions or (region(3),)).price(PriceTerms(hardware("h100")))
 
 
-def two_regions() -> Captured:
+def make_plan(step: PricedStep, account: Account, budget_bytes: int, *args: Any, **options: Any) -> Plan:
+    """Return the plan of a step with an account, by the arguments of `Priced.solve`."""
+    return Priced(step.under(account), account).solve(budget_bytes, *args, **options)
+
+
+def under_levers(step: PricedStep, levers: Rewriting, account: Account = ACCOUNT) -> Priced:
+    """Return a step as it would be priced under a set of levers."""
+    return Priced(replace(step.traced, rewriting=levers).price(step.terms), account)
+
+
+def two_regions() -> PricedStep:
     """Return a call of two regions: two layers, a graph break, and two more layers with the loss."""
     return captured(region(2, loss=False), region(2, first=2))

@@ -29,13 +29,13 @@ def default_thresholds() -> Iterator[None]:
 @pytest.mark.parametrize("ahead", [True, slow(False)], ids=["ahead", "at the first step"])
 def test_while_a_step_is_planned(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    own = CallPlanner.rewrite_and_price
+    own = CallPlanner.traced
 
     def noting(*args, **kwargs):  # type: ignore[no-untyped-def]
         seen.append(gc.get_threshold())
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(CallPlanner, "rewrite_and_price", noting)
+    monkeypatch.setattr(CallPlanner, "traced", noting)
     family = BY_NAME["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1.0, precision="fp32", **({"example_inputs": batch} if ahead else {}))

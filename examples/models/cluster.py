@@ -14,9 +14,9 @@ from examples.models.llama import TP_PLAN, LlamaSize, batch, on_meta, token_loss
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.device.cluster import check_cluster
-from memopt.planning.captured import Captured
 from memopt.planning.cluster_step import ClusterStep, cluster_step
 from memopt.planning.on_card import on_card, without_allocator
+from memopt.planning.priced_step import PricedStep
 
 _ROOMY_GB = 2.0**30
 
@@ -42,7 +42,7 @@ class Job:
 class CardStep:
     """A job's step on one card, captured and priced, with nothing decided about what is recomputed."""
 
-    captured: Captured
+    priced: PricedStep
     account: Account
 
     @classmethod
@@ -60,24 +60,25 @@ class CardStep:
             allow={"recompute"},
             **{**split, **options},
         )
-        assert plan.captured is not None
-        return cls(plan.captured, without_allocator(replace(plan.account, kept=0)))
+        assert plan.priced is not None
+        return cls(plan.priced, without_allocator(replace(plan.account, kept=0)))
 
     def over(self, mesh: dict[str, int], interconnect: str) -> CardStep:
         """The same step on another cluster with as many cards in "tp"."""
-        cluster, call = check_cluster(mesh, interconnect), self.captured.sharded
+        cluster, call = check_cluster(mesh, interconnect), self.priced.traced.sharded
         assert cluster is not None
         assert call is not None
         assert cluster.mesh.tp == call.sharding.cluster.mesh.tp
         sharding = call.sharding.over(cluster)
-        account = sharding.account(self.account, torch.optim.AdamW, self.captured.hardware, lambda parameter: True)
-        return CardStep(replace(self.captured, sharded=replace(call, sharding=sharding)), account)
+        account = sharding.account(self.account, torch.optim.AdamW, self.priced.terms.hardware, lambda parameter: True)
+        traced = replace(self.priced.traced, sharded=replace(call, sharding=sharding))
+        return CardStep(traced.price(self.priced.terms), account)
 
     def under(self, name: str) -> CardFigures:
         """What the step holds and takes under a recipe of checkpointing."""
-        joined = self.captured.joined(accumulating=False)
+        joined = self.priced.problem
         schedule = recipe(joined.problem, name)
-        step = cluster_step(joined, schedule, self.captured, self.account)
+        step = cluster_step(joined, schedule, self.priced, self.account)
         assert step is not None
         there = on_card(joined, schedule, self.account)
         return CardFigures(breakdown(joined.problem, schedule, there), there, step)

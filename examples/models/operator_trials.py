@@ -21,7 +21,7 @@ from examples.models import twins
 from examples.models.twins import REFUSALS, said, verdict_of, where
 from memopt.account.account import Account
 from memopt.compat.operators import tree_leaves
-from memopt.planning import make_plan
+from memopt.planning import stages as planning_stages
 from memopt.planning.joined import Joined
 from memopt.planning.planner import Request
 from memopt.solver import Solution, simulate
@@ -242,7 +242,7 @@ def everything_recomputed() -> Iterator[None]:
         peak, added = simulate(joined.problem, schedule).peak_bytes, schedule.added_seconds(joined.problem)
         return joined, Solution(schedule, peak, added, 0.0, "forced"), request.account
 
-    with mock.patch.object(make_plan, "solve_on_card", forced):
+    with mock.patch.object(planning_stages, "solve_on_card", forced):
         yield
 
 

@@ -15,7 +15,7 @@ from examples.models.random_block import Block
 from examples.models.random_habits import hook_parameters
 from examples.models.random_modules import Case
 from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, gradients_apart, scale_weights, verdict_of
-from memopt.capture.departures import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
+from memopt.capture.dynamo_graph import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
 
 STEPPED = 100.0
 """How much larger such rounding may be after the first two steps: optimisers divide gradients by their own size."""

@@ -1,15 +1,141 @@
-"""Replays the calls of training steps on a model of torch's CUDA allocator, to find what it
-holds."""
+"""The calls of torch's allocator that a step makes by its schedule, and their replay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from memopt.account.caching_allocator import CachingAllocator, CardFullError
+from memopt.account.breakdown import is_receipt
+from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator, CardFullError
 from memopt.account.card_state import CardState
+from memopt.solver import Offload, Op, RematProblem, Schedule
 from memopt.solver.problem import BlockCall
+from memopt.solver.simulator import lifetimes
+
+
+def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
+    """The allocator's calls of `step_calls` in each way in which the caller may treat the forward's results: kept until
+    the optimiser is done, and dropped before the backward, as `model(**batch).loss.backward()` drops all but the loss.
+    What is freed earlier leaves other gaps, and a step may run out of memory with it and not without. Small results
+    lie apart from all else, so that the first way alone is returned for them."""
+    kept = step_calls(problem, schedule)
+    if all(problem.storages[result].bytes <= SMALL_BYTES for result in _results(problem)):
+        return (kept,)
+    return kept, step_calls(problem, schedule, dropped=True)
+
+
+def _results(problem: RematProblem) -> frozenset[int]:
+    """The storages of the forward's results."""
+    made = (op.makes for op in problem.ops[: problem.forward_ops] if not is_receipt(op))
+    return frozenset(storage for makes in made for storage in makes if problem.storages[storage].kept)
+
+
+def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = False) -> list[BlockCall]:
+    """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
+    allocated. `dropped`: the forward's results live until the backward begins, or until its last operator that reads
+    them. Raises `ValueError` where the schedule breaks a rule."""
+    schedule.check(problem)
+    evaluations, offloads, forward_end = _emitted(problem, schedule)
+    born: list[dict[int, int]] = [{} for _ in evaluations]
+    dying: list[list[int]] = [[] for _ in evaluations]
+    last = len(evaluations) - 1
+    results = _results(problem) if dropped else frozenset()
+    versions = lifetimes(_with_kept(problem, without=results), evaluations, offloads)
+    for number, (storage, made, dies) in enumerate(versions):
+        born[made][storage] = number
+        if storage in results:
+            dying[max(dies, forward_end)].append(number)
+        elif dies < last or not problem.storages[storage].kept:
+            dying[dies].append(number)
+    calls: list[BlockCall] = []
+    unused = len(versions)
+    for position, index in enumerate(evaluations):
+        op = problem.ops[index]
+        within = _renumbered(problem, op, born[position], unused)
+        unused += 1 + max((block for _, block, _ in op.calls), default=0)
+        allocated = {number for allocates, number, _ in within if allocates}
+        # What is fetched from the host gets its block before the operator runs.
+        for storage, number in sorted(born[position].items(), key=lambda version: version[0] in op.makes):
+            if number not in allocated:
+                calls.append(BlockCall(True, number, problem.storages[storage].bytes))
+        calls += within or _workspace(op, unused - 1)
+        calls += (BlockCall(False, number, 0) for number in dying[position])
+    return calls
+
+
+def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProblem:
+    """The problem with some storages that live no longer than they are read."""
+    if not without:
+        return problem
+    storages = (replace(storage, kept=storage.kept and n not in without) for n, storage in enumerate(problem.storages))
+    return replace(problem, storages=tuple(storages))
+
+
+def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...], int]:
+    """The evaluations that are emitted, which are those whose results are read, with the offloads by their positions
+    among these, and the position of the forward's last one. Others are in a schedule because it evaluates every
+    operator."""
+    read = _read(problem, schedule)
+    first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
+    forward_end = max((first[index] for index in range(problem.forward_ops)), default=0)
+    offloads = tuple(
+        Offload(
+            offload.storage,
+            bisect_right(read, offload.out_after) - 1,
+            *(bisect_left(read, at) for at in (offload.freed_before, offload.fetch_from, offload.back_before)),
+        )
+        for offload in schedule.offloads
+    )
+    evaluations = tuple(schedule.evaluations[position] for position in read)
+    return evaluations, offloads, max(0, bisect_right(read, forward_end) - 1)
+
+
+def _read(problem: RematProblem, schedule: Schedule) -> list[int]:
+    """The positions of the evaluations whose results are read or kept, or that do more than to make results."""
+    out_at, back_at = _storages_at(schedule, "out_after"), _storages_at(schedule, "back_before")
+    first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
+    wanted: set[int] = set()
+    read: list[int] = []
+    for position in range(len(schedule.evaluations) - 1, -1, -1):
+        op = problem.ops[schedule.evaluations[position]]
+        wanted |= out_at.get(position, set())
+        kept = any(problem.storages[storage].kept for storage in op.makes)
+        result = kept and first[schedule.evaluations[position]] == position
+        if result or not op.recomputable or not op.makes or not wanted.isdisjoint(op.makes):
+            wanted = (wanted - set(op.makes)) | set(op.reads)
+            read.append(position)
+        wanted -= back_at.get(position, set())
+    return read[::-1]
+
+
+def _storages_at(schedule: Schedule, field: str) -> dict[int, set[int]]:
+    """The storages that are offloaded, by a position of their offload."""
+    found: dict[int, set[int]] = {}
+    for offload in schedule.offloads:
+        found.setdefault(getattr(offload, field), set()).add(offload.storage)
+    return found
+
+
+def _workspace(op: Op, number: int) -> list[BlockCall]:
+    """The calls for a workspace of which no more is known than its bytes."""
+    nbytes = op.workspace_bytes
+    return [BlockCall(True, number, nbytes), BlockCall(False, number, nbytes)] if nbytes else []
+
+
+def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unused: int) -> list[BlockCall]:
+    """The calls within an operator, with the numbers of the versions of the storages that it makes, and with numbers
+    from `unused` on for the blocks of its workspace."""
+    found = []
+    for allocates, block, nbytes in op.calls:
+        if block >= len(op.makes):
+            found.append(BlockCall(allocates, unused + block, nbytes))
+        elif allocates and op.makes[block] in versions:
+            storage = op.makes[block]
+            found.append(BlockCall(True, versions[storage], problem.storages[storage].bytes))
+    return found
+
 
 # The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
 _STEPS = 8

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES
-from memopt.account.allocated import allocated_bytes
+from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.live_optimizer import LiveOptimizer, steps_any
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import with_memory

@@ -13,8 +13,15 @@ from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes, MetaBytes
 from memopt.account.optimizer_copy import held_tensors
-from memopt.account.optimizer_state import state_tensors
-from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of, step
+from memopt.account.optimizer_trial import (
+    Layout,
+    OptimizerLike,
+    on_meta,
+    optimizer_on_fakes,
+    parameters_of,
+    state_tensors,
+    step,
+)
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST
 from memopt.compat.operators import plain_tensors, tree_leaves

@@ -1,9 +1,10 @@
-"""Applies grad mode and autocast while operators are traced, and writes them into the graph as `detach` and `to`
-calls."""
+"""The modes under which the author's code runs: those that the model sets itself, and the caller's autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -203,3 +204,34 @@ def _detached(value: Any) -> Any:
 
 def _storage(value: torch.Tensor) -> int:
     return storage_key(value)
+
+
+@dataclass(frozen=True)
+class SurroundingAutocast:
+    """The state of autocast at one moment."""
+
+    types: tuple[tuple[str, torch.dtype], ...]
+    """The device types for which autocast is on, each with its dtype."""
+    cached: bool
+    """Whether casts of weights are kept until the outermost block ends."""
+
+    @classmethod
+    def now(cls) -> SurroundingAutocast:
+        """The present state."""
+        on = (device for device in DEVICES if torch.is_autocast_enabled(device))
+        return cls(
+            tuple((device, torch.get_autocast_dtype(device)) for device in on), torch.is_autocast_cache_enabled()
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in which autocast is as it was at that moment."""
+        present = SurroundingAutocast.now()
+        wanted, given = dict(self.types), dict(present.types)
+        with ExitStack() as blocks:
+            for device in DEVICES:
+                if present.cached != self.cached or wanted.get(device) != given.get(device):
+                    on = device in wanted
+                    dtype = wanted.get(device)
+                    blocks.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=self.cached))
+            yield

@@ -19,7 +19,8 @@ from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape
 from memopt.training_state import undone, values_restored
 
 MARGIN = 1.25
-"""Plans allow for 25 % more than was observed; a batch that exceeds this is planned again."""
+"""Sizes that depend on data, have grown between batches or differ between runs of a region are planned for up to a
+quarter more than was seen. What exceeds that is planned again."""
 _MASK_DTYPES = (torch.bool, torch.uint8)
 _WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of the tensors whose `tolist()` Dynamo captures."""

@@ -4,7 +4,7 @@ graph."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -197,28 +197,6 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
     """Whether autocast is active in a region, so that its casts must be written out: AOTAutograd would cast a weight
     once per use and so sum its gradients in another dtype than the plain model does."""
     return autocast_is_on() or any(enters_autocast(node.target) for node in graph_module.graph.nodes)
-
-
-def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
-    """Run the passes that the deciders return for a graph.
-
-    Raises `PassError`, and `ValueError` where no decision has the label `needed`; `NothingToRewrite` as soon as the one
-    that has turns out to have no passes.
-    """
-    stages, decisions = [graph.module], []
-
-    def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        stages.append(after)
-
-    for decide in deciders:
-        decisions.append(decide(replace(graph, module=stages[-1])))
-        if needed and decisions[-1].pipeline.label == needed:
-            Operators(decisions=tuple(decisions)).check_needed(needed)
-        Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
-    if needed and all(decision.pipeline.label != needed for decision in decisions):
-        raise ValueError(f"no decider of the lever {needed!r} gives its pipeline that label; give label={needed!r}")
-    notes = (note for decision in decisions for note in decision.notes)
-    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:

@@ -89,7 +89,7 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-class Awaited(Protocol):
+class _Awaited(Protocol):
     """A forward whose backward has not run yet."""
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
@@ -115,7 +115,7 @@ class Replays(Protocol):
 
 
 def hand_out(
-    outputs: Sequence[Any], forward: Awaited, replay: Replays | None = None, others: Collection[int] = ()
+    outputs: Sequence[Any], forward: _Awaited, replay: Replays | None = None, others: Collection[int] = ()
 ) -> tuple[Any, ...]:
     """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
@@ -145,7 +145,7 @@ class _HandOut(torch.autograd.Function):
     """The identity between a region's outputs and the caller's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Awaited, replay: Replays | None, *values: torch.Tensor) -> Any:
+    def forward(ctx: Any, forward: _Awaited, replay: Replays | None, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.replay = forward, replay
         # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.

@@ -12,16 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import Untraceable, autocast_state
+from memopt.capture.author_modes import SurroundingAutocast, Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
-from memopt.capture.input_gradients import drop_requires_grad
-from memopt.capture.nested_regions import inline_nested_regions
+from memopt.capture.dynamo_graph import check_shards, drop_requires_grad, inline_nested_regions, settle_numbers
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
-from memopt.capture.settled_numbers import settle_numbers
-from memopt.capture.shards import check_shards
-from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches

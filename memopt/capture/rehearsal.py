@@ -17,9 +17,9 @@ from torch import nn
 
 from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
+from memopt.capture.dynamic_shapes import together
 from memopt.capture.dynamo import SECOND_DERIVATIVES, Backend, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.together import together
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves

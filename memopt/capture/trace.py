@@ -1,44 +1,82 @@
-"""Traces a recorded region into its joint graph: passes rewrite it, then AOTAutograd or inductor differentiates it."""
+"""The joint graph of a recorded region, by AOTAutograd or inductor, and facts of a call's joint graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
-from memopt.capture.dynamo import in_brief
-from memopt.capture.inductor_trace import trace_by_inductor
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import (
-    NothingToRewrite,
-    Operators,
-    Rewriting,
-    needs_operators,
-    rewrite,
-    to_differentiate,
-)
+from memopt.capture.operators import DecideJoint, Operators
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat.fakes import fresh_fakes
 from memopt.compat.host import HOST
+from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.compat.joint_trace import AotTrace, trace_region
 from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import data_symbols_of
-from memopt.compat.true_results import RaisingForRefusedDtypes
 from memopt.errors import CaptureError
-from memopt.recent import Recent
-from passes import is_random
+from passes import copy_graph_module, is_random
 from passes.graphs.node_facts import is_tangent
 
+
+class _JointGraphTraced(Exception):
+    """Ends inductor's compilation once the joint graph is traced."""
+
+
+def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int]:
+    """A region's joint graph and the number of its leading results that are the forward's; None and 0 for a region
+    without gradients.
+
+    It must be called in the region's tracing context. Raises `CaptureError` where inductor fails.
+    """
+    found: list[tuple[fx.GraphModule, int]] = []
+
+    def take_joint(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
+        _tag_forward(joint.graph, num_fwd_outputs)
+        found.append((joint, num_fwd_outputs))
+        raise _JointGraphTraced
+
+    try:
+        with suppress(_JointGraphTraced):  # a copy, because inductor changes the module that it compiles
+            compile_by_inductor(copy_graph_module(module), list(inputs), take_joint, _as_compiled, lambda: "no plan")
+    except InductorFailed as failure:
+        raise not_compiled(failure) from failure
+    return found[0] if found else (None, 0)
+
+
+def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
+    """Take the mark of the backward from operators that an output of the forward needs: where a pass of inductor's
+    replaces an operator by an equal one (`x - zeros` by `x`), that one may have got it."""
+    results: Any = graph.output_node().args[0]
+    needed = [result for result in results[:forward_outputs] if isinstance(result, fx.Node)]
+    seen = set(needed)
+    while needed:
+        node = needed.pop()
+        if node.meta.get("partitioner_tag") == "is_backward":
+            node.meta["partitioner_tag"] = "is_forward"
+        needed += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+
+
+def not_compiled(failure: InductorFailed) -> CaptureError:
+    """The error for a user whose region inductor failed to compile."""
+    reason = " ".join(str(failure).split())[:300]
+    return CaptureError(f"inductor does not compile it: {reason}; give optimize backend='aten'")
+
+
+def _as_compiled(compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Any:
+    """The compiled graph itself: for a region without gradients inductor compiles the forward."""
+    return compiled
+
+
 INDUCTOR = "inductor"
-_MOST_TRACES = 256
-"""The number of joint graphs that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,59 +103,15 @@ class RegionTrace:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """No autocast around a graph that has its casts written out; the plan's autocast around one that has not."""
-        return without_autocast() if self.rewritten else _autocast_to(self.autocast, self.region)
+        return without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
 
 
-def _autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractContextManager[Any]:
+def autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractContextManager[Any]:
     """Autocast to a dtype on the device of a region; nothing where it is on already, or the dtype is None."""
     if dtype is None or autocast_is_on():
         return nullcontext()
     tensors = (value for value in region.inputs if isinstance(value, torch.Tensor))
     return torch.autocast(next((tensor.device.type for tensor in tensors), HOST.type), dtype=dtype)
-
-
-def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:
-    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under: none where its
-    author's code fails under autocast."""
-    if autocast_is_on() or rewriting.autocast is None or _fails_under_autocast(region, rewriting.autocast):
-        return region.graph_module, None
-    return region.for_autocast, rewriting.autocast
-
-
-def _fails_under_autocast(region: RecordedRegion, dtype: torch.dtype) -> str:
-    """The error of a region's code under autocast and not without it, such as an operator that has no kernel for the
-    dtype; else empty."""
-    known = region.failures_under_autocast
-    if dtype not in known:
-        failure = _failure(region, dtype)
-        known[dtype] = failure if failure and not _failure(region, None) else ""
-    return known[dtype]
-
-
-def _failure(region: RecordedRegion, autocast: torch.dtype | None) -> str:
-    """The error of a region's code on fakes; empty where it has none."""
-    with region.tracing(), _autocast_to(autocast, region):
-        mode, fakes = fresh_fakes(region.inputs)
-        try:
-            with mode, RaisingForRefusedDtypes():
-                region.for_autocast(*fakes)
-        except RuntimeError as failure:
-            return in_brief(failure)
-    return ""
-
-
-def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
-    """A region's forward without gradients, which computes in the dtypes that the rewriting gives it."""
-    with region.autocast.restored():
-        operators = _rewritten_operators(region, replace(rewriting, needed=""))
-        stages = operators.stages if operators is not None else ()
-        module, low = (stages[-1], None) if stages else _not_rewritten(region, rewriting)
-
-    def forward(*inputs: Any) -> Any:
-        with without_autocast() if stages else _autocast_to(low, region):
-            return module.forward(*inputs)
-
-    return forward
 
 
 def backend_of(region: RecordedRegion, wanted: str) -> str:
@@ -127,26 +121,17 @@ def backend_of(region: RecordedRegion, wanted: str) -> str:
     return "aten" if any(map(data_symbols_of, values)) else wanted
 
 
-def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
-    """The joint graph of a region, rewritten as `rewriting` says; for a region without gradients its forward
-    (`JointGraph.differentiated` is false).
+def differentiate(
+    traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
+) -> JointGraph:
+    """The joint graph of a region's module, which has been rewritten by then: `operators`, if it is an operator graph;
+    its forward for a region without gradients. `decide` and `reinplace` are as for `JointGraph.of`.
 
-    Raises `PassError`, and `NothingToRewrite` where the needed decision has no passes.
+    Raises `CaptureError`, `PassError`.
     """
-    with region.autocast.restored():
-        return _trace(region, rewriting, backend_of(region, backend))
-
-
-def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
-    """As `trace`, under the region's autocast and with a backend that is for it."""
-    operators = _rewritten_operators(region, rewriting)
-    if operators is not None and operators.stages:
-        traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten=True)
-    else:
-        traced = RegionTrace(region, *_not_rewritten(region, rewriting), backend, rewritten=False)
-    decide_joint = None if autocast_is_on() else rewriting.joint
+    region = traced.region
     with traced.active():
-        if backend == INDUCTOR:
+        if traced.backend == INDUCTOR:
             found = trace_by_inductor(traced.module, region.inputs)
         else:
             aot = trace_region(traced.module, region.inputs)
@@ -165,10 +150,10 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
             forward_outputs,
             frozenset(places[number] for number in region.parameters) if places else region.parameters,
             operators,
-            decide_joint,
-            fused=backend == INDUCTOR,
-            reinplace=rewriting.reinplace,
-            released=_released(region, joint, backend),
+            decide,
+            fused=traced.backend == INDUCTOR,
+            reinplace=reinplace,
+            released=_released(region, joint, traced.backend),
         )
         if traced.aot is not None:
             traced = replace(traced, aot=traced.aot.of(found_joint.module))
@@ -183,47 +168,6 @@ def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> fr
     if region.withheld is None or (backend == INDUCTOR and draws):
         return frozenset()
     return region.withheld.released
-
-
-def trace_call(
-    captured: CapturedCall, rewriting: Rewriting, backend: str = "aten", traces: Traces | None = None
-) -> tuple[JointGraph, ...]:
-    """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
-
-    `traces` holds those that were traced before.
-
-    Raises `CaptureError` where no gradient flows to any parameter, `PassError`, and `NothingToRewrite` where the
-    needed decision has no passes in any region.
-    """
-    regional = rewriting if captured.whole else replace(rewriting, needed="")
-    backend = backend if captured.whole else "aten"
-    regions = {id(run.region): run.region for run in captured.runs}
-    traces = Traces() if traces is None else traces
-    traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
-    joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
-    if not joints:
-        raise CaptureError("its result depends on no trainable parameter")
-    if not captured.whole:
-        _check_needed(joints, rewriting.needed)
-    return joints
-
-
-class Traces:
-    """The joint graphs of regions that were traced last, so that a region is traced once however many calls have it."""
-
-    def __init__(self) -> None:
-        self._joints: Recent[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = Recent(_MOST_TRACES)
-        """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
-
-    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
-        """The joint graph of a region under a rewriting. Raises as `trace`."""
-        known = self._joints.get((region, backend)) or []
-        for other, joint in known:
-            if other is rewriting or other == rewriting:
-                return joint
-        joint = trace(region, rewriting, backend)
-        self._joints[region, backend] = [*known, (rewriting, joint)]
-        return joint
 
 
 def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[RegionRun, ...]:
@@ -290,40 +234,3 @@ def accumulating(
         joint.accumulating(frozenset(map(joint.place_of, parameters)))
         for joint, parameters in zip(joints, numbers, strict=True)
     )
-
-
-def _check_needed(joints: Sequence[JointGraph], label: str) -> None:
-    """Raise `NothingToRewrite` if the decision with this label has no passes in any region."""
-    idle: list[NothingToRewrite] = []
-    for joint in joints:
-        try:
-            (joint.operators or Operators()).check_needed(label)
-        except NothingToRewrite as nothing:
-            idle.append(nothing)
-    if len(idle) == len(joints):
-        raise idle[0]
-
-
-def _rewritten_operators(region: RecordedRegion, rewriting: Rewriting) -> Operators | None:
-    """The region's rewritten operator graph; None where neither passes nor autocast need one."""
-    if not torch.is_grad_enabled() or not (rewriting or needs_operators(region.graph_module)):
-        return None
-    try:
-        graph = region.operator_graph(rewriting.planned_for)
-    except Untraceable as reason:
-        note = f"a region is not rewritten by passes, since {reason}{_instead(region, rewriting.autocast)}"
-        operators = Operators(notes=(note,))
-    else:
-        operators = rewrite(graph, rewriting.deciders, rewriting.needed)
-    operators.check_needed(rewriting.needed)
-    return operators
-
-
-def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
-    """How a region that passes do not rewrite gets its dtypes, as the end of a sentence."""
-    if low is None or autocast_is_on():
-        return ""
-    failure = _fails_under_autocast(region, low)
-    if failure:
-        return f", and keeps the dtypes of its code, which fails under torch.autocast with {low} ({failure})"
-    return f"; it runs under torch.autocast with {low}"

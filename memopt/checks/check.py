@@ -13,12 +13,12 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
-from memopt.account.optimizer_state import OptimizerState, state_tensors
+from memopt.account.optimizer_trial import OptimizerState, state_tensors
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
 from memopt.checks.measured_step import PhaseMeter, optimised
 from memopt.device.devices import device_of
-from memopt.planning.module_rows import held_storages
 from memopt.planning.plan import Plan
+from memopt.planning.schedule_parts import held_storages
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
@@ -168,15 +168,11 @@ def predicted_rows(plan: Plan) -> Rows:
 
     The plan must have been made in this process, not loaded.
     """
-    assert plan.captured is not None
-    assert plan.schedule is not None
-    account = plan.account
-    problem = plan.captured.joined(
-        accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True
-    ).problem
-    held = set(held_storages(problem, plan.schedule))
+    step, schedule = plan.solved
+    account, problem = plan.account, step.seen.problem
+    held = set(held_storages(problem, schedule))
     held |= {storage for op in problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
-    moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
+    moving = simulate(problem, schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     return {
         "parameters": account.parameters,
         "buffers": account.buffers,

@@ -19,7 +19,7 @@ from memopt.compat.autograd import post_accumulate_hooks
 from memopt.device.devices import device_of
 from memopt.errors import GradientMismatchError
 from memopt.planning.plan import Plan
-from memopt.planning.plan_networkx import source_line
+from memopt.planning.plan_views import source_line
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of

@@ -14,8 +14,8 @@ from rich.table import Column, Table
 from torch import fx
 
 from memopt.cli.failures import UsageError
-from memopt.planning.graph_facts import operator_name
-from memopt.planning.plan_networkx import source_line
+from memopt.planning.changes import operator_name
+from memopt.planning.plan_views import source_line
 from memopt.show.report import new_table
 from memopt.show.step import WHY
 from memopt.units import duration, size

@@ -15,7 +15,7 @@ from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend
 from memopt.emit.partition import Cut, Emitted, exchanges_of, partition
 from memopt.planning.plan import Plan
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 
 
 def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:

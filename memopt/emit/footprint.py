@@ -20,7 +20,7 @@ from memopt.device.hardware import LARGE, Chip
 from memopt.device.live_bytes import BlockCalls
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes, rehearsal
-from memopt.planning.footprint import Footprint
+from memopt.planning.refit import Footprint
 from passes.graphs.node_facts import is_tangent
 from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 from passes.ops.offload_ops import COPY_OUT

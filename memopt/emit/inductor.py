@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
+from memopt.capture.trace import not_compiled
 from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
 from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
@@ -21,7 +21,7 @@ from memopt.emit.footprint import Half, Outputs, footprint
 from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.partition import Cut, Emitted
-from memopt.planning.footprint import Footprint
+from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
 
 

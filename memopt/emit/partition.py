@@ -19,9 +19,9 @@ from memopt.compat.tracing import extract_halves
 from memopt.device.storages import find_storages
 from memopt.device.workspace import COLLECTIVES
 from memopt.emit.gradients import Accumulation, accumulate_in_place, is_reached
-from memopt.planning.footprint import Footprint
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
-from memopt.price.parameter_steps import MemoryUses
+from memopt.planning.refit import Footprint
+from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
+from memopt.price.priced_graph import MemoryUses
 from passes import Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent

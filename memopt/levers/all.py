@@ -1,4 +1,5 @@
-"""All levers of memopt, in the order in which a plan tries them where it may: one line each."""
+"""All levers of memopt, in the order in which a plan tries them where it may, one line each; and those that the option
+`allow` names."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.plain import PLAIN
-from memopt.levers.recompute import RECOMPUTE
+from memopt.levers.recompute import RECOMPUTE, RECOMPUTE_LEFT_OUT
 from memopt.levers.reinplace import REINPLACE
 
 _ALL = (
@@ -49,3 +50,32 @@ OPTIMIZER_LEVERS = frozenset(lever.name for lever in _ALL if lever.optimizer is 
 def levers_named(names: Collection[str]) -> tuple[Lever, ...]:
     """The levers of `LEVERS` with these names, in the order in which they are tried."""
     return tuple(lever for lever in _ALL if lever.name in names)
+
+
+def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
+    """The levers in `allow` in the order in which they are tried: those of `LEVERS`, given by name or as they are, and
+    then the user's own by name. Raises `TypeError`, and `ValueError` for a name that is not in `LEVERS`."""
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        raise TypeError(f"allow must be a set of lever names, such as memopt.DEFAULT_LEVERS | {{'fp8'}}, not {allow!r}")
+    own: list[Lever] = []
+    for lever in allow:
+        if isinstance(lever, Lever):
+            if LEVERS.get(lever.name, lever) != lever or any(other.name == lever.name for other in own):
+                raise ValueError(f"allow has two levers of the name {lever.name!r}; give yours another one")
+            own.extend([lever] if lever.name not in LEVERS else [])
+        elif lever not in LEVERS:
+            raise ValueError(f"allow names an unknown lever {lever!r}; known are {', '.join(sorted(LEVERS))}")
+    return (*levers_named(set(map(str, allow))), *sorted(own, key=lambda lever: lever.name))
+
+
+def recompute_note(allow: Collection[str]) -> tuple[str, ...]:
+    """A sentence for plans and refusals where `allow` leaves recomputation out; else nothing."""
+    if RECOMPUTE.name in allow:
+        return ()
+    return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give {allow_with(allow)}",)
+
+
+def allow_with(names: Collection[str]) -> str:
+    """The argument that adds levers to the default ones, as users write it."""
+    added = ", ".join(map(repr, sorted(set(names) - DEFAULT_LEVERS)))
+    return f"allow=memopt.DEFAULT_LEVERS | {{{added}}}" if added else "allow=memopt.DEFAULT_LEVERS"

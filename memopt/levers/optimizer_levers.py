@@ -11,8 +11,7 @@ from torch import nn, optim
 
 from memopt.account.account import Account
 from memopt.levers.lever import Lever, OptimizerChange
-from memopt.levers.training_facts import TrainingFacts
-from memopt.levers.training_price import TrainingPrice, price_training
+from memopt.levers.training_price import TrainingFacts, TrainingPrice, price_training
 from memopt.optimizers import Stepping
 from memopt.optimizers.parameterwise import check_inner
 from memopt.units import duration, size

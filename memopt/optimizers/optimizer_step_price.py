@@ -12,8 +12,7 @@ from torch import optim
 
 from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_account import optimizer_account
-from memopt.account.optimizer_state import state_tensors
-from memopt.account.optimizer_trial import OptimizerLike, on_meta, optimizer_on_fakes, step, trial
+from memopt.account.optimizer_trial import OptimizerLike, on_meta, optimizer_on_fakes, state_tensors, step, trial
 from memopt.compat.host import HOST
 from memopt.compat.operators import schema_of
 from memopt.device.cuda import CUDA

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from memopt.account.account import Account, Trains, account_of
+from memopt.account.account import Account, Trains, account_of, in_blocks
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Found
 from memopt.account.live_optimizer import LiveOptimizer, the_live_one
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.capture.inputs import Call, tensors_in
+from memopt.capture.joint import JointGraph
+from memopt.capture.region import CapturedCall
+from memopt.capture.trace import trained
 from memopt.device.devices import device_of
-from memopt.planning.model_terms import ModelTerms
-from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Buckets, Situation
+from memopt.planning.proposing import Proposing
+from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
@@ -50,12 +51,11 @@ class Looks(Protocol):
         """What lies on the device beside a call that begins now."""
 
 
-class CallAccounts(ModelTerms):
-    """The accounts of the training calls of one model."""
+class CallAccounts:
+    """The accounts of the training calls of one model, beside what is on its device."""
 
-    def __init__(self, model: nn.Module, options: Options, beside: Looks) -> None:
-        super().__init__(model, options)
-        self.beside = beside
+    def __init__(self, terms: ModelTerms, proposing: Proposing, beside: Looks) -> None:
+        self.terms, self.proposing, self.beside = terms, proposing, beside
         self._found: Found | None = None
         """What was found when the planning that is under way began; None at other times."""
         self.reached: frozenset[int] = frozenset()
@@ -68,16 +68,24 @@ class CallAccounts(ModelTerms):
         """The optimiser's memory by device type and the `id`s of the parameters that it steps, kept while a call is
         being planned; None at other times."""
 
+    def note_reached(self, parameters: Collection[int]) -> None:
+        """Count on the optimiser's state for the parameters with these `id`s, which have got gradients."""
+        self.reached |= frozenset(parameters)
+
+    def leave_free(self, nbytes: int) -> None:
+        """Have plans leave at least these bytes free from now on, since an allocation failed in a planned step."""
+        self.unforeseen_bytes = max(self.unforeseen_bytes, nbytes)
+
     def account(self, call: Call, situation: Situation, *, reached: frozenset[int] | None = None) -> Account:
         """The bytes of the step that no schedule changes. `reached`: the `id`s of the parameters that get gradients in
         the call, where that is known."""
         found = (self._found or self.beside.look(call)) if situation.elsewhere is None else None
         trains, steps = self._trained(reached, situation)
         account = account_of(
-            self.model,
+            self.terms.model,
             tensors_in(call),
-            None if self.sharding else self.options.optimizer,
-            self.card,
+            None if self.terms.sharding else self.terms.options.optimizer,
+            self.terms.card,
             trains,
             steps,
             self.live_optimizer,
@@ -85,8 +93,8 @@ class CallAccounts(ModelTerms):
         )
         held, others = situation.gradients_held, situation.other_forwards
         meanwhile = situation.meanwhile + (situation.spared or 0)
-        if self.sharding is not None:
-            account = self.sharding.account(account, self.options.optimizer, self.card, steps)
+        if self.terms.sharding is not None:
+            account = self.terms.sharding.account(account, self.terms.options.optimizer, self.terms.card, steps)
         account = self.proposing.adjusted(
             replace(account, gradients_held=held, other_forwards=others, meanwhile=meanwhile)
         )
@@ -102,6 +110,29 @@ class CallAccounts(ModelTerms):
             card_state=self._card_state,
             tolerance=self.beside.tolerance_bytes,
         )
+
+    def of_captured(
+        self,
+        captured: CapturedCall,
+        call: Call,
+        situation: Situation,
+        joints: Sequence[JointGraph],
+        lowering_bytes: int = 0,
+    ) -> Account:
+        """The account of a captured call whose runs have these joint graphs: with all inputs of its graphs, and the
+        clones of outputs that `DistributedDataParallel` makes. `lowering_bytes` are those that compiled code holds
+        beyond its plan."""
+        reached = trained(joints, captured)
+        self.note_reached(reached)
+        account = self.account(call, situation, reached=reached)
+        account = replace(
+            account,
+            inputs=max(account.inputs, in_blocks(captured.input_bytes, self.terms.card)),
+            lowering=lowering_bytes,
+        )
+        if situation.buckets is not None and situation.buckets.clone_outputs:
+            account = replace(account, output_clones=captured.output_bytes)
+        return account
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
@@ -132,23 +163,23 @@ class CallAccounts(ModelTerms):
     def _card_state_now(self, call: Call) -> CardState | None:
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the
         user says what lies elsewhere."""
-        device = self.device()
+        device = self.terms.device()
         if self.beside.fixed_bytes is not None or not device_of(device).caching:
             return None
         gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
             device_of(device).start_libraries(device)
-        return card_state(self.model, tensors_in(call), self._libraries, device)
+        return card_state(self.terms.model, tensors_in(call), self._libraries, device)
 
     @property
     def _libraries(self) -> tuple[int, ...]:
         """The bytes of the blocks that the card's libraries keep."""
-        return device_of(self.card).library_workspaces(self.card)
+        return device_of(self.terms.card).library_workspaces(self.terms.card)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:
         """The optimiser of the class that is planned for, where one steps the model already."""
-        return the_live_one(self.options.optimizer, self.beside.found.optimizers)
+        return the_live_one(self.terms.options.optimizer, self.beside.found.optimizers)
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
         """Which parameters have gradients once the call's backward is over, and which of them the optimiser may step:
@@ -163,14 +194,14 @@ class CallAccounts(ModelTerms):
     def stepped_elsewhere(self) -> frozenset[int]:
         """The `id`s of parameters that no call reaches and the optimiser that was given has stepped: code outside of
         the forward gives them gradients."""
-        optimizer = self.options.optimizer
+        optimizer = self.terms.options.optimizer
         state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else ()
         return frozenset([id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)]) - self.reached
 
     def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
         """Whether a plan that was kept on disk fits beside what lies on the device now."""
         now = self.account(call, situation).elsewhere
-        return plan.ceiling_bytes - plan.account.elsewhere + now <= self.options.budget_bytes
+        return plan.ceiling_bytes - plan.account.elsewhere + now <= self.terms.options.budget_bytes
 
 
 @cache

@@ -10,11 +10,11 @@ from torch import fx
 
 from memopt.account.account import Account
 from memopt.account.sharded import ParameterGroup, Sharding, block_of
-from memopt.capture.exchanges import is_exchange
+from memopt.capture.tensor_parallel import is_exchange
 from memopt.device import Hardware
 from memopt.device.time_model import bound_by_arithmetic
-from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
+from memopt.planning.priced_step import PricedStep
 from memopt.solver import Schedule
 
 COMPUTE, MEMORY, GATHER, REDUCE, EXCHANGE = "compute", "memory", "gather", "reduce", "tensor parallel"
@@ -53,7 +53,7 @@ class ClusterStep:
 
 
 @dataclass(frozen=True)
-class GroupTimes:
+class _GroupTimes:
     """A group of parameters on one card: what its layers compute, and what it exchanges."""
 
     group: ParameterGroup
@@ -64,18 +64,18 @@ class GroupTimes:
 
 
 def cluster_step(
-    joined: Joined, schedule: Schedule, captured: Captured, account: Account, *, kept: int = 0
+    joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
 ) -> ClusterStep | None:
     """The time of a step by its schedule, in which the last `kept` blocks are gathered once; None for a call that is
     not planned for a cluster."""
-    if captured.sharded is None:
+    if step.traced.sharded is None:
         return None
-    sharding = captured.sharded.sharding
-    times = _group_times(joined, schedule, captured, sharding)
+    sharding = step.traced.sharded.sharding
+    times = _group_times(joined, schedule, step, sharding)
     root, blocks = times[0], times[1:]
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
-    bounds += _only(MEMORY, _optimizer_seconds(account, captured.hardware))
+    bounds += _only(MEMORY, _optimizer_seconds(account, step.terms.hardware))
     mesh = sharding.cluster.mesh
     return ClusterStep(
         str(mesh),
@@ -88,13 +88,13 @@ def cluster_step(
     )
 
 
-def _row(times: GroupTimes) -> tuple[str, int, float, float, float, float]:
+def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
     group = times.group
     computed = times.forward.total(), times.backward.total()
     return group.name, group.gathered_bytes, times.gather, times.reduce, *computed
 
 
-def _forward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
+def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
     """The forward: the root's parameters and the first block's are waited for, those of every other block are gathered
     while the block before it computes."""
     total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
@@ -104,7 +104,7 @@ def _forward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
     return total + root.forward
 
 
-def _backward(root: GroupTimes, blocks: Sequence[GroupTimes], freed: Sequence[GroupTimes]) -> Seconds:
+def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[_GroupTimes]) -> Seconds:
     """The backward: while a block computes, the next one's parameters are gathered if it is one of `freed`, and the
     gradients of the one before are reduced; those of the first block and of the root's parameters are reduced at the
     end."""
@@ -136,11 +136,11 @@ def _optimizer_seconds(account: Account, card: Hardware) -> float:
     return moved / (card.bytes_per_second * card.bandwidth_efficiency)
 
 
-def _group_times(joined: Joined, schedule: Schedule, captured: Captured, sharding: Sharding) -> list[GroupTimes]:
+def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding: Sharding) -> list[_GroupTimes]:
     """The times of every group, the root's first, blocks in the order of their forwards."""
     forward: dict[str, Seconds] = {}
     backward: dict[str, Seconds] = {}
-    kinds = _bounds_of_nodes(captured)
+    kinds = _bounds_of_nodes(step)
     names, paths = joined.prices[0].nodes, joined.prices[0].modules
     blocks = {group.name for group in sharding.blocks}
     seen: set[int] = set()
@@ -161,23 +161,23 @@ def _group_times(joined: Joined, schedule: Schedule, captured: Captured, shardin
     ]
 
 
-def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> GroupTimes:
+def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> _GroupTimes:
     cluster = sharding.cluster
     gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
     reduce = 0.0
     if group.reduced_bytes:
         share = group.reduced_bytes // cluster.mesh.dp_shard
         reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
-    return GroupTimes(group, forward, backward, gather, reduce)
+    return _GroupTimes(group, forward, backward, gather, reduce)
 
 
-def _bounds_of_nodes(captured: Captured) -> dict[str, str]:
+def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:
     """What bounds each node of the only region, by its name; nodes that are left out are bound by memory."""
-    (region,) = captured.regions
+    (region,) = step.traced.regions
     found: dict[str, str] = {}
     for node in region.held_nodes:
         if isinstance(node, fx.Node) and is_exchange(node):
             found[node.name] = EXCHANGE
-        elif bound_by_arithmetic(node, captured.hardware):
+        elif bound_by_arithmetic(node, step.terms.hardware):
             found[node.name] = COMPUTE
     return found

@@ -1,26 +1,64 @@
-"""The whole curve of a step, peak against added time: frozen, readable, serialisable. `sweep` makes it."""
+"""The whole curve of a step, peak against added time; and how plans and curves are shown and saved."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import torch
 from typing_extensions import TypeVar
 
-from memopt.errors import GIB, BudgetError
+from memopt.disk_cache import write_text
+from memopt.errors import GIB, BudgetError, PlanFileError
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes
-from memopt.planning.plan_file import load, save
-from memopt.planning.shown import shown
-from memopt.saved_values import LIVE
+from memopt.saved_values import DIGEST, LIVE, as_json, opened, sealed, value_from
 from memopt.solver import Effort as EffortName
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def shown(name: str) -> Any:
+    """A module of `memopt.show`, loaded when something is shown: a plan, a frontier or a diff gives itself to one of
+    its functions, and knows nothing else of it."""
+    return import_module(f"memopt.show.{name}")
+
+
+FORMAT = 1
+ValueT = TypeVar("ValueT")
+
+
+def save(path: str | Path, value: DataclassInstance) -> None:
+    """Write a plan or a frontier as JSON, atomically. Raises `OSError`."""
+    write_text(Path(path), json.dumps(sealed({"format": FORMAT, **as_json(value)}), indent=1))
+
+
+def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
+    """The value of type `kind`, `called` so in messages, that `save` wrote.
+
+    Raises `PlanFileError` with the path, the reason and the mend for any other file, and `OSError` where it cannot be
+    read.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError("it is of another format")
+        values = opened(values) if DIGEST in values else values  # files of earlier versions have none
+        del values["format"]
+        return value_from(kind, values)
+    except (ValueError, RecursionError) as error:
+        text = str(error) or "it is nested too deeply"
+        raise PlanFileError(f"{path} is not a memopt {called} of format {FORMAT}; {mend} ({text[:200]})") from error
+
 
 PlanT = TypeVar("PlanT", default=Any)
 MadeT = TypeVar("MadeT", covariant=True)
 
 
-class FrontierSource(Protocol[MadeT]):
+class _FrontierSource(Protocol[MadeT]):
     """A plan of the frontier's step with its graphs, from which further plans are made."""
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> MadeT:
@@ -80,7 +118,7 @@ class Frontier(Generic[PlanT]):
     """The notes of a plan of this step."""
     effort: Effort = DEFAULT_EFFORT
     torch_version: str = torch.__version__
-    source: FrontierSource[PlanT] | None = field(default=None, compare=False, repr=False, metadata=LIVE)
+    source: _FrontierSource[PlanT] | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """A plan of the step, with its graphs; None if loaded."""
 
     def at(self, budget_gb: float) -> FrontierPoint:

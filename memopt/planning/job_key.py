@@ -1,10 +1,11 @@
-"""Keys for everything that a plan depends on: equal keys in different processes mean equal plans."""
+"""Keys for everything that a plan depends on, equal in all processes; and what must be equal on all ranks."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import inspect
+import platform
 import re
 import sys
 import weakref
@@ -26,7 +27,8 @@ from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
+from memopt.units import size
 from passes.ops.fp8_kernels import library
 
 _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
@@ -236,3 +238,25 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with only the types of learning rates, whose values change from step to step and do not affect
     memory."""
     return {name: type(value) if name in ("lr", "initial_lr") else value for name, value in settings.items()}
+
+
+def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
+    """Name → value in words, for messages; code by the beginning of its hash."""
+    shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
+    return {
+        "the budget": size(options.budget_bytes),
+        "precision": repr(options.precision),
+        "allow": ", ".join(sorted(options.allow)),
+        "backend": options.backend,
+        "outputs": options.outputs,
+        "memopt": f"code {own_digest()[:8]}",
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "the model": f"{type(model).__name__} ({_digest(shapes)})",
+        "the model's code": _digest(sources_of(model, loss_fn)),
+    }
+
+
+def _digest(value: object) -> str:
+    """The beginning of the hash of a value's text."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

@@ -1,16 +1,55 @@
-"""Which blocks one card of a cluster keeps gathered from their forward to their backward."""
+"""Which blocks one card of a cluster keeps gathered from their forward to their backward, and their plan's step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
 from memopt.errors import BudgetError
 from memopt.planning.cluster_step import cluster_step
-from memopt.planning.plan import Plan
+from memopt.planning.figures import recounted
+from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.options import Effort
+from memopt.planning.plan import Plan, PlanSource
+from memopt.planning.priced_step import PricedStep
+
+
+def beside_freed(plan: Plan, freed: Plan) -> Plan:
+    """A plan that keeps blocks, whose smallest budget and curve are those of the plan that frees all of them."""
+    return plan if plan.source is None else replace(plan, source=_KeptStep(plan.source, freed))
+
+
+@dataclass(frozen=True)
+class _KeptStep:
+    """The `PlanSource` of a plan that keeps blocks."""
+
+    own: PlanSource
+    freed: Plan
+    """The plan of the same call that frees all blocks after their forward."""
+
+    @property
+    def priced(self) -> PricedStep:
+        return self.own.priced
+
+    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
+        return self._step.at(self.freed, budget_bytes, effort)
+
+    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
+        return self._step.frontier(self.freed, points, effort)
+
+    def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
+        return self.own.recipes(plan)
+
+    def smallest_bytes(self, plan: Plan) -> int:
+        return self._step.smallest_bytes(self.freed)
+
+    @property
+    def _step(self) -> PlanSource:
+        assert self.freed.source is not None, "a plan that runs has its graphs"
+        return self.freed.source
+
 
 Solve = Callable[[Account], Plan]
 """Plans a step whose account has other bytes. Raises `BudgetError`."""
@@ -22,10 +61,10 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
 
     A plan for one card is returned as it is.
     """
-    captured = plan.captured
-    if captured is None or captured.sharded is None or captured.sharded.sharding.cluster.mesh.dp_shard == 1:
+    sharded = None if plan.captured is None else plan.captured.sharded
+    if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
         return plan
-    sharding = captured.sharded.sharding
+    sharding = sharded.sharding
     blocks = len(sharding.blocks)
     room = plan.budget_bytes - plan.ceiling_bytes
     kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
@@ -41,21 +80,15 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
 
 def _keeping(plan: Plan, count: int) -> Plan:
     """The plan with the same schedule and the last `count` blocks kept."""
-    captured, joined, schedule = plan.captured, plan.joined, plan.schedule
-    assert captured is not None
-    assert captured.sharded is not None
-    assert joined is not None
-    assert schedule is not None
-    sharding = captured.sharded.sharding
+    step, schedule = plan.solved
+    assert step.traced.sharded is not None
+    sharding = step.traced.sharded.sharding
     account = replace(plan.account, kept=sharding.kept_bytes(count))
-    seen = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
     kept = sharding.blocks[len(sharding.blocks) - count :]
-    return replace(
+    return recounted(
         plan,
-        account=account,
-        planned=breakdown(seen.problem, schedule, account),
-        ceiling_bytes=breakdown(joined.problem, schedule, account).peak_bytes,
-        cluster=cluster_step(joined, schedule, captured, account, kept=count),
+        account,
+        cluster=cluster_step(step.problem, schedule, step, account, kept=count),
         kept=tuple((block.name, block.gathered_bytes) for block in kept),
     )
 

@@ -7,10 +7,134 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
+from memopt.capture.inputs import Call
+from memopt.capture.operators import NothingToRewrite
 from memopt.errors import BudgetError, CaptureError
-from memopt.planning.bracket import Bracket
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.joined import Joined
+from memopt.planning.planner import Request, smallest, solve_on_card
+from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.units import size as in_words
+
+# A number is at most this many times as far from where the search began as the largest one known to fit.
+_GROWTH = 8
+
+
+@dataclass
+class _Bracket:
+    """A search over the numbers 1 to `most`, of which those up to the wanted one fit `budget_bytes`.
+
+    To try few numbers, the next one is where a straight line through two known needs meets the budget; once a number is
+    known not to fit, every other one halves what is left.
+    """
+
+    budget_bytes: int
+    most: int
+    first: tuple[int, ...]
+    """The numbers that are tried first, as long as they lie between what fits and what does not."""
+    fits: int = 0
+    """The largest number known to fit."""
+    refused: int = field(init=False)
+    """The smallest number known not to fit; `most` + 1 where none is known."""
+    needs: dict[int, int] = field(default_factory=dict)
+    """The smallest budget in bytes of each number that was tried, or estimated before the search."""
+    _lines_fail: bool = field(default=False, init=False)
+    """Whether a number was refused although the budget has room for it, which the needs cannot predict."""
+
+    def __post_init__(self) -> None:
+        self.refused = self.most + 1
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a number is known not to fit."""
+        return self.refused <= self.most
+
+    def note(self, number: int, needed_bytes: int, *, fits: bool) -> None:
+        """Record what a number needs, and whether it fits."""
+        self.needs[number] = needed_bytes
+        self._lines_fail |= not fits and needed_bytes <= self.budget_bytes
+        if fits:
+            self.fits = number
+        else:
+            self.refused = number
+
+    def next(self) -> int | None:
+        """The number to try next, above `fits` and below `refused`; None where the search is over."""
+        if self.refused - self.fits <= 1:
+            return None
+        for number in self.first:
+            if self.fits < number < self.refused:
+                return number
+        start = self.first[0]
+        if not self.fits:  # twice as far below where the search began
+            return max(1, self.refused - max(start - self.refused, 1))
+        # Limited growth: inputs of a size may take memory, and a line through small numbers may be too flat.
+        farther = max(self.fits - start, 1)
+        most = min(self.refused - 1, self.fits + _GROWTH * farther)
+        if self.is_closed and (self._lines_fail or len(self.needs) % 2):
+            return (self.fits + self.refused) // 2  # bisection, where lines predict badly
+        if len(self.needs) < 2:
+            return most
+        low, high = (self.fits, self.refused) if self.is_closed else self._nearest()
+        slope = (self.needs[high] - self.needs[low]) / (high - low)
+        guess = low + int((self.budget_bytes - self.needs[low]) / slope) if slope > 0 else self.fits
+        if guess <= self.fits:  # where the needs predict too much, or nothing: twice as far from the start
+            guess = most if not slope else self.fits + (1 if self.is_closed else farther)
+        return min(guess, most)
+
+    def _nearest(self) -> tuple[int, int]:
+        """The two known numbers whose needs lie nearest to the budget, the smaller number first."""
+        one, other = sorted(self.needs, key=lambda number: abs(self.needs[number] - self.budget_bytes))[:2]
+        return min(one, other), max(one, other)
+
+
+_NEAR = 1.25
+"""A lever set that needs up to this many times the budget is solved for it: another schedule may leave fewer gaps."""
+
+
+def estimated_bytes(planner: CallPlanner, call: Call) -> int:
+    """About the smallest budget in bytes within which a call can be planned, under all allowed levers at once or fewer
+    of them; levers on parameters and optimiser are left out.
+
+    It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError`.
+    """
+    budget_bytes = planner.terms.options.budget_bytes
+    found: list[int] = []
+    with planner.terms.types(), torch.enable_grad():
+        recorded = Recorded(planner, planner.capture_on_fakes(call, None), call, Situation())
+        for levers in reversed(planner.terms.lever_sets):
+            try:
+                traced = recorded.trace(levers)
+            except NothingToRewrite:  # the newest lever of the set; the set before it is the same without it
+                continue
+            priced = traced.price(traced.account())
+            request = Request(priced.account, budget_bytes, planner.terms.options.effort)
+            found.append(_needed_bytes(priced.step.problem, request))
+            # On the CPU a set with fewer levers needs less in rare cases only.
+            if not priced.account.caching or not budget_bytes < found[-1] <= _NEAR * budget_bytes:
+                break
+    return min(found)
+
+
+def _needed_bytes(joined: Joined, request: Request) -> int:
+    """The bytes of the schedule with the smallest peak, at most the budget where any schedule is within that.
+
+    On a GPU the smallest peak is not the least that is needed: the allocator's fragmentation differs from schedule to
+    schedule by a quarter of the step and more.
+    """
+    least, budget_bytes = smallest(joined, request.account)[0], request.budget_bytes
+    if not request.account.caching or not budget_bytes < least <= _NEAR * budget_bytes:
+        return least
+    try:
+        solve_on_card(joined, request)
+    except BudgetError:
+        return least
+    return budget_bytes
+
 
 # Where this many steps fit, memory is taken not to depend on the size.
 _ENDLESS = 2**24
@@ -18,7 +142,7 @@ _ENDLESS = 2**24
 _FIRST, _FIRST_ESTIMATES = (1, 2), (2, 16)
 
 
-class PlannedSize(Protocol):
+class _PlannedSize(Protocol):
     """The attributes of a plan that the search for the largest size reads; `memopt.Plan` has them."""
 
     @property
@@ -38,7 +162,7 @@ class LargestSize:
     around the one that the estimates lead to; a wrong estimate costs time and changes no result.
     """
 
-    plan: Callable[[int], PlannedSize]
+    plan: Callable[[int], _PlannedSize]
     budget_bytes: int
     step: int = 1
     at_most: int | None = None
@@ -56,7 +180,8 @@ class LargestSize:
         with stage("looking for the largest size") as self._tell:
             estimates = self._estimates(most)
             near = estimates.fits
-            search = Bracket(self.budget_bytes, most, (near, near + 1) if near else _FIRST, needs=dict(estimates.needs))
+            first = (near, near + 1) if near else _FIRST
+            search = _Bracket(self.budget_bytes, most, first, needs=dict(estimates.needs))
             while (number := search.next()) is not None:
                 self._tell(f"planning {number * self.step} ({self._within(search)})")
                 self._plan(number, search)
@@ -67,9 +192,9 @@ class LargestSize:
             )
         return search.fits * self.step
 
-    def _estimates(self, most: int) -> Bracket:
+    def _estimates(self, most: int) -> _Bracket:
         """A search by estimates, which has come to its end, or to a size that cannot be captured."""
-        search = Bracket(self.budget_bytes, most, _FIRST_ESTIMATES)
+        search = _Bracket(self.budget_bytes, most, _FIRST_ESTIMATES)
         while self.estimate is not None and (number := search.next()) is not None:
             self._tell(f"estimating {number * self.step} ({self._within(search)})")
             try:
@@ -79,12 +204,12 @@ class LargestSize:
             search.note(number, needed, fits=needed <= self.budget_bytes)
         return search
 
-    def _within(self, search: Bracket) -> str:
+    def _within(self, search: _Bracket) -> str:
         """The limits between which the search goes on, in words."""
         known = [f"{search.fits * self.step} fits" if search.fits else f"of {in_words(self.budget_bytes)}"]
         return ", ".join(known + [f"{search.refused * self.step} does not"] * search.is_closed)
 
-    def _plan(self, number: int, search: Bracket) -> None:
+    def _plan(self, number: int, search: _Bracket) -> None:
         """Plan a number of steps and put the result into the search. Raises the errors of `find` for one step."""
         try:
             plan = self.plan(number * self.step)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, is_receipt
 from memopt.errors import BudgetError
-from memopt.planning.make_plan import make_plan
-from memopt.planning.module_rows import held_after_forward
+from memopt.planning.figures import plain_step, recounted
 from memopt.planning.plan import Plan
-from memopt.planning.planner import LITTLE, smallest
-from memopt.planning.receipt import plain_step
+from memopt.planning.planner import LITTLE
+from memopt.planning.schedule_parts import held_after_forward
+from memopt.planning.stages import Priced, StepOfPlan
 from memopt.solver import Schedule
 
 _SLACK = 0, 16, 8, 4, 2
@@ -39,11 +39,11 @@ class Needs:
     @classmethod
     def of(cls, plan: Plan) -> Needs:
         """The needs of a planned step, which has its graphs; without what other code takes until the backward."""
-        captured, account = plan.captured, replace(plan.account, meanwhile=0)
-        assert captured is not None
-        problem = captured.joined(accumulating=account.gradients_held).problem
+        account = replace(plan.account, meanwhile=0)
+        step = plan.solved[0].under(account)
+        problem = step.problem.problem
         plain, least = Schedule.save_all(problem), least_plan(plan)
-        captured.forget_solvers()
+        step.traced.forget_solvers()
         with_gradients = lasting_bytes(account, beside=True)
         return cls(
             lasting_bytes(account),
@@ -89,20 +89,20 @@ def tangent_bytes(plan: Plan) -> int:
 def least_plan(plan: Plan) -> Plan:
     """The plan of the same step whose forward holds least until its backward, at about the smallest peak. Its budget
     is that of `plan`."""
-    captured, account = plan.captured, replace(plan.account, meanwhile=0)
-    assert captured is not None
+    account = replace(plan.account, meanwhile=0)
     bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
-    smallest_bytes = smallest(captured.joined(accumulating=account.gradients_held), bare)[0]
+    step = Priced(plan.solved[0], bare).under(bare)
+    smallest_bytes = step.smallest()[0]
     for part in _SLACK:
         budget_bytes = smallest_bytes + (smallest_bytes // part if part else 0)
         with suppress(BudgetError):
             try:
-                found = make_plan(captured, replace(bare, meanwhile=budget_bytes), budget_bytes, plan.effort)
+                found = step.under(replace(bare, meanwhile=budget_bytes)).solve(budget_bytes, plan.effort)
             except BudgetError as refused:
                 room = budget_bytes - (refused.smallest_bytes - budget_bytes)
-                found = make_plan(captured, replace(bare, meanwhile=room), budget_bytes, plan.effort)
+                found = step.under(replace(bare, meanwhile=room)).solve(budget_bytes, plan.effort)
             return _in_place_of(plan, found)
-    return _in_place_of(plan, make_plan(captured, bare, smallest_bytes, plan.effort))
+    return _in_place_of(plan, step.solve(smallest_bytes, plan.effort))
 
 
 def leaving_room(plan: Plan) -> Plan:
@@ -135,21 +135,10 @@ def sparing(plan: Callable[[int], Plan], spared_bytes: int) -> Plan:
 
 def _with_meanwhile(plan: Plan, nbytes: int) -> Plan:
     """The plan with the figures of a step in which other code takes that many bytes until the backward."""
-    captured, schedule = plan.captured, plan.schedule
-    assert captured is not None
-    assert schedule is not None
     account = replace(plan.account, meanwhile=nbytes)
-    most, seen = (
-        captured.joined(accumulating=account.gradients_held, meanwhile=nbytes, as_seen=as_seen).problem
-        for as_seen in (False, True)
-    )
-    return replace(
-        plan,
-        account=account,
-        plain=plain_step(captured, account),
-        planned=breakdown(seen, schedule, account),
-        ceiling_bytes=breakdown(most, schedule, account).peak_bytes,
-    )
+    step = plan.solved[0].under(account)
+    shown = replace(plan, source=StepOfPlan(lambda: step))
+    return recounted(shown, account, plain=plain_step(step.plain, account))
 
 
 def _in_place_of(plan: Plan, found: Plan) -> Plan:

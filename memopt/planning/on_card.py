@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 
 from memopt.account.account import Account
-from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare
+from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare, step_ways
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
-from memopt.account.step_calls import step_ways
 from memopt.errors import as_text_has_it
 from memopt.planning.joined import Joined
 from memopt.solver import Schedule

@@ -1,4 +1,4 @@
-"""The plan of a training step: frozen, readable, serialisable. `make_plan` makes it."""
+"""The plan of a training step: frozen, readable, serialisable. `Priced.solve` makes it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
-from memopt.planning.frontier import Frontier, Recipe
-from memopt.planning.module_rows import ModuleRow
+from memopt.planning.frontier import Frontier, Recipe, load, save, shown
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.planning.plan_diff import PlanDiff
-from memopt.planning.plan_file import load, save
-from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
-from memopt.planning.plan_networkx import joint_digraph
-from memopt.planning.plan_views import PlanViews
-from memopt.planning.region_schedule import RegionSchedule
-from memopt.planning.shown import shown
+from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
+from memopt.planning.plan_views import PlanViews, joint_digraph
+from memopt.planning.schedule_parts import ModuleRow, RegionSchedule
 from memopt.saved_values import LIVE
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
@@ -30,16 +25,16 @@ from memopt.solver import Schedule
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-    from memopt.planning.captured import Captured
     from memopt.planning.joined import Joined
+    from memopt.planning.priced_step import PricedStep, TracedStep
 
 
 class PlanSource(Protocol):
     """Answers questions about the step of a plan that was made in this process, beyond the plan's own figures."""
 
     @property
-    def captured(self) -> Captured:
-        """The graphs that the plan is for."""
+    def priced(self) -> PricedStep:
+        """The graphs that the plan is for, priced."""
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         """The plan of the same step for another budget. Raises `BudgetError`."""
@@ -128,19 +123,26 @@ class Plan(PlanViews):
     """The schedule of all regions together; None if loaded."""
 
     @property
-    def captured(self) -> Captured | None:
+    def priced(self) -> PricedStep | None:
+        """The graphs that the plan is for, priced; None if loaded."""
+        return None if self.source is None else self.source.priced
+
+    @property
+    def captured(self) -> TracedStep | None:
         """The graphs that the plan is for; None if loaded."""
-        return None if self.source is None else self.source.captured
+        return None if self.source is None else self.source.priced.traced
 
     @property
     def joined(self) -> Joined | None:
         """All regions as one priced problem; None if loaded."""
-        captured = self.captured
-        return (
-            None
-            if captured is None
-            else captured.joined(accumulating=self.account.gradients_held, meanwhile=self.account.meanwhile)
-        )
+        return None if self.source is None else self.source.priced.problem
+
+    @property
+    def solved(self) -> tuple[PricedStep, Schedule]:
+        """The priced graphs and the schedule of a plan that was made in this process. Raises `ValueError` if loaded."""
+        source = self._source()
+        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
+        return source.priced, self.schedule
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -175,7 +177,7 @@ class Plan(PlanViews):
         "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
         graphs before and after them, of the regions that have one. Raises `ValueError` if loaded.
         """
-        return stage_graphs(self._source().captured, self.regions)
+        return stage_graphs(self._source().priced.traced, self.regions)
 
     @overload
     def diff(self, stage: Plan | None = None, *, order: bool = False) -> PlanDiff: ...
@@ -194,9 +196,10 @@ class Plan(PlanViews):
 
         Raises `ValueError` for another name, or if loaded.
         """
-        captured = self._source().captured
+        captured = self._source().priced.traced
         if isinstance(stage, Plan):
-            return shown("views").plans_diff(self, captured, stage, stage._source().captured, order=order)
+            others = stage._source().priced.traced
+            return shown("views").plans_diff(self, captured, stage, others, order=order)
         if stage is None:
             return shown("views").plan_diff(self, captured, order=order)
         return stage_diff(captured, self.regions, stage, order=order)
@@ -220,10 +223,8 @@ class Plan(PlanViews):
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
         "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
         """
-        captured, joined = self._source().captured, self.joined
-        assert joined is not None
-        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
-        return joint_digraph(captured, joined, self.schedule)
+        step, schedule = self.solved
+        return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.

@@ -1,26 +1,86 @@
-"""A cache of plans on disk, so that the second start of the same job plans nothing.
+"""Plans made earlier, on disk, or by another rank: read, judged by the graphs that they are to run, and agreed on.
 
 A file is taken for data that anything may have been written to: one that does not hold what `keep` or `note` wrote
-under its name is deleted, and the job is planned as if there were none.
+under its name is deleted, and the job is planned as if there were none. Nothing that a plan claims about itself is
+taken for granted: its schedule is simulated, and everything that the step runs by or is refused by is computed again.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memopt.account.account import Account
+from memopt.account.breakdown import breakdown
+from memopt.compat.ddp import shared_store
 from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
-from memopt.planning.captured import Captured
-from memopt.planning.footprint import Footprint
-from memopt.planning.make_plan import with_graphs
+from memopt.planning.figures import recounted
+from memopt.planning.joined import place_steps
+from memopt.planning.on_card import within
 from memopt.planning.plan import Plan
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.refit import Footprint, as_compiled
+from memopt.planning.schedule_parts import held_after_forward, split
+from memopt.planning.stages import StepOfPlan
 from memopt.saved_values import as_json, opened, sealed, value_from
-from memopt.solver import Schedule
+from memopt.solver import Schedule, simulate
+
+
+def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int) -> bool:
+    """Whether a plan with graphs has a valid schedule, figures that follow from it, and a peak within its budget.
+
+    Args:
+        footprint: the bytes that the compiled graphs hold; None where they are not compiled.
+        own: the account of the step, without the allocator's overhead and what forwards to come hold.
+        to_come: the number of further forwards that hold as much as this one until the backward.
+    """
+    step, schedule = plan.solved
+    joined = step.problem
+    try:
+        simulate(joined.problem, schedule, joined.link)
+    except ValueError:  # no schedule of this problem
+        return False
+    if place_steps(joined, schedule) != (schedule, frozenset()) or split(joined, step.traced, schedule) != plan.regions:
+        return False
+    counted = _counted(plan, footprint)
+    if counted != plan:
+        return False
+    lowering = own.lowering if footprint is None else counted.account.lowering
+    waiting = own.other_forwards + to_come * plan.held_bytes
+    bare = replace(own, lowering=lowering, other_forwards=waiting)
+    if footprint is None:
+        account = within(joined, schedule, bare, plan.budget_bytes)
+    else:
+        account = as_compiled(replace(plan, account=bare), footprint).account
+    if account is None:
+        return False
+    found = plan.account
+    same = replace(
+        account,
+        elsewhere=found.elsewhere,
+        other_forwards=found.other_forwards,
+        rounding=found.rounding,
+        fragmentation=found.fragmentation,
+        card_state=found.card_state,
+    )
+    return found == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
+
+
+def _counted(plan: Plan, footprint: Footprint | None) -> Plan:
+    """The plan with the figures that follow from its schedule, its account and its compiled graphs."""
+    if footprint is not None:
+        return as_compiled(plan, footprint)
+    step, schedule = plan.solved
+    return recounted(plan, plan.account, held_bytes=held_after_forward(step.problem.problem, schedule))
+
 
 _MOST = 256
 """The number of files that are kept, the newest ones."""
@@ -37,9 +97,9 @@ class Kept:
     footprint: Footprint | None = None
     """The bytes that its compiled graphs hold, where these are found by compiling."""
 
-    def live(self, captured: Callable[[], Captured]) -> Plan:
-        """The plan with its graphs, which `captured` captures on first use."""
-        return with_graphs(self.plan, captured)
+    def live(self, step: Callable[[], PricedStep]) -> Plan:
+        """The plan with its graphs, which `step` captures and prices on first use."""
+        return replace(self.plan, source=StepOfPlan(step))
 
     def as_json(self) -> dict[str, Any]:
         """The values that `from_json` makes an equal plan of."""
@@ -149,3 +209,25 @@ def _age(file: Path) -> Any:
     with contextlib.suppress(OSError):
         return file.stat().st_mtime
     return 0.0
+
+
+def agreed(key: str, kept: Kept) -> Kept:
+    """The plan of the rank that came first with this key: `kept`, or another one that ranks found.
+
+    Plans of ranks differ where they measured other times, or searched for a limited time. Nobody waits: a rank with
+    other shapes has other keys.
+    """
+    store = shared_store()
+    if store is None:
+        return kept
+    own = _packed(kept)
+    first: bytes = store.compare_set(f"memopt/{key}", "", own)
+    return kept if first == own.encode() else _unpacked(first)
+
+
+def _packed(kept: Kept) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(kept.as_json()).encode())).decode()
+
+
+def _unpacked(text: bytes) -> Kept:
+    return Kept.from_json(json.loads(zlib.decompress(base64.b64decode(text))))

@@ -1,21 +1,24 @@
-"""The graphs of a plan's stages, and what each stage changed in them."""
+"""The graphs of a plan's stages, what each stage changed in them, and the changes of a plan for readers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import fx
 
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from memopt.planning.changes import OFFLOADED, RECOMPUTED, Change
+from memopt.planning.frontier import shown
+from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
 from passes import GraphDiff, diff_graphs
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import backward_nodes
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured
+    from memopt.planning.priced_step import TracedStep
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class StageDiff:
         return Text("\n").join(lines)
 
 
-def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dict[str, tuple[fx.GraphModule, ...]]:
+def stage_graphs(captured: TracedStep, schedules: Sequence[RegionSchedule]) -> dict[str, tuple[fx.GraphModule, ...]]:
     """The graphs of each stage, one module per region: see `Plan.graphs`."""
     pairs = zip(captured.regions, schedules, strict=True)
     joint = {
@@ -64,7 +67,7 @@ def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dic
     return {"operators": before, "rewritten": after, **joint}
 
 
-def stage_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
+def stage_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
     """The changes that a stage made to the graphs of all regions: see `Plan.diff`.
 
     Raises `ValueError` for a stage that no region went through.
@@ -74,7 +77,7 @@ def stage_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: s
     return _passes_diff(captured, stage, order=order)
 
 
-def _schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
+def _schedule_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
     """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
     diffs = []
     for region, schedule in zip(captured.regions, schedules, strict=True):
@@ -98,7 +101,7 @@ def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
     }
 
 
-def _passes_diff(captured: Captured, stage: str, *, order: bool) -> StageDiff:
+def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
     """The changes that passes made: all of those on the operator graphs ("operators") or on the joint graphs
     ("joint"), or one pass or labelled pipeline on either."""
     operators = captured.operators
@@ -117,3 +120,52 @@ def _passes_diff(captured: Captured, stage: str, *, order: bool) -> StageDiff:
             f"{known}"
         )
     return StageDiff(tuple(diff_graphs(before, after, notes=why, order=order) for before, after, why in spans))
+
+
+@dataclass(frozen=True, repr=False)
+class PlanDiff:
+    """The changes of a plan by operator. `str` shows them by module, folded; rich prints them in colours."""
+
+    title: str
+    changes: tuple[Change, ...]
+    modules: tuple[str, ...]
+    """The paths of the model's modules, in the order of the forward."""
+    of_stage: Callable[[str], StageDiff] = field(compare=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    @property
+    def recomputed(self) -> int:
+        """How many operators run a second (or further) time."""
+        return sum(change.times for change in self.changes if change.kind == RECOMPUTED)
+
+    @property
+    def offloaded(self) -> int:
+        """How many values are copied to the host and back."""
+        return sum(change.times for change in self.changes if change.kind == OFFLOADED)
+
+    def summary(self) -> str:
+        """The number of recomputed operators and offloaded values; of the other changes where there is neither."""
+        return shown("diff_text").summary(self.changes)
+
+    def text(self, stage: str = "scheduled") -> str:
+        """The changes of one stage line by line, like the text of `git diff`; stages are those of `Plan.diff`, and
+        those of `Plan.graphs` between two plans. Raises `ValueError` for another."""
+        return str(self.of_stage(stage))
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the changes, in colours and as wide as the window where that is a terminal."""
+        (console or Console()).print(self)
+
+    def __str__(self) -> str:
+        return str(shown("diff_text").render(self._heading(), self.changes, self.modules))
+
+    def __repr__(self) -> str:
+        return f"<PlanDiff: {self.summary()}>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield shown("diff_text").render(self._heading(), self.changes, self.modules, options.max_width)
+
+    def _heading(self) -> str:
+        return f"{self.title}: {shown('diff_text').totals(self.changes)}"

@@ -7,21 +7,16 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt.account.account import Account
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, would_do
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
 from memopt.levers.reinplace import REINPLACE
-from memopt.planning.captured import Captured
-from memopt.planning.make_plan import make_plan
+from memopt.planning.figures import plain_row, schedule_rows, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.planner import LITTLE, smallest
-from memopt.planning.receipt import plain_row, schedule_rows, writes_over
-
-Candidate = tuple[Rewriting, Captured, Account]
-"""A lever set (a rewriting with some levers), the call rewritten by it, and the account of its step."""
+from memopt.planning.planner import LITTLE
+from memopt.planning.stages import Priced, Recorded
 
 # The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
@@ -40,34 +35,38 @@ class PlanSearch:
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
     """All combinations of proposals, those of allowed ones first; of the others only those that are wanted when they
     come up."""
-    narrowed: Callable[[Rewriting], Candidate | None] = lambda levers: None
-    """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
-    captured."""
-    advice: Callable[[Sequence[Candidate], bool], Sequence[str]] = lambda steps, near: ()
-    """Further changes that would help, one sentence each, asked for where no allowed proposal does; whether the budget
-    is near the smallest that works is told as well."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
-    _steps: list[Candidate] = field(default_factory=list)
-    _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list)
-    _refused: list[BudgetError] = field(default_factory=list)
-    _above: set[int] = field(default_factory=set)
+    narrowed: Callable[[Rewriting], Priced | None] = lambda levers: None
+    """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
+    captured."""
+    advice: Callable[[Sequence[Priced], bool], Sequence[str]] = lambda steps, near: ()
+    """Further changes that would help, one sentence each, asked for where no allowed proposal does; whether the budget
+    is near the smallest that works is told as well."""
+    _steps: list[Priced] = field(default_factory=list, init=False)
+    _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
+    _refused: list[BudgetError] = field(default_factory=list, init=False)
+    _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above this one."""
-    _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
-    _notes: dict[str, None] = field(default_factory=dict)
-    _narrowed_by_id: dict[int, Candidate | None] = field(default_factory=dict)
+    _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict, init=False)
+    _notes: dict[str, None] = field(default_factory=dict, init=False)
+    _narrowed_by_id: dict[int, Priced | None] = field(default_factory=dict, init=False)
     """By the `id` of the lever set."""
-    _idle: set[str] = field(default_factory=set)
+    _idle: set[str] = field(default_factory=set, init=False)
     """Levers that have nothing to change in this call; later lever sets contain them in name only."""
 
     def __post_init__(self) -> None:
         self._notes |= dict.fromkeys(self.notes)
 
-    def fastest(self, candidates: Iterable[Candidate]) -> Plan:
-        """The plan with the shortest step, over lever sets and, where none of these fits, proposals. Further candidates
-        are not taken once a plan adds next to no time. Raises `BudgetError` where none fits."""
-        for candidate in candidates:
-            plan = self.consider(*candidate)
+    def fastest(self, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan:
+        """The plan of a recorded call with the shortest step, over lever sets and, where none of these fits, proposals.
+        Further lever sets are not tried once a plan adds next to no time. `lowering_bytes` are those that compiled code
+        holds beyond its plan. Raises `BudgetError` where none fits, `CaptureError`."""
+        if recorded.planner.terms.options.passes:
+            bare = recorded.trace(recorded.planner.terms.rewriting)
+            self._note_row("", bare.price(bare.account(lowering_bytes)))
+        for priced in recorded.candidates(self.skip, lowering_bytes=lowering_bytes):
+            plan = self.consider(priced)
             if plan is not None:
                 return plan
         return self.best()[0]
@@ -77,17 +76,18 @@ class PlanSearch:
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
-    def note_row(self, levers: Rewriting, captured: Captured, account: Account) -> None:
-        """Put the call under a lever set into the receipt, without a plan for it."""
-        self._rows[levers.levers] = plain_row("", captured, account)
+    def _note_row(self, lever: str, priced: Priced) -> None:
+        """Put the step under a lever set into the receipt."""
+        self._rows[priced.levers.levers] = plain_row(lever, priced.step.plain, priced.account)
 
-    def consider(self, levers: Rewriting, captured: Captured, account: Account) -> Plan | None:
-        """Plan a lever set without offloading. Returns the plan if it is good enough to end the search, None where
-        further sets should be tried."""
-        self._steps.append((levers, captured, account))
-        self._rows[levers.levers] = plain_row(levers.levers[-1] if levers.levers else "", captured, account)
+    def consider(self, priced: Priced) -> Plan | None:
+        """Plan a step without offloading. Returns the plan if it is good enough to end the search, None where further
+        lever sets should be tried."""
+        levers = priced.levers
+        self._steps.append(priced)
+        self._note_row(levers.levers[-1] if levers.levers else "", priced)
         try:
-            plan = make_plan(captured, account, self.budget_bytes, self.effort, offload=False)
+            plan = priced.solve(self.budget_bytes, self.effort, offload=False)
         except BudgetError as error:
             self._refused.append(error.with_traceback(None))  # which would hold the caller's frames and tensors
             if error.least:
@@ -114,16 +114,13 @@ class PlanSearch:
         """Plan the lever sets with offloading, except those for which the budget is known to be too small, and those
         whose step takes at least as long as the best plan even with nothing recomputed or offloaded."""
 
-        def step_seconds(step: Candidate) -> float:
-            return step[1].joined(accumulating=step[2].gradients_held, meanwhile=step[2].meanwhile).problem.seconds
-
-        for levers, captured, account in sorted(self._steps, key=step_seconds):
+        for priced in sorted(self._steps, key=_plain_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
-            hopeless = captured.link is None or id(levers) in self._above
-            if hopeless or step_seconds((levers, captured, account)) >= best:
+            hopeless = priced.step.terms.link is None or id(priced.levers) in self._above
+            if hopeless or _plain_seconds(priced) >= best:
                 continue
             with contextlib.suppress(BudgetError):
-                self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), levers))
+                self._plans.append((priced.solve(self.budget_bytes, self.effort), priced.levers))
 
     def _with_proposals(self) -> tuple[Plan, Rewriting]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
@@ -133,7 +130,7 @@ class PlanSearch:
         helpful: list[tuple[PricedLevers, int]] = []
 
         none_helps = self._is_near(found[()]) or all(
-            least_with_levers(account) > self.budget_bytes for _, _, account in self._steps
+            least_with_levers(priced.account) > self.budget_bytes for priced in self._steps
         )
 
         def wanted(names: Collection[str]) -> bool:
@@ -143,7 +140,7 @@ class PlanSearch:
             allowed = self.allowed.issuperset(chosen.names)
             if not allowed and self._is_hopeless(chosen):
                 continue
-            least = self._least(chosen, self._steps if allowed else [min(self._steps, key=_smallest)])
+            least = self._least(chosen, self._steps if allowed else [min(self._steps, key=Priced.smallest)])
             if least is None:
                 continue
             found[chosen.names] = least.smallest_bytes
@@ -166,13 +163,12 @@ class PlanSearch:
             smallest_with=found,
         )
 
-    def _with(self, chosen: PricedLevers, steps: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The candidates with the chosen proposals applied."""
+    def _with(self, chosen: PricedLevers, steps: Sequence[Priced]) -> Iterator[Priced]:
+        """The steps with the chosen proposals applied."""
         for step in steps:
-            taken = self._narrowed(step[0]) if chosen.narrows else step
+            taken = self._narrowed(step.levers) if chosen.narrows else step
             if taken is not None:
-                levers, captured, account = taken
-                yield levers, captured.stepping_by(chosen.stepping), account
+                yield Priced(taken.step.priced_for(stepping=chosen.stepping), chosen.adjusted(taken.account))
 
     def _is_near(self, smallest_bytes: int) -> bool:
         """Whether the budget is near the smallest that works."""
@@ -180,32 +176,27 @@ class PlanSearch:
 
     def _is_hopeless(self, chosen: PricedLevers) -> bool:
         """Whether the resident bytes alone exceed the budget in every candidate."""
-        return all(chosen.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
+        return all(chosen.adjusted(priced.account).resident_bytes > self.budget_bytes for priced in self._steps)
 
-    def _narrowed(self, levers: Rewriting) -> Candidate | None:
-        """The lever set's candidate with narrower parameters, captured once; None where it cannot be captured."""
+    def _narrowed(self, levers: Rewriting) -> Priced | None:
+        """The step under a lever set with narrower parameters, captured once; None where it cannot be captured."""
         if id(levers) not in self._narrowed_by_id:
             self._narrowed_by_id[id(levers)] = self.narrowed(levers)
         return self._narrowed_by_id[id(levers)]
 
-    def _least(self, chosen: PricedLevers, steps: Sequence[Candidate]) -> BudgetError | None:
+    def _least(self, chosen: PricedLevers, steps: Sequence[Priced]) -> BudgetError | None:
         """The refusal with the chosen proposals on these steps: the smallest budget, and what dominates it. Narrower
         parameters are tried on the step with the smallest budget only; None where they cannot be captured."""
-        steps = [min(steps, key=_smallest)] if chosen.narrows else steps
-        found = [
-            _smallest((levers, captured, chosen.adjusted(account)))
-            for levers, captured, account in self._with(chosen, steps)
-        ]
+        steps = [min(steps, key=Priced.smallest)] if chosen.narrows else steps
+        found = [priced.smallest() for priced in self._with(chosen, steps)]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
         """The best plan with the chosen proposals, and its lever set."""
-        for levers, captured, account in self._with(chosen, self._steps):
-            try:
-                plan = make_plan(captured, chosen.adjusted(account), self.budget_bytes, self.effort)
-            except BudgetError:
-                continue
-            self._plans.append((replace(plan, proposals=chosen.names), levers))
+        for priced in self._with(chosen, self._steps):
+            with contextlib.suppress(BudgetError):
+                plan = priced.solve(self.budget_bytes, self.effort)
+                self._plans.append((replace(plan, proposals=chosen.names), priced.levers))
         plan, levers = self._fastest()
         notes = (*map(str, chosen.each), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), levers
@@ -226,17 +217,15 @@ class PlanSearch:
         return replace(plan, levers=used, receipt=tuple(rows), notes=plan.notes + new)
 
 
-def _smallest(step: Candidate) -> tuple[int, str]:
-    """The smallest budget in bytes for a candidate, and what dominates it."""
-    _, captured, account = step
-    return smallest(captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile), account)
+def _plain_seconds(priced: Priced) -> float:
+    """Seconds of a step with nothing recomputed or offloaded."""
+    return priced.step.problem.problem.seconds
 
 
 def _on_steps(plan: Plan) -> tuple[str, ...]:
     """A note on the number of parameters that are stepped before the backward's end; empty where the backward steps
     none."""
-    captured = plan.captured
-    if captured is None or captured.stepping is None:
+    if plan.priced is None or plan.priced.terms.stepping is None:
         return ()
     inside = sum(len(region.steps) for region in plan.regions)
     return (f"{inside} parameters are stepped within the backward, all others at its end",)

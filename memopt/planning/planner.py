@@ -1,4 +1,4 @@
-"""Turns a problem and a budget into a schedule, and splits the schedule into one per region."""
+"""Turns a problem and a budget into a schedule."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from dataclasses import dataclass, replace
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
 from memopt.errors import GIB, BudgetError, as_text_has_it
-from memopt.planning.captured import Captured
 from memopt.planning.frontier import Recipe
-from memopt.planning.joined import Joined
+from memopt.planning.joined import Joined, solve_stepping
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
-from memopt.planning.region_schedule import RegionSchedule
-from memopt.planning.settle import settled
-from memopt.solver import Infeasible, Portfolio, Progress, Schedule, Solution
+from memopt.solver import Infeasible, Portfolio, Progress, Solution
 from memopt.units import size
-from passes import HostStay
 
 # Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
 LITTLE = 5e-3
@@ -67,8 +63,21 @@ def solve(joined: Joined, request: Request) -> Solution:
     """
     if request.account.optimizer_step_bytes(output_bytes(joined.problem)) > request.budget_bytes:
         raise request.refusal(joined)
-    effort = request.effort
-    plain = _recompute_only(joined, request)
+    effort, tell = request.effort, request.tell
+
+    def report(progress: Progress) -> None:
+        if tell is not None:
+            tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
+
+    key = request.graph_bytes, effort.name, effort.limit_seconds
+    if key not in joined.solved:  # once for each request
+        try:
+            joined.solved[key] = joined.portfolio.solve(
+                request.graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
+            )
+        except Infeasible:
+            joined.solved[key] = None
+    plain = joined.solved[key]
     little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
     if request.offload and joined.link is not None and not little:
         try:
@@ -83,12 +92,16 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
-    """The solution of `solve_settled` with the problem that it solves and the account that includes the allocator's
+    """The solution of `solve_with_steps` with the problem that it solves and the account that includes the allocator's
     overhead, solved with fewer bytes where torch's allocator would exceed the budget. Where that finds none, schedules
     that were found on the way are replayed as well.
 
     Raises `BudgetError`.
     """
+    if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
+        if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
+            raise request.refusal(joined)
+        return joined, solve(joined, request), without_allocator(request.account)
     ways = [joined]
     if joined.solvers and request.account.caching:  # other schedules than without them would be replayed
         ways.insert(0, replace(joined, solvers=()))
@@ -121,7 +134,7 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
             break
         tighter = replace(without_allocator(account), fragmentation=allowance)
         try:
-            taken, solution = solve_settled(joined, replace(request, account=tighter))
+            taken, solution = solve_with_steps(joined, replace(request, account=tighter))
         except BudgetError:
             too_large = allowance
         else:
@@ -163,7 +176,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
     for part in range(1, _PARTS if spare > 0 else 1):
         with suppress(BudgetError):
             tighter = replace(bare, fragmentation=spare * part // _PARTS)
-            yield solve_settled(joined, replace(request, account=tighter))
+            yield solve_with_steps(joined, replace(request, account=tighter))
     yield from _known(joined, request)
 
 
@@ -184,14 +197,14 @@ def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int
     return budget_bytes
 
 
-def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:
+def solve_with_steps(joined: Joined, request: Request) -> tuple[Joined, Solution]:
     """As `solve`, together with the problem that the solution is for: a different one where recomputed operators would
     read some parameters after their step, so that these are stepped at the end of the backward. Raises
     `BudgetError`."""
     if not joined.steps:
         return joined, solve(joined, request)
     try:
-        return settled(joined, lambda problem: solve(problem, request), request.graph_bytes)
+        return solve_stepping(joined, lambda problem: solve(problem, request), request.graph_bytes)
     except BudgetError:
         refusal = request.refusal(joined)
         taken, solution = _smallest_peak(joined, offload=request.offload)
@@ -202,27 +215,7 @@ def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:
 
 def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution]:
     """The solution with the smallest peak found, together with the problem that it is for."""
-    return settled(joined, lambda problem: problem.smallest if offload else problem.portfolio.smallest())
-
-
-def _recompute_only(joined: Joined, request: Request) -> Solution | None:
-    """The solution that recomputes and does not offload, solved once per request; None where none fits."""
-    effort, tell = request.effort, request.tell
-
-    def report(progress: Progress) -> None:
-        if tell is not None:
-            tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
-
-    key = request.graph_bytes, effort.name, effort.limit_seconds
-    if key not in joined.solved:
-        try:
-            found: Solution | None = joined.portfolio.solve(
-                request.graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
-            )
-        except Infeasible:
-            found = None
-        joined.solved[key] = found
-    return joined.solved[key]
+    return solve_stepping(joined, lambda problem: problem.smallest if offload else problem.portfolio.smallest())
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
@@ -261,51 +254,3 @@ def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
         )
         for baseline in joined.portfolio.baselines()
     )
-
-
-def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[RegionSchedule, ...]:
-    """The part of a joint schedule that belongs to each region."""
-    evaluations: list[list[str]] = [[] for _ in captured.regions]
-    boundaries = [0] * len(captured.regions)
-    remaining = [priced.problem.forward_ops for priced in joined.prices]
-    seen: set[int] = set()
-    for index in schedule.evaluations:
-        region, local = joined.owner[index]
-        name = joined.prices[region].nodes[local]
-        if name:
-            evaluations[region].append(name)
-        if index not in seen and local < joined.prices[region].problem.forward_ops:
-            remaining[region] -= 1
-            if remaining[region] == 0:
-                boundaries[region] = len(evaluations[region])
-        seen.add(index)
-    offloads = _region_offloads(joined, schedule)
-    steps = tuple(sorted(step.number for step in joined.steps.values()))
-    return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps)
-        for number, (region, names, boundary) in enumerate(zip(captured.regions, evaluations, boundaries, strict=True))
-    )
-
-
-def _region_offloads(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
-    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out.
-
-    An event while another region runs moves to the end of this region's forward or to the start of its backward: the
-    value's device memory is then free earlier, and for longer, than planned.
-    """
-    if not schedule.offloads:
-        return {}
-    regions = range(len(joined.prices))
-    before = [[0] for _ in regions]  # region → position in the schedule → number of the region's evaluations before it
-    for index in schedule.evaluations:
-        owner, local = joined.owner[index]
-        for region in regions:
-            before[region].append(before[region][-1] + (region == owner and bool(joined.prices[owner].nodes[local])))
-    values = [(region, value) for region in regions for value in joined.prices[region].values]
-    offloads: dict[int, list[HostStay]] = {}
-    for offload in schedule.offloads:
-        region, value = values[offload.storage]
-        own = before[region]
-        later = (own[offload.freed_before], own[offload.fetch_from], own[offload.back_before])
-        offloads.setdefault(region, []).append(HostStay(value, own[offload.out_after + 1] - 1, *later))
-    return offloads

@@ -7,20 +7,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from memopt.account.account import Account
-from memopt.capture.fake_model import Narrowed
-from memopt.device import Hardware
+from memopt.capture.on_fakes import Narrowed
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import Known, PricedLevers, Wanted, combinations_of, further_combinations
-from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingFacts
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
-from memopt.planning.captured import Captured
-from memopt.planning.options import Options
 from memopt.planning.plan import Plan
+from memopt.planning.terms import ModelTerms
 
 _NOT_FUSED = (
     "{!r} is not considered: code that inductor compiles keeps no order between a parameter's "
@@ -30,19 +27,18 @@ _NOT_FUSED = (
 
 @dataclass
 class Proposing:
-    """The levers on the optimiser for one model on one device; `low` is the 16-bit dtype that steps compute in, or
-    None."""
+    """The levers on the optimiser for one model on one device."""
 
-    model: nn.Module
-    options: Options
-    card: Hardware
-    low: torch.dtype | None
-    fused: bool = False
-    """Whether calls are compiled by a backend that orders kernels itself."""
+    terms: ModelTerms
     chosen: PricedLevers | None = None
     """The chosen levers, on which every plan is based; None where none is chosen."""
     decided: bool = False
     """Whether the choice is final, because the optimiser may exist by now."""
+
+    @property
+    def _low(self) -> torch.dtype | None:
+        """The 16-bit dtype that steps compute in; None where all is in fp32."""
+        return self.terms.rewriting.autocast
 
     def decide(self, names: Collection[str]) -> None:
         """Base every further plan on exactly these levers."""
@@ -54,13 +50,13 @@ class Proposing:
 
     def _named(self, names: Collection[str] | None = None) -> list[Lever]:
         """The levers on the optimiser, memopt's and the user's own, or those with these names."""
-        known = [lever for lever in dict.fromkeys([*LEVERS.values(), *self.options.levers]) if lever.optimizer]
+        known = [lever for lever in dict.fromkeys([*LEVERS.values(), *self.terms.options.levers]) if lever.optimizer]
         return known if names is None else [lever for lever in known if lever.name in names]
 
     @property
     def allowed(self) -> frozenset[str]:
         """The levers that may still be chosen."""
-        return frozenset() if self.decided else self.options.optimizer_levers
+        return frozenset() if self.decided else self.terms.options.optimizer_levers
 
     @property
     def may_step_in_backward(self) -> bool:
@@ -69,24 +65,24 @@ class Proposing:
 
     def check_allowed(self) -> None:
         """Raise `ValueError` where an allowed lever cannot work with this step."""
-        for lever in self.options.levers:
-            if _narrows(lever) and self.low is not torch.bfloat16:
+        asked, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
+        for lever in self.terms.options.levers:
+            if _narrows(lever) and self._low is not torch.bfloat16:
                 raise ValueError(
-                    f"{lever.name!r} in allow needs a step in bf16, which precision={self.options.precision!r} is not "
-                    f"on {self.card.name!r}; give precision='bf16', or leave it out"
+                    f"{lever.name!r} in allow needs a step in bf16, which {asked} is not on {card!r}; give "
+                    "precision='bf16', or leave it out"
                 )
-            if _in_backward(lever) and self.low is torch.float16:
+            if _in_backward(lever) and self._low is torch.float16:
                 raise ValueError(
                     f"{lever.name!r} in allow steps before it is known whether all gradients are finite, which "
-                    f"training in fp16 asks, as precision={self.options.precision!r} is on {self.card.name!r}; give "
-                    "precision='fp32', or leave it out"
+                    f"training in fp16 asks, as {asked} is on {card!r}; give precision='fp32', or leave it out"
                 )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Why an allowed lever is not considered."""
         inside = filter(_in_backward, self._named(self.allowed))
-        return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.fused else ()
+        return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.terms.fuses else ()
 
     def combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> Iterator[PricedLevers]:
         """All possible combinations: those of allowed levers, the cheapest first, and then those with others as far
@@ -106,9 +102,9 @@ class Proposing:
 
     def _possible(self, gradients_held: bool) -> list[Lever]:
         """The levers that can work for the model, device and call."""
-        whole = self.fused or gradients_held or self.low is torch.float16 or _has_ranks()
-        on_host = device_of(self.card).is_host  # its memory is the host's: there is nothing to move
-        wide = self.low is not torch.bfloat16
+        whole = self.terms.fuses or gradients_held or self._low is torch.float16 or _has_ranks()
+        on_host = device_of(self.terms.card).is_host  # its memory is the host's: there is nothing to move
+        wide = self._low is not torch.bfloat16
         return [
             lever
             for lever in self._named()
@@ -118,7 +114,7 @@ class Proposing:
     @property
     def facts(self) -> TrainingFacts:
         """The parameters that the optimiser trains, and on which device."""
-        return TrainingFacts.of(self.model, self.options.optimizer, self.card)
+        return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:
         """The account of the step with the chosen levers."""
@@ -131,15 +127,12 @@ class Proposing:
 
     def account_as_kept(self, account: Account, plan: Plan) -> Account:
         """The account of a call with the optimiser's levers of `plan`, a plan from the cache."""
-        if not plan.proposals:
-            return account
-        return self._priced(plan.proposals).adjusted(account)
+        return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
-    def as_kept(self, captured: Captured, plan: Plan) -> Captured:
-        """A captured call with the optimiser's levers of `plan`, a plan from the cache."""
+    def stepping_as_kept(self, plan: Plan) -> Stepping | None:
+        """How the optimiser steps within the backward under the levers of `plan`, a plan from the cache."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
-        stepping = self._priced(plan.proposals).stepping if inside else self.stepping
-        return captured.stepping_by(stepping).stepping_as([region.steps for region in plan.regions])
+        return self._priced(plan.proposals).stepping if inside else self.stepping
 
     def narrowed_by(self, plan: Plan) -> Narrowed | None:
         """The cast of parameters and inputs under the levers of `plan`; None where they keep their dtype."""
@@ -152,7 +145,7 @@ class Proposing:
 
     def narrowing(self) -> Narrowed:
         """The cast of parameters and inputs under a lever that narrows them."""
-        return Narrowed(torch.bfloat16, frozenset(map(id, kept_wide(self.model))))
+        return Narrowed(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
 
     @property
     def floats(self) -> torch.dtype | None:
@@ -163,7 +156,9 @@ class Proposing:
         """Raise `ValueError` where plans assume parameters in another dtype than they have, or an optimiser that steps
         them in the backward and does not."""
         narrowed = self.narrowed
-        if narrowed and any(narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.model.parameters()):
+        if narrowed and any(
+            narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.terms.model.parameters()
+        ):
             raise ValueError(
                 "the plan counts on parameters in bf16, and they are not yet: memopt.wrap_optimizer(model, optimizer) "
                 "casts them; train with the optimizer that it returns"
@@ -173,7 +168,7 @@ class Proposing:
 
     def _check_stepping(self) -> None:
         """Raise `ValueError` where a trained parameter is not stepped in the backward, or holds a gradient."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.terms.model.parameters() if parameter.requires_grad]
         after = [parameter for parameter in trained if len(stepping_hooks(parameter)) != 1]
         if after:
             raise ValueError(

@@ -6,13 +6,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from memopt.account.breakdown import ANY_LINK, breakdown
+from memopt.account.breakdown import ANY_LINK
 from memopt.errors import BudgetError
-from memopt.planning.footprint import Footprint
+from memopt.planning.figures import recounted
 from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
 from memopt.solver import simulate
 from memopt.solver.problem import BlockCall
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a compiled forward and backward hold beside the region's inputs."""
+
+    forward_bytes: int
+    """Peak of the forward."""
+    held_bytes: int
+    """Bytes that the forward leaves: its outputs, and what the backward reads."""
+    backward_bytes: int
+    """Peak of the backward, including what the forward left, until its last use."""
+    left_bytes: int
+    """Bytes that the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
+    ways: tuple[tuple[tuple[bool, int, int], ...], ...] = ()
+    """The allocator's calls in both, as `BlockCall`s: where the forward's outputs are kept, and where these are dropped
+    before the backward, as for `step_ways`; empty on the CPU."""
+
 
 ROUNDS = 4
 """The maximal number of rounds of planning and compiling a step, each of which costs one compilation; one more is for
@@ -27,24 +45,15 @@ Made = TypeVar("Made")
 
 def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
     """The plan of one region with the peak of its compiled graphs, and on a card with what the allocator then holds."""
-    assert plan.joined is not None
-    assert plan.captured is not None
-    assert plan.schedule is not None
-    problem = plan.joined.problem
+    step, schedule = plan.solved
+    problem = step.problem.problem
     handed_over = footprint.left_bytes + problem.ops[-1].workspace_bytes
     moving = max(footprint.forward_bytes, footprint.backward_bytes, handed_over)
-    simulated = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
+    simulated = simulate(problem, schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     bare = replace(plan.account, lowering=moving - simulated)
     ways = [[BlockCall(*call) for call in calls] for calls in footprint.ways]
-    account = compiled_within(plan.joined, plan.schedule, bare, ways, plan.budget_bytes) if ways else bare
-    seen = plan.captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
-    return replace(
-        plan,
-        account=account,
-        planned=breakdown(seen.problem, plan.schedule, account),
-        ceiling_bytes=breakdown(problem, plan.schedule, account).peak_bytes,
-        held_bytes=footprint.held_bytes,
-    )
+    account = compiled_within(step.problem, schedule, bare, ways, plan.budget_bytes) if ways else bare
+    return recounted(plan, account, held_bytes=footprint.held_bytes)
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Refit(Generic[Made]):
     _took_smallest: bool = False
 
     def judge(self, plan: Plan, made: Made) -> None:
-        """Take note of a compiled plan."""
+        """Record a plan that has the peak of its compiled code `made`, and what the next one must leave for it."""
         repeated = plan.regions in self._tried
         self._tried.add(plan.regions)
         room = self.budget_bytes - plan.ceiling_bytes

@@ -1,37 +1,130 @@
-"""The terms on which a rank trains: what must be equal on all ranks for them to run by one plan."""
+"""What the plan of a call depends on beside the call: the terms of its model, and its situation."""
 
 from __future__ import annotations
 
-import hashlib
-import platform
-from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
-from memopt.planning.job_key import own_digest, sources_of
-from memopt.planning.options import Options
-from memopt.units import size
+from memopt.account.sharded import Sharding
+from memopt.capture.operators import Rewriting
+from memopt.compat.operators import without_autocast
+from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
+from memopt.device.devices import device_here
+from memopt.levers import lever_sets
+from memopt.levers.reinplace import REINPLACE
+from memopt.planning.options import Options, backend_for
+from memopt.progress import stage
+from memopt.rewrite.pipeline import precision_rewriting, with_passes
+from passes.ops.fp8_formats import histories_of
 
 
-def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
-    """Name → value in words, for messages; code by the beginning of its hash."""
-    shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
-    return {
-        "the budget": size(options.budget_bytes),
-        "precision": repr(options.precision),
-        "allow": ", ".join(sorted(options.allow)),
-        "backend": options.backend,
-        "outputs": options.outputs,
-        "memopt": f"code {own_digest()[:8]}",
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-        "the model": f"{type(model).__name__} ({_digest(shapes)})",
-        "the model's code": _digest(sources_of(model, loss_fn)),
-    }
+@dataclass(frozen=True)
+class Buckets:
+    """The memory from which `DistributedDataParallel` exchanges gradients, beside what it holds of a forward."""
+
+    nbytes: int
+    views: bool = False
+    """Gradients are views of the buckets once they are exchanged."""
+    hold_gradients: bool = False
+    """Each gradient becomes such a view as soon as it is computed, or is one already."""
+    clone_outputs: bool = False
+    """The wrapper returns clones of the model's outputs."""
 
 
-def _digest(value: object) -> str:
-    """The beginning of the hash of a value's text."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+@dataclass(frozen=True)
+class Situation:
+    """The circumstances of a training call when its forward begins."""
+
+    gradients_held: bool = False
+    """Gradients are there before the step: gradient accumulation."""
+    other_forwards: int = 0
+    """Bytes that forwards hold whose backward is still to come."""
+    to_come: int = 0
+    """The number of further forwards of this model before its first backward, each of which may hold as much as this
+    one; their gradients are among `other_forwards`."""
+    meanwhile: int = 0
+    """Bytes that the caller's own code takes, and frees, between the forward and its backward."""
+    spared: int | None = 0
+    """Bytes that steps of other models take between the forward and its backward, which are left free as far as the
+    budget allows; None: they are not known yet, and the forward holds as little as it can."""
+    elsewhere: int | None = None
+    """The bytes on the device beside the step that the plan must leave room for; None: those that are found there."""
+    hooked: frozenset[int] = frozenset()
+    """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
+    buckets: Buckets | None = None
+    """The buckets of the `DistributedDataParallel` around the model; None without one."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTerms:
+    """The terms that the plans of all calls of a model have in common, by the user's options."""
+
+    model: nn.Module
+    options: Options
+
+    @cached_property
+    def histories(self) -> str:
+        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
+        return histories_of(self.model).prefix
+
+    def device(self) -> torch.device:
+        """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks
+        other attention kernels and lacks some gradients."""
+        home = next(self.model.parameters()).device
+        if home.type != "meta":
+            return home
+        return device_here()
+
+    @cached_property
+    def backend(self) -> str:
+        """The backend that runs planned graphs: "aten" or "inductor"."""
+        return backend_for(self.options.backend, self.device().type)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the backend fuses elementwise operators with their readers, so that values between them take no
+        memory."""
+        return self.backend == "inductor"
+
+    @cached_property
+    def card(self) -> Hardware:
+        """The hardware that the step is planned for: the card that was named, or the device at hand."""
+        if self.options.calibrate:
+            with stage("timing the device"):
+                return calibrated_hardware(self.device())
+        return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
+
+    @cached_property
+    def rewriting(self) -> Rewriting:
+        """The rewriting without levers and without the user's passes, which every lever set includes: precision, and
+        whether results are written in place."""
+        by_types = precision_rewriting(self.options.precision, self.card)
+        return replace(by_types, reinplace=REINPLACE.name in self.options.allow)
+
+    @property
+    def lever_sets(self) -> tuple[Rewriting, ...]:
+        """The rewritings to try, each with one lever more, the cheapest first; all of them have the user's passes."""
+        levers = [lever for lever in self.options.levers if lever.name not in self.idle_levers]
+        found = lever_sets(self.rewriting, levers, self.card, histories=self.histories)
+        return tuple(with_passes(rewriting, self.options.passes) for rewriting in found)
+
+    @property
+    def idle_levers(self) -> frozenset[str]:
+        """The allowed levers that need a step in 16 bits, where it is in fp32 and nobody has asked for a precision."""
+        if self.options.precision != "auto" or self.rewriting.autocast is not None:
+            return frozenset()
+        return frozenset(lever.name for lever in self.options.levers if lever.graph and lever.graph.needs_low)
+
+    def types(self) -> AbstractContextManager[None]:
+        """A context in which the caller's autocast is off, if the plan decides dtypes itself."""
+        return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """How the parameters are spread over the cluster that is planned for; None for one card."""
+        terms = self.options.cluster
+        return None if terms is None else Sharding.of(self.model, terms.cluster, terms.dtype)

@@ -1,20 +1,71 @@
-"""Prices of nodes: seconds by the device's time model or as timed, workspaces as measured or estimated."""
+"""The prices of single nodes, which of them are scheduled, and the host's time for a step."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.calibration import calibrated_seconds
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
+from memopt.device.storages import is_view
 from memopt.device.time_model import node_seconds, runs_kernel
 from memopt.device.workspace import measure_workspaces, rehearsal, workspace_bytes
 from memopt.price.priced_graph import NodePrice
+from passes.graphs.aliases import WAIT
+from passes.graphs.node_facts import backward_nodes
+from passes.ops.offload_ops import TRANSFERS
+
+_PROJECTIONS = ("aten.mm.", "aten.addmm.")
+
+
+def number_blocks(paths: Iterable[str]) -> dict[str, int]:
+    """The number of the repeated block of each path: its outermost list element, as `layers.3` of `layers.3.mlp`. Paths
+    outside of blocks are left out."""
+    numbers: dict[str, int] = {}
+    blocks: dict[str, int] = {}
+    for path in paths:
+        parts = path.split(".")
+        element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+        if element is not None:
+            block = ".".join(parts[: element + 1])
+            blocks[path] = numbers.setdefault(block, len(numbers))
+    return blocks
+
+
+def is_attention_core(node: fx.Node, path: str) -> bool:
+    """Whether the node computes attention scores, their softmax or the weighted sum, rather than a projection."""
+    target = str(node.target)
+    return "attention" in target or ("att" in path.lower() and not target.startswith(_PROJECTIONS))
+
+
+def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The scheduled nodes of the forward and of the backward, each in program order, without `fused` ones."""
+    late = backward_nodes(graph)
+    scheduled = [node for node in graph.nodes if is_scheduled(node) and node not in fused]
+    return [node for node in scheduled if node not in late], [node for node in scheduled if node in late]
+
+
+def is_scheduled(node: fx.Node) -> bool:
+    """Whether a schedule names the node: it makes memory or has effects.
+
+    Views and elements of tuples follow what they read, and copies to and from the host run beside compute.
+    """
+    if node.op != "call_function" or node.target in TRANSFERS:
+        return False
+    writes = is_mutation(node) or node.target is WAIT
+    return writes or not (is_view(node) or node.target is operator.getitem)
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def price_nodes(
@@ -67,3 +118,18 @@ def _timed(modelled: Mapping[fx.Node, float], device: torch.device) -> dict[fx.N
         expected[call] += modelled[node]  # type: ignore[assignment]
     found = calibrated_seconds(expected, device)
     return {node: found[call] for node, call in calls.items() if call in found}
+
+
+_REGION_SECONDS = 2.5e-3
+"""The time of a region: its guards, the check of what the device holds, autograd's node."""
+_GRADIENT_SECONDS = 40e-6
+"""The time of an input with a gradient: its guard, its place among the inputs, its gradient handed out."""
+
+
+def host_seconds(regions: int, gradients: int) -> float:
+    """Seconds by which a planned step takes longer on the host than the same operators of a plain step.
+
+    On a CPU they add to the step; on a GPU they are hidden while its queue of kernels does not run empty. Both
+    constants are fitted to measurements on one core of a server (`benchmarks/host_time.py`).
+    """
+    return regions * _REGION_SECONDS + gradients * _GRADIENT_SECONDS

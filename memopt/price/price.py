@@ -12,12 +12,19 @@ from torch import fx
 from memopt.device.device import Device
 from memopt.device.devices import device_of
 from memopt.device.storages import Storages, find_storages, storage_bytes
-from memopt.price.blocks import is_attention_core, number_blocks
-from memopt.price.graph_use import ALONE, GraphUse
-from memopt.price.parameter_steps import PlacedParameterStep, place_steps
-from memopt.price.priced_graph import NodePrice, PassedOn, PricedGraph, PricedParameterStep
-from memopt.price.reductions import PlacedReduction, place_reductions
-from memopt.price.scheduled_nodes import is_mutation, split_halves
+from memopt.price.node_prices import is_attention_core, is_mutation, number_blocks, split_halves
+from memopt.price.priced_graph import (
+    ALONE,
+    GraphUse,
+    NodePrice,
+    PassedOn,
+    PlacedParameterStep,
+    PlacedReduction,
+    PricedGraph,
+    PricedParameterStep,
+    place_reductions,
+    place_steps,
+)
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
 from passes.graphs.node_facts import binds_new_symbols, is_tangent, module_path

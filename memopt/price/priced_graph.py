@@ -1,13 +1,146 @@
-"""A joint graph as numbers: the problem that solvers get, and the names that lead back from its ops to the graph."""
+"""A joint graph as a problem in bytes and seconds, and how the graph is used."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
+from torch import fx
+
+from memopt.device.storages import Storages, storage_bytes
 from memopt.solver import RematProblem
 from memopt.solver.problem import BlockCall
+from passes import FoundReuse
+from passes.graphs.node_facts import is_tangent
+
+
+@dataclass(frozen=True)
+class ParameterSteps:
+    """The parameters of a region that the optimiser steps within its backward; by default none."""
+
+    inside: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Position of the gradient among the results → number of the parameter among the inputs, for parameters that may be
+    stepped before the backward ends."""
+    workspaces: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Number of the parameter among the inputs → bytes that its step takes beside it, its gradient and its state."""
+
+
+class MemoryUses:
+    """Which nodes of a joint graph read which storages, scheduled or not."""
+
+    def __init__(self, graph: fx.Graph, storages: Storages) -> None:
+        self.storages = storages
+        self.readers = storages.aliases.readers
+        output = graph.output_node()
+        results = output.args[0]
+        assert isinstance(results, (tuple, list))
+        self.output = output
+        self.results: list[Any] = list(results)
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        nodes = (result for result in results if isinstance(result, fx.Node))
+        self.returned = Counter(index for node in nodes for index in storages.of.get(node, ()))
+
+    def before_step(self, position: int, number: int) -> list[fx.Node] | None:
+        """The nodes that must have run before the parameter at input `number` is stepped by the gradient at result
+        `position`, in program order: the one that makes the gradient, and all that read the storage of either.
+
+        None where the step has to wait for the end of the backward: the parameter's storage is returned, or the
+        gradient's is also another result's, or was there before the backward.
+        """
+        gradient = self.results[position]
+        assert isinstance(gradient, fx.Node)
+        own, made = (self.storages.of.get(node, ()) for node in (self.inputs[number], gradient))
+        if len(own) != 1 or len(made) != 1 or self.returned[own[0]] or self.returned[made[0]] != 1:
+            return None
+        maker = self.storages.infos[made[0]].maker
+        if maker.op != "call_function":
+            return None
+        readers = (node for index in (own[0], made[0]) for node in self.readers.get(index, ()))
+        return [maker, *(node for node in readers if node is not self.output)]
+
+
+@dataclass(frozen=True)
+class PlacedParameterStep:
+    """A parameter's step, behind the first node after which it may run."""
+
+    position: int
+    """The position of the gradient among the results."""
+    number: int
+    """The number of the parameter among the inputs."""
+    storage: int
+    """The number of the gradient's storage in `Storages`."""
+    before: tuple[fx.Node, ...]
+    """The nodes that must have run before it."""
+    workspace_bytes: int
+    """Bytes that the step takes beside the parameter, its gradient and its state."""
+
+
+def place_steps(
+    graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
+) -> dict[fx.Node, list[PlacedParameterStep]]:
+    """For each node of `backward`, which is in program order, the parameter steps that may run right behind it."""
+    if not steps.inside:
+        return {}
+    uses = MemoryUses(graph, storages)
+    order = {node: number for number, node in enumerate(backward)}
+    found: dict[fx.Node, list[PlacedParameterStep]] = {}
+    for position, number in sorted(steps.inside.items()):
+        before = uses.before_step(position, number) or []
+        last = max((node for node in before if node in order), key=order.__getitem__, default=None)
+        if last is not None:
+            given, gradient = uses.inputs[number].meta["val"], uses.results[position].meta["val"]
+            # A gradient that lies in memory in another order is copied.
+            copy = storage_bytes(given) if gradient.stride() != given.stride() else 0
+            (made,) = storages.of[uses.results[position]]
+            step = PlacedParameterStep(position, number, made, tuple(before), steps.workspaces[number] + copy)
+            found.setdefault(last, []).append(step)
+    return found
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The gradients of one group of parameters, which are reduced together once all of them are made."""
+
+    name: str
+    """The name of its op."""
+    positions: frozenset[int]
+    """The positions of the gradients among all results of the joint graph."""
+    buffer_bytes: int
+    """Bytes that the reduction takes beside the gradients, beyond those of the account."""
+    made_bytes: int
+    """Bytes of one card's share of the result; 0 where it is added to gradients that are held already."""
+
+
+@dataclass(frozen=True)
+class PlacedReduction:
+    """A reduction behind the node that makes the last of its gradients."""
+
+    reduction: Reduction
+    storages: frozenset[int]
+    """The gradients' storages, numbered as in `Storages`."""
+
+
+def place_reductions(
+    reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
+) -> dict[fx.Node, list[PlacedReduction]]:
+    """For each node of `backward`, which is in program order, the reductions that run right behind it; reductions
+    without gradients that the backward makes are left out."""
+    if not reductions:
+        return {}
+    order = {node: number for number, node in enumerate(backward)}
+    found: dict[fx.Node, list[PlacedReduction]] = {}
+    for reduction in reductions:
+        given = [results[position] for position in reduction.positions]
+        own = {index for node in given if isinstance(node, fx.Node) for index in storages.of.get(node, ())}
+        # A view of the gradient may come later than the node that makes its memory.
+        nodes = [*given, *(storages.infos[index].maker for index in own)]
+        last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
+        if last is not None:
+            found.setdefault(last, []).append(PlacedReduction(reduction, frozenset(own)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,3 +196,37 @@ class PricedGraph:
     """Of one of several regions, position of an output that is held in the call's forward only → its storage."""
     given: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Number of an input that is an output of another region → a storage of no bytes, read by the ops that read it."""
+
+
+@dataclass(frozen=True)
+class GraphUse:
+    """The use of a joint graph in a step; by default alone, with all results kept to the end of the step."""
+
+    accumulated: Collection[int] = ()
+    """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made.
+    All other results are kept to the end of the step."""
+    fused: frozenset[fx.Node] = frozenset()
+    """Nodes whose values never lie in memory; no schedule names them."""
+    least_moved_bytes: int = 0
+    """Smaller values cannot be offloaded."""
+    block_bytes: int = 1
+    """Memory is allocated in multiples of this."""
+    steps: ParameterSteps = field(default_factory=ParameterSteps)
+    """The parameters stepped within the backward: each as soon as neither it nor its gradient is read any more where
+    that is possible, the others at the end, one after the other."""
+    reuses: Collection[FoundReuse] = ()
+    """The calls of the backward whose results take an operand's memory."""
+    released: Collection[int] = ()
+    """Positions of the forward's results that its caller holds to the end of the forward only."""
+    passed_on: PassedOn | None = None
+    """For one of several regions, the results that other code takes, and the inputs from other regions."""
+    overwritten: Collection[int] = ()
+    """The numbers of the inputs that are written over when the forward is done: what reads one is not recomputed."""
+    reductions: Collection[Reduction] = ()
+    """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last one is made, and
+    of which one card's share takes the place."""
+    receivers: Mapping[int, int] | None = None
+    """Position among the gradients → number of the input whose gradient it is; None where these are equal."""
+
+
+ALONE = GraphUse()

@@ -16,12 +16,13 @@ from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real, new_symbols
 from memopt.capture.dynamo import in_brief
 from memopt.capture.inputs import Call, call_signature, tensors_in
-from memopt.capture.operators import Decide, OperatorGraph, Rewriting, rewrite
+from memopt.capture.operators import Decide, OperatorGraph, Rewriting
 from memopt.capture.sample import run_sample
 from memopt.compat.host import is_on_host
 from memopt.compat.operators import plain_tensors
 from memopt.rewrite.policy import PrecisionPlan
 from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
+from memopt.rewrite.trace import rewrite
 from memopt.units import size
 from passes import format_graph
 from passes.graphs.graph_text import format_node

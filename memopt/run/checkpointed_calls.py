@@ -12,7 +12,7 @@ from memopt.capture.inputs import Call
 from memopt.compat.modules import Parts
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.checkpoints import choices
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
@@ -37,7 +37,7 @@ class CheckpointedCalls:
     @cached_property
     def _calls(self) -> tuple[PlainCalls, ...]:
         """One for each choice of modules."""
-        found = choices(self.model) if "recompute" in self.planner.options.allow else ()
+        found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
     def fitting(

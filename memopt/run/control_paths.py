@@ -9,16 +9,17 @@ from functools import partial
 from torch import nn
 
 from memopt.capture.author_modes import autocast_state
+from memopt.capture.data_sizes import MARGIN
+from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.together import MARGIN, known_places, together, with_eager_bytes
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
-from memopt.planning.kept_step import beside_freed
+from memopt.planning.kept_blocks import beside_freed
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress

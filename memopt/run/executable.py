@@ -19,9 +19,9 @@ from memopt.compat.symbols import known_sizes
 from memopt.device.storages import find_storages
 from memopt.emit.partition import Emitted
 from memopt.errors import CaptureError
-from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.priced_step import TracedStep
+from memopt.planning.schedule_parts import RegionSchedule
 from passes import is_pure
 
 Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
@@ -56,7 +56,7 @@ class Executable:
     number; None for a run that may not take its place."""
 
     @property
-    def step(self) -> Captured:
+    def step(self) -> TracedStep:
         """The graphs of the plan."""
         step = self.plan.captured
         assert step is not None

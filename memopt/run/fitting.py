@@ -16,7 +16,7 @@ from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.ledger import Moment

@@ -14,7 +14,7 @@ import torch
 
 from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES
-from memopt.account.allocated import AllocationLimit, allocated_bytes
+from memopt.account.eager_bytes import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
@@ -22,7 +22,7 @@ from memopt.meter import PeakMeter
 from memopt.planning.least import tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.company import Company
 from memopt.run.entry import Entry, Looked
 from memopt.training_state import CallState

@@ -31,8 +31,8 @@ from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.least import lasting_bytes
-from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.beside import Beside
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment

@@ -32,9 +32,9 @@ from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError
+from memopt.planning.job_key import terms_of
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.terms import terms_of
 from memopt.run.loss import UntilTarget
 from memopt.run.ranks import Ranks
 from memopt.run.session import Session, session_of

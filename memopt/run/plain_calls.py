@@ -27,7 +27,7 @@ from memopt.device.devices import device_of
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
@@ -260,7 +260,7 @@ class PlainCalls:
         special = bool(special_tensors(call, Parts.of(self.model)))
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
-                step = self._count_step(batch, situation, self.planner.options.budget_bytes)
+                step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = call if special else on_meta(call)
@@ -273,7 +273,7 @@ class PlainCalls:
         rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
         the count stops as soon as that is clear.
         """
-        card, held, depends = self.planner.card, situation.gradients_held, True
+        card, held, depends = self.planner.terms.card, situation.gradients_held, True
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
             most = room / self._margin(depends_on_values=False)
@@ -288,7 +288,7 @@ class PlainCalls:
         if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
             return None
         if self.checkpoints is None:
-            room = budget_bytes - self.planner.account(call, situation).resident_bytes
+            room = budget_bytes - self.planner.accounts.account(call, situation).resident_bytes
         most = int(room / self._margin(depends_on_values=depends))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(self.model, self.plain, call, card, most)
@@ -297,7 +297,7 @@ class PlainCalls:
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
         needed, state = self._needed(step, call, situation)
-        room = self.planner.options.budget_bytes - needed
+        room = self.planner.terms.options.budget_bytes - needed
         return Fitting(step, room, state) if room >= 0 else None
 
     def _needed(self, step: PlainStep, call: Call, situation: Situation) -> tuple[int, int]:
@@ -317,24 +317,24 @@ class PlainCalls:
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
         """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached` is as for
         `account`."""
-        account = self.planner.account(call, replace(situation, elsewhere=0), reached=reached)
+        account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
         return replace(account, tolerance=0)
 
     def _margin(self, *, depends_on_values: bool) -> float:
         if depends_on_values:
             return VALUES_MARGIN if self.checkpoints is None else CHECKPOINTS_MARGIN
-        return CUDA_MARGIN if device_of(self.planner.card).caching else MARGIN
+        return CUDA_MARGIN if device_of(self.planner.terms.card).caching else MARGIN
 
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: no passes, compiler or optimiser levers are wanted, and no precision
         that was named: "auto" chooses one for the plans that there are."""
         planner = self.planner
         return not (
-            (planner.options.precision != "auto" and planner.rewriting)
-            or planner.options.passes
-            or planner.options.calibrate
-            or planner.options.hardware
-            or planner.fuses
+            (planner.terms.options.precision != "auto" and planner.terms.rewriting)
+            or planner.terms.options.passes
+            or planner.terms.options.calibrate
+            or planner.terms.options.hardware
+            or planner.terms.fuses
             or planner.proposing.chosen
             or planner.proposing.allowed
         )

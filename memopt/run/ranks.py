@@ -24,7 +24,7 @@ from memopt.compat.ddp import (
 )
 from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError, RankError
-from memopt.planning.situation import Buckets
+from memopt.planning.terms import Buckets
 
 _Told = tuple[str, tuple[Any, ...], dict[str, Any]]
 """An error of a rank, for the others: its kind, and what it is made from. Plain data, nothing that runs."""

@@ -15,22 +15,22 @@ from torch import fx, nn
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
-from memopt.capture.shards import is_tensor_parallel
-from memopt.capture.trace import forward_as_planned
 from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.emit.emit import emit_region
 from memopt.emit.partition import Emitted, check_own_memory
 from memopt.errors import CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.plan import Plan
-from memopt.planning.region_schedule import RegionSchedule
-from memopt.planning.situation import Situation
+from memopt.planning.schedule_parts import RegionSchedule
+from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.rewrite.trace import forward_as_planned
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
@@ -156,7 +156,7 @@ class RecordedCalls:
 
     def _rehearsed(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
         gathered = Gathered(self.model)
-        forward_of = partial(forward_as_planned, rewriting=self.road.planner.rewriting)
+        forward_of = partial(forward_as_planned, rewriting=self.road.planner.terms.rewriting)
         self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
@@ -324,12 +324,12 @@ class RecordedCalls:
         """The second forward by which outputs get gradients that the plan does not differentiate."""
         planner, plan = self.road.planner, forward.plan
         prevented = ""
-        if region.plain is None or is_fully_sharded(planner.model):
+        if region.plain is None or is_fully_sharded(planner.terms.model):
             prevented = "the parameters are spread over ranks"
         elif self.road.accumulation.exchange is not None:
             prevented = "other ranks wait for the gradients of the loss"
         elif plan.regions[0].steps:
             prevented = "parameters are stepped within the backward"
-        elif planner.fuses and plan.captured is not None and plan.captured.draws:
+        elif planner.terms.fuses and plan.captured is not None and plan.captured.draws:
             prevented = "the random numbers of compiled code cannot be drawn again"
         return Replay(region, inputs, forward, forward.before, prevented, planner.differentiate_outputs)

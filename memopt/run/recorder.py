@@ -22,7 +22,7 @@ from memopt.capture.rehearsal import cannot_capture
 from memopt.errors import CaptureError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.fitting import CallInProgress, Insists
@@ -196,7 +196,7 @@ class Recorder:
         """Record a call as one region without running it; None where torch.compile passes it over. Raises
         `GraphBreak`."""
         if not all(map(is_real, tensors_in(call))):
-            call = with_zeros(call, self.planner.device())
+            call = with_zeros(call, self.planner.terms.device())
         found: CapturedCall | None = self._by_size(call, RecordedCalls.capture_whole, call)
         return found
 

@@ -1,7 +1,7 @@
 """The stages of a training call, in order: capture, rewrite, price, solve, emit, install.
 
-    capture ─▶ CapturedCall ─rewrite─▶ JointGraph, one for each run ─price─▶ Captured (Joined) ─solve─▶ Plan
-    ─emit─▶ Emitted, one for each run ─install─▶ Executable, which the stubs of regions run
+    capture ─▶ Recorded ─trace─▶ Traced ─price─▶ Priced ─solve─▶ Plan ─emit─▶ Emitted, one for each run
+    ─install─▶ Executable, which the stubs of regions run
 
 Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all regions of a call together.
 """
@@ -27,15 +27,15 @@ from memopt.emit.gradients import Accumulation
 from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
-from memopt.planning.advice import Advice
-from memopt.planning.among_equals import among_equals
+from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.extended import extended
+from memopt.planning.derived import among_equals, extended
 from memopt.planning.least import leaving_room, sparing
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
-from memopt.planning.situation import Situation
+from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import KeptPlans, as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.solver import SolverError
@@ -62,18 +62,18 @@ class Road:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        with self._planning(), self.planner.one_look(call, situation):
+        recorded = Recorded(self.planner, captured, call, situation)
+        with self._planning(), self.planner.accounts.one_look(call, situation):
             self.plans += 1
-            key = self.kept.key(captured, call, situation)
-            self.kept.note(key, call, situation)
-            if found := self.kept.plan(key, captured, call, situation):
+            key = self.kept.key(recorded)
+            self.kept.note(key, recorded)
+            if found := self.kept.plan(key, recorded):
                 return self.asked(found, situation, whole=captured.whole)
-            check_compiled_least(self.planner, captured, call, situation)
-            search = self._search(call, situation, advise=advise)
+            check_compiled_least(recorded)
             try:
-                plan = self._rewrite_price_solve(captured, call, situation, search)
+                plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
-                raise (self._as_compiled(refusal, captured, call, situation) if advise else refusal) from None
+                raise (self._as_compiled(refusal, recorded) if advise else refusal) from None
             self.kept.keep(key, plan)
             return self.asked(plan, situation, whole=captured.whole)
 
@@ -90,19 +90,20 @@ class Road:
 
         What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`, `CaptureError`.
         """
+        recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
         try:
             with self._planning():
                 self.plans += 1
-                with self.planner.one_look(call, situation):
-                    device = self.planner.device()
+                with self.planner.accounts.one_look(call, situation):
+                    device = self.planner.terms.device()
                     device_of(device).start_libraries(device)
                     # A plan made ahead is kept already, but for one with proposals: they are part of the key in use.
-                    settled = planned is not None and not planned.proposals and not self.planner.fuses
-                    key = None if settled else self.kept.key(captured, call, situation)
-                    emitted = self._emitted_as_kept(key, captured, call, situation)
+                    settled = planned is not None and not planned.proposals and not self.planner.terms.fuses
+                    key = None if settled else self.kept.key(recorded)
+                    emitted = self._emitted_as_kept(key, recorded)
                     if emitted is None:
-                        emitted = self._planned_and_emitted(captured, call, situation, planned)
+                        emitted = self._planned_and_emitted(recorded, planned)
                         self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
                 return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:
@@ -119,15 +120,16 @@ class Road:
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
-        sets = [levers for levers in planner.lever_sets if levers == of_plan.rewriting]
+        recorded = Recorded(planner, captured, call, situation)
+        sets = [levers for levers in planner.terms.lever_sets if levers == of_plan.rewriting]
         if not sets or plan.proposals or situation.to_come:
             return None
-        with self._planning(), planner.one_look(call, situation):
+        with self._planning(), planner.accounts.one_look(call, situation):
             try:
-                step = planner.rewrite_and_price(captured, call, situation, sets[0])
+                traced = recorded.trace(sets[0])
             except NothingToRewrite:
                 return None
-            found = extended(plan, step, planner.captured_account(captured, call, situation, step), known)
+            found = extended(plan, traced.price(traced.account()), known)
         self.plans += found is not None
         return found
 
@@ -142,24 +144,15 @@ class Road:
         except (BudgetError, CaptureError, PassError, SolverError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as failure:
-            raise CaptureError(cannot_capture(self.planner.model, in_brief_with_line(failure))) from failure
+            raise CaptureError(cannot_capture(self.planner.terms.model, in_brief_with_line(failure))) from failure
 
-    def _search(self, call: Call, situation: Situation, *, advise: bool) -> PlanSearch:
-        """The search for a plan that is made ahead; `advise`: a refusal names changes that would help."""
-        search = self.planner.search(situation, advise=advise)
-        search.narrowed = self.planner.on_narrow_parameters(call, situation)
-        if advise:
-            search.advice = Advice(self.planner, call, situation)
-        return search
-
-    def _planned_and_emitted(
-        self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None
-    ) -> Executable:
+    def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
         `ROUNDS` times at most, and then by its smallest plan. Raises `BudgetError`, `CaptureError`."""
-        check_compiled_least(self.planner, captured, call, situation)
-        refit: Refit[Emitted] = Refit(self.planner.options.budget_bytes)
-        for plan in self._rounds(refit, captured, call, situation, planned):
+        check_compiled_least(recorded)
+        captured = recorded.captured
+        refit: Refit[Emitted] = Refit(self.planner.terms.options.budget_bytes)
+        for plan in self._rounds(refit, recorded, planned):
             region = emit_plan(plan, self.accumulation)
             if region.footprint is None:
                 return Executable(captured, plan, captured.runs, region)
@@ -167,22 +160,14 @@ class Road:
         plan, region = refit.best()
         return Executable(captured, plan, captured.runs, region)
 
-    def _rounds(
-        self,
-        refit: Refit[Emitted],
-        captured: CapturedCall,
-        call: Call,
-        situation: Situation,
-        planned: Plan | None,
-    ) -> Iterator[Plan]:
+    def _rounds(self, refit: Refit[Emitted], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
         """The plans that are compiled one after the other until `refit` has a good one; the smallest is the last.
 
         Raises `BudgetError`, `CaptureError`.
         """
 
         def solved(lowering_bytes: int) -> Plan:
-            search = self.planner.search(situation)
-            return self._rewrite_price_solve(captured, call, situation, search, lowering_bytes=lowering_bytes)
+            return self._searched(recorded, search_for(recorded), lowering_bytes=lowering_bytes)
 
         refusal = None
         for _ in range(ROUNDS):
@@ -197,75 +182,58 @@ class Road:
                 break
         if refit.fits:
             return
-        if refusal is not None:
-            least = refusal.smallest_bytes - refit.lowering_bytes
-        else:
-            least = self._planned_least(captured, call, situation)
+        least = refusal.smallest_bytes - refit.lowering_bytes if refusal else self._planned_least(recorded)
         if refit.take_smallest(least):
-            smallest = smallest_plan(least, self.planner, captured, call, situation)
-            budget_bytes = self.planner.options.budget_bytes
+            smallest = smallest_plan(least, recorded)
+            budget_bytes = self.planner.terms.options.budget_bytes
             yield replace(smallest, budget_bytes=budget_bytes) if smallest else solved(refit.lowering_bytes)
         elif refusal is not None:
-            raise self._as_compiled(refusal, captured, call, situation)
+            raise self._as_compiled(refusal, recorded)
 
-    def _planned_least(self, captured: CapturedCall, call: Call, situation: Situation) -> int:
+    def _planned_least(self, recorded: Recorded) -> int:
         """The bytes that the smallest plan of a call needs, before it is compiled."""
-        none_left = self.planner.options.budget_bytes
-        search = self.planner.search(situation, advise=False)
+        none_left = self.planner.terms.options.budget_bytes
         try:
-            self._rewrite_price_solve(captured, call, situation, search, lowering_bytes=none_left)
+            self._searched(recorded, search_for(recorded, advise=False), lowering_bytes=none_left)
         except BudgetError as refusal:
             return refusal.smallest_bytes - none_left
         raise AssertionError("a step that needs no bytes")
 
-    def _as_compiled(
-        self, refusal: BudgetError, captured: CapturedCall, call: Call, situation: Situation
-    ) -> BudgetError:
+    def _as_compiled(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
         """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
-        emit = partial(emit_plan, accumulation=self.accumulation)
-        return as_compiled_least(refusal, self.planner, captured, call, situation, emit)
+        return as_compiled_least(refusal, recorded, partial(emit_plan, accumulation=self.accumulation))
 
-    def _rewrite_price_solve(
-        self,
-        captured: CapturedCall,
-        call: Call,
-        situation: Situation,
-        search: PlanSearch,
-        *,
-        lowering_bytes: int = 0,
-    ) -> Plan:
-        """The plan with the shortest step that fits; a lever set is rewritten and priced when the search asks for it.
-
-        Raises `BudgetError`, `CaptureError`.
-        """
+    def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:
+        """The plan with the shortest step that fits, agreed on with other ranks. Raises `BudgetError`,
+        `CaptureError`."""
+        situation = recorded.situation
 
         def spare(nbytes: int) -> Plan:
-            sparing_it = replace(situation, spared=nbytes)
-            fresh = self.planner.search(sparing_it, advise=False) if nbytes else search
-            candidates = self.planner.candidates(captured, call, sparing_it, fresh, lowering_bytes=lowering_bytes)
-            return self.kept.agreed(fresh.fastest(candidates), captured, call, sparing_it, lowering_bytes)
+            sparing_it = replace(recorded, situation=replace(situation, spared=nbytes))
+            fresh = search_for(sparing_it, advise=False) if nbytes else search
+            return self.kept.agreed(
+                fresh.fastest(sparing_it, lowering_bytes=lowering_bytes), sparing_it, lowering_bytes
+            )
 
         def beside(others_bytes: int) -> Plan:
             others = replace(situation, to_come=0, other_forwards=situation.other_forwards + others_bytes)
-            search = self.planner.search(others, advise=False)
-            return self._rewrite_price_solve(captured, call, others, search, lowering_bytes=lowering_bytes)
+            alone = replace(recorded, situation=others)
+            return self._searched(alone, search_for(alone, advise=False), lowering_bytes=lowering_bytes)
 
         if situation.to_come:
-            return among_equals(beside, situation.to_come, self.planner.options.budget_bytes)
+            return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes)
         return leaving_room(spare(0)) if situation.spared is None else sparing(spare, situation.spared)
 
-    def _emitted_as_kept(
-        self, key: str | None, captured: CapturedCall, call: Call, situation: Situation
-    ) -> Executable | None:
+    def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
         kept = self.kept.find(key)
-        if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
+        if kept is None or (self.planner.terms.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
             return None
-        if not self.planner.fuses:
-            kept = self.kept.of_ranks(kept, captured, call, situation)
-        plan = self.kept.adopted(kept, captured, call, situation)
+        if not self.planner.terms.fuses:
+            kept = self.kept.of_ranks(kept, recorded)
+        plan = self.kept.adopted(kept, recorded)
         region = emit_plan(plan, self.accumulation) if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:
             self.kept.drop(key)
             return None
-        return Executable(captured, plan, captured.runs, region)
+        return Executable(recorded.captured, plan, recorded.captured.runs, region)

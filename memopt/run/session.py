@@ -34,11 +34,11 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
-from memopt.planning.estimate import estimated_bytes
+from memopt.planning.job_key import terms_of
+from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
-from memopt.planning.terms import terms_of
+from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.fitting import CallInProgress
 from memopt.run.pending import PendingForward
@@ -70,7 +70,7 @@ class Session:
         """The state after the latest call, which `_enter` alone changes."""
         self.forward = self._calls(None)
         self.with_loss = self._calls(options.loss_fn) if options.loss_fn else None
-        check_terms(self.model, self.forward.planner)
+        check_terms(self.model, self.forward.planner.terms)
         self.uncompiled: Callable[..., Any] = self.forward
         self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
         self._safety_net = SafetyNet(self.model, self.share.entry, self._plan_tighter)
@@ -156,7 +156,7 @@ class Session:
             if fits := calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
                 self._enter(State.PLAIN, fits.reason)
                 calls.recorded.size_bounds.see(call)
-                calls.planner.reached |= fits.step.reached
+                calls.planner.accounts.note_reached(fits.step.reached)
                 return calls.plain_calls.run(call, fits)
             check_device(call, self.model)
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
@@ -197,7 +197,7 @@ class Session:
 
     def _by_plan(self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
         """Run a call by its plan. Raises `BudgetError`, `CaptureError`."""
-        with self._refusing(), calls.planner.types():
+        with self._refusing(), calls.planner.terms.types():
             check_kinds(in_progress.call, parts)
             try:
                 return self._run(calls, in_progress)
@@ -207,7 +207,7 @@ class Session:
     def _run_checkpointed(self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting) -> Any:
         """Run a call with a choice of activation checkpoints by which it fits."""
         self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
-        calls.planner.reached |= fits.step.reached
+        calls.planner.accounts.note_reached(fits.step.reached)
         return choice.run(call, fits)
 
     def _run(self, calls: TrainingCalls, in_progress: CallInProgress) -> Any:
@@ -276,7 +276,7 @@ class Session:
     def _plan_tighter(self, unforeseen_bytes: int) -> None:
         """Have calls planned anew, with so many bytes of the budget left free."""
         for calls in self.kinds:
-            calls.planner.unforeseen_bytes = unforeseen_bytes
+            calls.planner.accounts.leave_free(unforeseen_bytes)
             calls.forget()
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
@@ -297,7 +297,7 @@ class Session:
             if group := self.share.moment(call, situation).in_group:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             proposing.check_allowed()
-            with self._refusing(), calls.planner.types(), torch.enable_grad(), rare_collections():
+            with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
                     plan = calls.plan(call, situation, advise=advise)
                 except BudgetError as refused:
@@ -374,7 +374,7 @@ class Session:
     @property
     def low(self) -> torch.dtype | None:
         """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
-        return self.forward.planner.rewriting.autocast
+        return self.forward.planner.terms.rewriting.autocast
 
     @property
     def chosen(self) -> tuple[Lever, ...]:

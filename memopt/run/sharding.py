@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import distributed, nn
 
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.region import CapturedCall
-from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.exchanges import ALL, Resharding, settle_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
@@ -20,8 +20,8 @@ from memopt.compat.tensors import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import BudgetError, CaptureError, RankError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.plain import PLAIN
-from memopt.planning.model_terms import ModelTerms
 from memopt.planning.plan import Plan
+from memopt.planning.terms import ModelTerms
 from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.ranks import Ranks

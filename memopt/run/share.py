@@ -28,7 +28,7 @@ from memopt.planning.least import Needs
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.proposing import Proposing
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.recent import Recent
 from memopt.run.beside import Beside, shared
 from memopt.run.entry import Entry, Plain

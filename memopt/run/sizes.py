@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from memopt.capture.data_sizes import DataSizes
-from memopt.capture.dynamic_shapes import Place, all_places
+from memopt.capture.data_sizes import MARGIN, DataSizes
+from memopt.capture.dynamic_shapes import Place, all_places, with_eager_bytes
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.capture.together import MARGIN, with_eager_bytes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes

@@ -17,11 +17,12 @@ from memopt.capture.inputs import Call, on_meta
 from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.captured import Captured
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
-from memopt.planning.situation import Situation
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.fitting import CallInProgress
 from memopt.run.plain_calls import PlainCalls
@@ -88,7 +89,7 @@ class TrainingCalls:
         refusal names changes that would help. Raises `BudgetError`, `CaptureError`."""
         self.planner.screen(call, situation)
         if kept := self.road.kept.find_uncaptured(call, situation):
-            return self.road.asked(kept.live(self._captured_later(kept, call, situation)), situation, whole=True)
+            return self.road.asked(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
         captured = self.recorded.capture(call)
         plan = self.road.plan(captured, call, situation, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
@@ -103,22 +104,22 @@ class TrainingCalls:
 
     def shown(self, situation: Situation) -> Plan:
         """The plan that the latest plain call would run by if its step did not fit."""
-        with self.planner.types(), torch.enable_grad():
+        with self.planner.terms.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, situation)
 
-    def _captured_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], Captured]:
-        """A function that captures and traces, at its first call, the graphs that a plan from disk is for."""
+    def _priced_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], PricedStep]:
+        """A function that captures, traces and prices, at its first call, the graphs that a plan from disk is for."""
         hollow, planner = on_meta(call), self.planner
 
         @cache
-        def captured() -> Captured:
+        def step() -> PricedStep:
             narrowed = planner.proposing.narrowed_by(kept.plan)
-            with planner.types(), torch.enable_grad():
-                recorded = planner.capture_on_fakes(hollow, narrowed)
-                step = planner.rewrite_and_price(recorded, hollow, situation, planner.lever_sets[kept.lever_set])
-            return planner.proposing.as_kept(step, kept.plan)
+            with planner.terms.types(), torch.enable_grad():
+                recorded = Recorded(planner, planner.capture_on_fakes(hollow, narrowed), hollow, situation)
+                traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])
+                return traced.price_as_kept(kept.plan, kept.plan.account).step
 
-        return captured
+        return step
 
     def take_captures(self, earlier: TrainingCalls) -> None:
         """Plan from the graphs that `earlier` has, whose options differ in the budget alone; it captures again if it is
@@ -135,8 +136,9 @@ class TrainingCalls:
         """Have calls planned again, but for those by the `latest` plan, once a call, or code outside of the forward,
         has trained parameters that those before it did not reach: there is state of the optimiser for them from then
         on. Given are the `id`s of the model's parameters, and of those among them that have gradients now."""
-        self.planner.reached |= gradients
-        reached, elsewhere = self.planner.reached, self.planner.stepped_elsewhere & parameters
+        accounts = self.planner.accounts
+        accounts.note_reached(gradients)
+        reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parameters
         known = elsewhere if self._stepped_elsewhere is None else self._stepped_elsewhere
         if (self._reached and reached != self._reached) or not elsewhere <= known:
             self.recorded.forget_plans(but=latest)

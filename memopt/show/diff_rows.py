@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from memopt.planning.change import DTYPE, IN_PLACE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
+from memopt.planning.changes import DTYPE, IN_PLACE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
 
 _BY_LINE = (RECOMPUTED, OFFLOADED, SAVED)
 _DEPTHS, _OTHER_DEPTHS = (9, 9, 9, 9, 1, 0), (9, 1, 0, 0, 0, 0)

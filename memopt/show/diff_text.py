@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from memopt.planning.change import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
+from memopt.planning.changes import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
 from memopt.show.diff_rows import Entry, Place, Row, entries, folded, places
 from memopt.units import duration, size
 

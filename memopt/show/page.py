@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from memopt.errors import GIB
-from memopt.planning.change import Change
+from memopt.planning.changes import Change
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.plan import Plan
-from memopt.planning.plan_diff import PlanDiff
+from memopt.planning.plan_graphs import PlanDiff
 from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
 from memopt.show.step import WHY, Step, StepMemory, StepOp

@@ -12,8 +12,8 @@ from rich.table import Column, Table
 
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
-from memopt.planning.module_rows import ModuleRow
 from memopt.planning.plan import Plan, ReceiptRow
+from memopt.planning.schedule_parts import ModuleRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60

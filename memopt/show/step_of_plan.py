@@ -12,12 +12,12 @@ from torch import fx
 from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, output_bytes, resident_rows
 from memopt.device.storages import storage_bytes
-from memopt.planning.captured import Captured
-from memopt.planning.graph_facts import GraphFacts, operator_name
-from memopt.planning.module_rows import forward_evaluations
+from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
-from memopt.planning.plan_networkx import op_names
+from memopt.planning.plan_views import op_names
+from memopt.planning.priced_step import TracedStep
+from memopt.planning.schedule_parts import forward_evaluations
 from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
 from memopt.solver import Link, RematProblem, Schedule
 from memopt.solver.simulator import TimeLine, lifetimes, time_line
@@ -85,26 +85,22 @@ def step_of(plan: Plan) -> Step:
 
     Raises `ValueError` for a plan that was loaded.
     """
-    graph, captured, schedule = plan.networkx(), plan.captured, plan.schedule
-    assert captured is not None
-    assert schedule is not None
+    graph, (step, schedule) = plan.networkx(), plan.solved
+    captured, seen, plain = step.traced, step.seen, step.plain
     ops = tuple(_ops(captured, graph))
     number = {op.name: at for at, op in enumerate(ops)}
-    accumulating, meanwhile = plan.account.gradients_held, plan.account.meanwhile
-    seen = captured.joined(accumulating=accumulating, meanwhile=meanwhile, as_seen=True)
-    plain = captured.joined(accumulating=accumulating, meanwhile=meanwhile, as_seen=True, reinplace=False)
     save_all = Schedule.save_all(plain.problem)
     numbers, seen_numbers = ([number[name] for name in op_names(captured, joined)] for joined in (plain, seen))
     return Step(
         ops,
         step_memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
-        step_memory(seen.problem, schedule, plan.account, seen_numbers, captured.link),
+        step_memory(seen.problem, schedule, plan.account, seen_numbers, step.terms.link),
         _parameters(captured),
         tuple(_types(captured)),
     )
 
 
-def _ops(captured: Captured, graph: DiGraph) -> Iterator[StepOp]:
+def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
     """The nodes of the joint graphs, and what takes memory beside them."""
     nodes: dict[str, tuple[GraphFacts, fx.Node]] = {}
     several = len(captured.regions) > 1
@@ -130,7 +126,7 @@ def _ops(captured: Captured, graph: DiGraph) -> Iterator[StepOp]:
         yield op
 
 
-def _parameters(captured: Captured) -> dict[str, int]:
+def _parameters(captured: TracedStep) -> dict[str, int]:
     """Bytes of the parameters that are trained, by the module that reads them first."""
     found: Counter[str] = Counter()
     for region in captured.regions:
@@ -141,7 +137,7 @@ def _parameters(captured: Captured) -> dict[str, int]:
     return dict(found)
 
 
-def _types(captured: Captured) -> Iterator[TypedOp]:
+def _types(captured: TracedStep) -> Iterator[TypedOp]:
     """The operators of the forward with a floating-point result, in the last operator graph of each region; in the
     joint graph of one that has none."""
     for region in captured.regions:

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.planning.captured import Captured
-from memopt.planning.change import KEPT, Change, between
+from memopt.planning.changes import KEPT, Change, GraphFacts, between
 from memopt.planning.frontier import Frontier
-from memopt.planning.graph_facts import GraphFacts
-from memopt.planning.pass_changes import pass_changes
 from memopt.planning.plan import Plan
-from memopt.planning.plan_diff import PlanDiff
-from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
+from memopt.planning.plan_changes import pass_changes, schedule_changes
+from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_views import Format
-from memopt.planning.schedule_changes import schedule_changes
+from memopt.planning.priced_step import TracedStep
 from memopt.show.bands import heart
 from memopt.show.drawing import write_figure
 from memopt.show.exports import write_export
@@ -62,7 +59,7 @@ def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
     return draw() if path is None else write_figure(draw, Path(path))
 
 
-def plan_diff(plan: Plan, captured: Captured, *, order: bool) -> PlanDiff:
+def plan_diff(plan: Plan, captured: TracedStep, *, order: bool) -> PlanDiff:
     """The changes of a plan to the captured step: see `Plan.diff`."""
     return PlanDiff(
         f"{plan.model} on {plan.hardware} within {_budget(plan)}",
@@ -72,7 +69,7 @@ def plan_diff(plan: Plan, captured: Captured, *, order: bool) -> PlanDiff:
     )
 
 
-def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *, order: bool) -> PlanDiff:
+def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep, *, order: bool) -> PlanDiff:
     """The changes that only one of two plans makes: see `Plan.diff`."""
 
     def of_stage(stage: str) -> StageDiff:
@@ -93,17 +90,17 @@ def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *,
     return PlanDiff(title, between(*map(tuple, both)), tuple(modules), of_stage)
 
 
-def _changes(plan: Plan, captured: Captured, *, order: bool) -> Iterator[Change]:
-    joined = captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile)
+def _changes(plan: Plan, captured: TracedStep, *, order: bool) -> Iterator[Change]:
+    assert plan.joined is not None
     yield from pass_changes(captured)
-    yield from schedule_changes(captured, joined, plan.regions, order=order)
+    yield from schedule_changes(captured, plan.joined, plan.regions, order=order)
     for path, nbytes in plan.kept:
         yield Change(
             KEPT, "parameters", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing"
         )
 
 
-def _modules(captured: Captured) -> tuple[str, ...]:
+def _modules(captured: TracedStep) -> tuple[str, ...]:
     """The paths of all modules that call operators, in the order of the forward as its author wrote it."""
     operators = (
         region.operators.stages[0] for region in captured.regions if region.operators and region.operators.stages

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.shards import is_tensor_parallel
+from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.compat.ddp import unwrapped
 from memopt.compat.host import is_on_host
 from memopt.compat.tensors import is_sharded

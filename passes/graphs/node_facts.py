@@ -26,7 +26,7 @@ _PURE_NAMESPACES = frozenset({"aten", "prims"})
 _PURE_OURS = frozenset(
     (
         *(f"memopt::fp8_{name}" for name in ("quantize", "quantize_by", "dequantize", "matmul", "linear")),
-        # What stands for exchanges between cards, which all run the same schedule: `memopt.capture.exchanges`.
+        # What stands for exchanges between cards, which all run the same schedule: `memopt.capture.tensor_parallel`.
         *(f"memopt::{name}" for name in ("gather_shards", "scatter_sums", "gather_copies", "take_part", "sum_shards")),
     )
 )

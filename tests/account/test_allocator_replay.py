@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay, replay_with_spare
+from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay, replay_with_spare, step_calls
 from memopt.account.caching_allocator import CardFullError
-from memopt.account.step_calls import step_calls
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
 from memopt.solver.problem import BlockCall
 

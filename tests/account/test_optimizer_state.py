@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn, optim
 
-from memopt.account.optimizer_state import OptimizerState, state_tensors
+from memopt.account.optimizer_trial import OptimizerState, state_tensors
 
 
 def stepped(optimizer: optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from memopt.account.allocator_replay import step_calls, step_ways
 from memopt.account.caching_allocator import MB
-from memopt.account.step_calls import step_calls, step_ways
 from memopt.solver import Offload, Op, RematProblem, Schedule, Storage
 
 

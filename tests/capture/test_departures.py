@@ -11,7 +11,7 @@ from torch._dynamo.variables import TensorVariable
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.capture.departures import BETWEEN_REGIONS, BUFFERS_WRITTEN_ONCE, departures
+from memopt.capture.dynamo_graph import BETWEEN_REGIONS, BUFFERS_WRITTEN_ONCE, departures
 from tests.capture.recorded import recorded
 
 

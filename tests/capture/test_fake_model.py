@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.capture.fake_model import fake_parameters
+from memopt.capture.on_fakes import fake_parameters
 from memopt.compat.fakes import FakeTensor, new_fake_mode
 
 

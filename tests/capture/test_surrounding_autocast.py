@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.models.families import normals
-from memopt.capture.surrounding_autocast import SurroundingAutocast
+from memopt.capture.author_modes import SurroundingAutocast
 from tests.end_to_end.pieces import check, step, tight
 
 

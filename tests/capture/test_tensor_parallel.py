@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.models.cluster import CardStep, Job
 from examples.models.llama import TP_PLAN, Llama, LlamaSize, on_meta
-from memopt.capture.exchanges import GATHER_SHARDS, SCATTER_SUMS, is_exchange
-from memopt.capture.tensor_parallel import TensorParallel, meta_copy
+from memopt.capture.tensor_parallel import GATHER_SHARDS, SCATTER_SUMS, TensorParallel, is_exchange, meta_copy
 from memopt.device.time_model import node_flops
 
 SMALL = LlamaSize(256, 2, 8, 4, 704, words=4096)

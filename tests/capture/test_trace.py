@@ -8,8 +8,9 @@ from torch import nn
 
 from memopt.capture.operators import NOTHING, Decision, NothingToRewrite, OperatorGraph, Rewriting
 from memopt.capture.region import CapturedCall, RegionRun
-from memopt.capture.trace import accumulating, trace, trace_call
+from memopt.capture.trace import accumulating
 from memopt.errors import CaptureError
+from memopt.rewrite.trace import trace, trace_call
 from passes import Pipeline
 from tests.capture.recorded import recorded
 

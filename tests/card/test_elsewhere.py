@@ -11,7 +11,7 @@ from torch import nn
 import memopt
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.elsewhere import look
-from memopt.planning.make_plan import make_plan
+from memopt.planning.stages import Priced
 from tests.card.card import vision_job
 from tests.elsewhere import counted
 
@@ -68,13 +68,13 @@ def test_copies_of_buffers_by_which_a_call_can_be_undone_are_nothing_elsewhere(b
 
 def test_the_first_step_at_the_smallest_budget_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies by which it can be undone are made once it has begun; they were found elsewhere, so it was refused."""
-    planned = []
+    planned, solve = [], Priced.solve
 
     def counted(*args: Any, **options: Any) -> Any:
         planned.append(args)
-        return make_plan(*args, **options)
+        return solve(*args, **options)
 
-    monkeypatch.setattr("memopt.planning.plan_search.make_plan", counted)
+    monkeypatch.setattr(Priced, "solve", counted)
     blocks = [nn.Sequential(nn.Linear(2048, 2048), nn.BatchNorm1d(2048)) for _ in range(8)]
     model = nn.Sequential(*blocks, nn.Linear(2048, 1), nn.Flatten(0)).cuda()
     batch = torch.zeros(512, 2048, device="cuda"), torch.zeros(512, device="cuda")

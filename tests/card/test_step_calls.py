@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.account.allocator_replay import step_calls
 from memopt.account.caching_allocator import rounded_bytes
-from memopt.account.step_calls import step_calls
 from tests.card.card import MB
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn, optim
 
 import memopt
 from memopt.checks.check import check, predicted_rows
-from memopt.planning.make_plan import make_plan
-from tests.planned import ACCOUNT, two_regions
+from tests.planned import ACCOUNT, make_plan, two_regions
 
 
 class Layers(nn.Module):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from memopt.device.storages import find_storages, fused_away
-from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice
+from memopt.price.priced_graph import GraphUse, NodePrice
 from passes import ApplySchedule
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, with_inputs
 

@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import fx
 
-import memopt.planning.captured as captured_module
 from examples.models.problems import random_schedule
 from memopt.capture.joint import JointGraph
-from memopt.device import hardware
 from memopt.device.storages import find_storages
 from memopt.emit.partition import partition
 from memopt.planning.joined import Joined, join
-from memopt.planning.planner import split
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from memopt.planning.priced_step import TracedStep
+from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph, split
+from memopt.price.node_prices import is_scheduled
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice
-from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
 from passes.graphs.node_facts import is_tangent
 from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory
@@ -37,7 +35,7 @@ def joined(*joints: JointGraph) -> Joined:
 
 
 def regions(joints: Sequence[JointGraph], problem: Joined, schedule: Schedule) -> tuple[RegionSchedule, ...]:
-    return split(problem, captured_module.Captured("Model", tuple(joints), hardware("h100")), schedule)
+    return split(problem, TracedStep("Model", tuple(joints)), schedule)
 
 
 def random_plan(problem: RematProblem, seed: int | None) -> Schedule:

@@ -16,11 +16,10 @@ from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
 from memopt.emit.gradients import Accumulation
 from memopt.emit.partition import partition
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
-from memopt.price.graph_use import GraphUse
+from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
+from memopt.price.node_prices import is_scheduled
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice, PricedGraph
-from memopt.price.scheduled_nodes import is_scheduled
+from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph
 from memopt.solver import RematProblem, Schedule, simulate
 from passes import FoundReuse, format_graph
 from passes.graphs.node_facts import is_tangent

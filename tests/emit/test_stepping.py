@@ -10,7 +10,7 @@ from torch import fx, nn
 from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import AccumulateGradient, Accumulation, StepParameter
 from memopt.emit.partition import check_own_memory, partition, sharing_memory
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
 from tests.planned import reading_late, region

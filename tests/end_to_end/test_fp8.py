@@ -15,14 +15,14 @@ import memopt
 from examples.models.families import integers
 from examples.models.step import Step, train_step
 from memopt.capture.on_fakes import capture_on_fakes
-from memopt.capture.trace import trace_call
 from memopt.device import CPU, hardware
 from memopt.device.hardware import scaled_rate
 from memopt.errors import GIB
 from memopt.levers import lever_sets, levers_named
-from memopt.planning.captured import Captured
-from memopt.planning.module_rows import held_after_forward
+from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.rewrite import precision_rewriting
+from memopt.rewrite.trace import trace_call
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb
 
@@ -137,7 +137,7 @@ def test_recomputed_it_has_the_same_bits() -> None:
 def _recomputed(plan: memopt.Plan) -> list[str]:
     assert plan.captured is not None
     assert plan.schedule is not None
-    problem = plan.captured.joined(accumulating=plan.account.gradients_held).problem
+    problem = plan.joined.problem
     return [problem.ops[index].name for index, times in plan.schedule.recomputed().items() if times]
 
 
@@ -194,7 +194,7 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
     used = lever_sets(precision_rewriting("bf16", card), levers_named({"chunked_loss", *allow}), card)[-1]
     (region,) = trace_call(captured, replace(used, needed=""))
-    problem = Captured("Llama", (region,), card).joined(accumulating=False).problem
+    problem = TracedStep("Llama", (region,)).price(PriceTerms(card)).problem.problem
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):
         inputs = node.all_input_nodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS
-from memopt.planning.make_plan import make_plan
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import RegionSchedule
 from passes import ApplySchedule
 from passes.ops.offload_ops import host_memory
 from tests.end_to_end import odd_models
@@ -29,6 +27,7 @@ from tests.end_to_end.test_situations import GPT2
 from tests.end_to_end.usual import batch, make
 from tests.linked import ALLOW, linked
 from tests.marks import slow
+from tests.planned import make_plan
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -46,7 +45,7 @@ def smallest(model: nn.Module, inputs: Any, allow: set[str]) -> memopt.Plan:
 def recomputing(plan: memopt.Plan) -> memopt.Plan:
     """Return the plan of the same captured step with the smallest peak that recomputation alone reaches."""
     assert plan.captured is not None
-    alone = make_plan(replace(plan.captured, link=None), plan.account, 2**40)
+    alone = make_plan(plan.priced.priced_for(link=None), plan.account, 2**40)
     return alone.at(alone.smallest_gb())
 
 

@@ -18,6 +18,7 @@ from memopt.emit import partition as partition_module
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.optimizers import OptimizerInBackward
+from memopt.planning.stages import Priced
 from memopt.run.session import session_of
 from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
@@ -407,7 +408,7 @@ def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         assert plan.smallest_gb() == pytest.approx(least, rel=1e-3)
         optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
         if start:
-            monkeypatch.setattr(memopt.planning.plan_search, "make_plan", None)  # nothing is planned
+            monkeypatch.setattr(Priced, "solve", None)  # nothing is planned
         found.append((train(model, optimizer, batch), values(model.parameters()), memopt.plan_of(model).regions))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])

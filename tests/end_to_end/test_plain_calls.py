@@ -21,7 +21,7 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.modules import plain_call
 from memopt.device import hardware_of
 from memopt.errors import GIB
-from memopt.planning.situation import Buckets, Situation
+from memopt.planning.terms import Buckets, Situation
 from memopt.run.ledger import Moment
 from memopt.run.session import session_of
 from tests.marks import slow

@@ -12,7 +12,7 @@ from examples.models import random_trials
 from examples.models.random_reference import Reference
 from examples.models.random_trials import trials
 from examples.models.twins import FUSED_FLOOR, ROUNDING, Run, Twin, difference, loss_of
-from memopt.capture.departures import BITS_DEPART
+from memopt.capture.dynamo_graph import BITS_DEPART
 from tests.marks import slow
 
 SEEDS = (1, 6)

@@ -14,7 +14,7 @@ from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import PricedLevers, combinations_of, further_combinations, least_with_levers
-from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingFacts
 
 H100 = hardware("h100")
 ON_OPTIMIZER = levers_named(OPTIMIZER_LEVERS)

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 import memopt
 from memopt.levers import LEVERS, levers_named
-from memopt.levers.allow import check_allow, recompute_note
+from memopt.levers.all import check_allow, recompute_note
 
 MEND = (
     "nothing is recomputed, since allow leaves out 'recompute'; to keep the default levers, give "

@@ -12,16 +12,15 @@ from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
-from memopt.planning.captured import Captured
-from memopt.planning.make_plan import make_plan
-from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.schedule_parts import held_after_forward, module_rows
 from memopt.run.pending import retained_peak
 from memopt.solver import Link, Schedule
-from tests.planned import ACCOUNT, captured, region
+from tests.planned import ACCOUNT, captured, make_plan, region, under_levers
 
 FAST = Link(1e12, 1e-6, 2**30)
 """Moves what the steps below keep many times over while they run."""
@@ -30,23 +29,25 @@ GROUND, ONE = NOTHING, Rewriting(levers=("one",))
 ROOMY = 2**30
 
 
-def layers(batch: int) -> Captured:
+def layers(batch: int) -> PricedStep:
     """Six layers on a card that moves values of any size."""
-    return replace(captured(region(6, width=64, batch=batch)), hardware=replace(hardware("h100"), least_moved_bytes=0))
+    return captured(region(6, width=64, batch=batch)).priced_for(
+        hardware=replace(hardware("h100"), least_moved_bytes=0)
+    )
 
 
-def step(link: Link | None = FAST) -> Captured:
-    return replace(layers(256), link=link)
+def step(link: Link | None = FAST) -> PricedStep:
+    return layers(256).priced_for(link=link)
 
 
-def least(step: Captured) -> int:
-    return smallest(step.joined(accumulating=False), ACCOUNT)[0]
+def least(step: PricedStep) -> int:
+    return smallest(step.problem, ACCOUNT)[0]
 
 
-def plan_over(budget_bytes: int, *steps: tuple[Rewriting, Captured]) -> Plan:
+def plan_over(budget_bytes: int, *steps: tuple[Rewriting, PricedStep]) -> Plan:
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     for lever_set, step in steps:
-        taken = found.consider(lever_set, step, ACCOUNT)
+        taken = found.consider(under_levers(step, lever_set))
         if taken is not None:
             return taken
     return found.best()[0]
@@ -67,7 +68,7 @@ def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
 
 def test_lever_sets_of_the_same_levers_are_told_apart() -> None:
     """One of them is above the budget, with offloads too, and the other one fits with them alone."""
-    larger = replace(layers(1024), link=FAST)
+    larger = layers(1024).priced_for(link=FAST)
     budget = least(step())
     assert least(larger) > budget
     assert plan_over(budget, (GROUND, larger), (replace(GROUND), step())).moved_bytes > 0
@@ -85,7 +86,7 @@ def test_offload_is_tried_where_recomputation_adds_time(tight: Plan) -> None:
 
 def test_small_values_stay() -> None:
     """Those of the layers have 64 kB, and a card moves none below 1 MB unless told otherwise."""
-    large = replace(step(), hardware=hardware("h100"))
+    large = step().priced_for(hardware=hardware("h100"))
     assert plan_over(least(step(None)), (GROUND, large)).moved_bytes == 0
 
 
@@ -96,8 +97,8 @@ def test_over_a_slow_link_recomputation_is_faster() -> None:
 
 
 def test_the_smallest_budget_counts_it() -> None:
-    once = replace(step(), recompute=False)
-    assert least(once) < least(replace(once, link=None))
+    once = step().priced_for(recompute=False)
+    assert least(once) < least(once.priced_for(link=None))
     with pytest.raises(BudgetError) as error:
         plan_over(2**10, (GROUND, once))
     assert error.value.smallest_bytes == least(once)
@@ -116,22 +117,22 @@ def test_room_on_the_host_is_not_exceeded() -> None:
 
 def test_with_the_levers_of_the_shortest_step() -> None:
     """A lever that halves the step is used together with offloading; either alone where that is faster."""
-    lean = replace(layers(128), link=FAST)
+    lean = layers(128).priced_for(link=FAST)
     budget = least(step(None)) * 2 // 3
     plan = plan_over(budget, (GROUND, step()), (ONE, lean))
     assert plan.levers[:1] == ("one",)
-    slow = replace(layers(2048), link=None)
+    slow = layers(2048).priced_for(link=None)
     plan = plan_over(least(step(None)), (GROUND, step()), (ONE, slow))
     assert plan.levers == ("offload_activations",)
 
 
 def test_nothing_is_evaluated_again_where_only_offload_is_allowed(tight: Plan) -> None:
-    plan = plan_over(tight.budget_bytes, (GROUND, replace(step(), recompute=False)))
+    plan = plan_over(tight.budget_bytes, (GROUND, step().priced_for(recompute=False)))
     assert plan.moved_bytes > 0
     assert plan.schedule is not None
     assert not plan.schedule.recomputed()
     with pytest.raises(BudgetError):
-        plan_over(tight.budget_bytes, (GROUND, replace(step(None), recompute=False)))
+        plan_over(tight.budget_bytes, (GROUND, step(None).priced_for(recompute=False)))
 
 
 def test_the_receipt_has_a_row(tight: Plan) -> None:

@@ -15,8 +15,7 @@ from memopt.device.devices import hardware
 from memopt.levers import levers_named
 from memopt.levers.lever import Lever, OptimizerChange
 from memopt.levers.optimizer_levers import PricedLevers, changes_of
-from memopt.levers.training_facts import TrainingFacts
-from memopt.levers.training_price import TrainingPrice, price_training
+from memopt.levers.training_price import TrainingFacts, TrainingPrice, price_training
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     BF16ParametersOptimizer,

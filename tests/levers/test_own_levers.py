@@ -12,7 +12,7 @@ from torch import nn, optim
 import memopt
 from examples.custom_pass import TanhAsSigmoid
 from memopt.levers import Decision, GraphChange, Lever, OperatorGraph, OptimizerChange
-from memopt.levers.allow import check_allow
+from memopt.levers.all import check_allow
 from passes import EliminateDeadCode, Pipeline
 
 

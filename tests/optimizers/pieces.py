@@ -18,7 +18,7 @@ from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
 from memopt.levers.offload_optimizer import offload_optimizer
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import PricedLevers, apply_levers
-from memopt.levers.training_facts import PCIE, TrainingFacts
+from memopt.levers.training_price import PCIE, TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import Rounding, Where
 from memopt.solver.problem import Link

@@ -17,7 +17,7 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.device.devices import hardware
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import PricedLevers
-from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     OptimizerInBackward,

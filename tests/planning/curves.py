@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
-from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
-from tests.planned import ACCOUNT, captured, region
+from tests.planned import ACCOUNT, captured, make_plan, region
 
 
 @cache

@@ -9,9 +9,8 @@ import torch
 from torch import distributed, nn
 
 import memopt
-from memopt.planning import agreement
-from memopt.planning.agreement import agreed
-from memopt.planning.plan_cache import Kept
+from memopt.planning import plan_cache as agreement
+from memopt.planning.plan_cache import Kept, agreed
 
 
 @pytest.fixture

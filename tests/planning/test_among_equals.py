@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memopt.errors import BudgetError
-from memopt.planning.among_equals import among_equals
+from memopt.planning.derived import among_equals
 
 BUDGET, PASSING, LEAST = 10_000, 500, 800
 

@@ -160,8 +160,8 @@ def test_a_step_that_waits_for_gathers_recomputes_more_to_save_some() -> None:
     assert traded.predicted_peak_gb <= budget_gb
     assert waiting.joined is not None
     assert waiting.schedule is not None
-    assert waiting.captured is not None
-    untraded = cluster_step(waiting.joined, waiting.schedule, waiting.captured, waiting.account, kept=1)
+    assert waiting.priced is not None
+    untraded = cluster_step(waiting.joined, waiting.schedule, waiting.priced, waiting.account, kept=1)
     assert traded.cluster is not None
     assert untraded is not None
     assert traded.cluster.seconds < untraded.seconds
@@ -181,8 +181,8 @@ def test_accumulated_gradients_are_held_as_shards() -> None:
     from dataclasses import replace
 
     plan = planned(dp_shard=64)
-    assert plan.captured is not None
-    held = plan.captured.joined(accumulating=True).problem
+    assert plan.priced is not None
+    held = plan.priced.priced_for(accumulating=True).problem.problem
     assert not any(storage.name.startswith("reduce_") for storage in held.storages)
     assert replace(plan.account, gradients_held=True).resident_bytes == (
         plan.account.resident_bytes + plan.account.gradients

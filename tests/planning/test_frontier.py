@@ -12,9 +12,8 @@ from torch.nn import functional
 
 import memopt
 from memopt.errors import GIB, BudgetError
-from memopt.planning.frontier import Frontier
+from memopt.planning.frontier import FORMAT, Frontier
 from memopt.planning.options import Effort
-from memopt.planning.plan_file import FORMAT
 from tests.planning.curves import made_up, roomy, solved
 
 

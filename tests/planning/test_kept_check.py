@@ -16,11 +16,10 @@ from torch import nn
 
 import memopt
 from memopt.disk_cache import warn_not_kept
-from memopt.planning.kept_check import is_sound
-from memopt.planning.make_plan import make_plan
+from memopt.planning.plan_cache import is_sound
 from memopt.run.session import session_of
 from memopt.saved_values import opened, sealed
-from tests.planned import ACCOUNT, captured, region
+from tests.planned import ACCOUNT, captured, make_plan, region
 from tests.planning.test_plan_cache import batch, gradients, make
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit

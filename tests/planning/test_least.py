@@ -8,9 +8,8 @@ import pytest
 
 from memopt.errors import BudgetError
 from memopt.planning.least import Needs, least_plan, leaving_room, sparing
-from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
-from tests.planned import ACCOUNT, captured, region
+from tests.planned import ACCOUNT, captured, make_plan, region
 
 ROOMY = 10**9
 

@@ -8,8 +8,7 @@ import pytest
 
 from memopt.account.breakdown import MEANWHILE
 from memopt.errors import BudgetError
-from memopt.planning.make_plan import make_plan
-from tests.planned import ACCOUNT, captured, region
+from tests.planned import ACCOUNT, captured, make_plan, region
 
 
 def test_a_forward_holds_so_little_that_other_code_has_room_until_the_backward() -> None:

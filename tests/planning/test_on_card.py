@@ -10,15 +10,12 @@ import pytest
 
 from examples.models.problems import random_problem
 from memopt.account.account import Account
-from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare
+from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare, step_calls
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
-from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
-from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
-from memopt.planning.make_plan import make_plan
 from memopt.planning.on_card import (
     SPARE,
     SPARE_COMPILED,
@@ -29,10 +26,11 @@ from memopt.planning.on_card import (
     within,
 )
 from memopt.planning.options import budget_bytes
-from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
+from memopt.planning.planner import Request, smallest, solve_on_card, solve_with_steps
+from memopt.planning.priced_step import PricedStep
 from memopt.solver import Link, Portfolio, Schedule
 from memopt.solver.problem import BlockCall
-from tests.planned import captured, region
+from tests.planned import captured, make_plan, region
 
 MB = 1024**2
 PARAMETERS = 4 * 512 * 512 * 4
@@ -50,7 +48,7 @@ ACCOUNT = Account(
 
 
 @pytest.fixture(scope="module")
-def step() -> Captured:
+def step() -> PricedStep:
     """A step with activations of 8 MB."""
     return captured(region(4, width=512, batch=4096))
 
@@ -61,11 +59,11 @@ def default_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
 
 
-def joined(step: Captured) -> Joined:
-    return step.joined(accumulating=False)
+def joined(step: PricedStep) -> Joined:
+    return step.problem
 
 
-def test_on_the_cpu_nothing_is_added(step: Captured) -> None:
+def test_on_the_cpu_nothing_is_added(step: PricedStep) -> None:
     bare = replace(ACCOUNT, context=0)
     schedule = Schedule.save_all(joined(step).problem)
     assert on_card(joined(step), schedule, bare) == bare
@@ -73,7 +71,7 @@ def test_on_the_cpu_nothing_is_added(step: Captured) -> None:
     assert make_plan(step, bare, 1 << 30).account == bare
 
 
-def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: Captured) -> None:
+def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: PricedStep) -> None:
     problem, schedule = joined(step).problem, Schedule.save_all(joined(step).problem)
     account = on_card(joined(step), schedule, ACCOUNT)
     assert account.fragmentation > 0
@@ -86,7 +84,7 @@ def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: Capture
     assert on_card(joined(step), schedule, account) == account, "the overhead is counted once"
 
 
-def test_plans_keep_the_budget_with_the_allocators_overhead(step: Captured) -> None:
+def test_plans_keep_the_budget_with_the_allocators_overhead(step: PricedStep) -> None:
     roomy = make_plan(step, ACCOUNT, 1 << 30)
     least, _ = smallest(joined(step), ACCOUNT)
     for share in (0.0, 0.3, 0.8):
@@ -99,7 +97,7 @@ def test_plans_keep_the_budget_with_the_allocators_overhead(step: Captured) -> N
     assert refused.value.smallest_bytes == least
 
 
-def test_the_budget_that_is_named_has_been_replayed_itself(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_that_is_named_has_been_replayed_itself(step: PricedStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget may fail the replay though a smaller one passes, and the least limit that passes be below the peak."""
     least, _ = smallest(joined(step), ACCOUNT)
     first, last = least - CONTEXT - MB, least - CONTEXT + 20 * MB
@@ -110,7 +108,7 @@ def test_the_budget_that_is_named_has_been_replayed_itself(step: Captured, monke
         return replay_with_spare(*args, limit_bytes=limit_bytes, **kwargs)
 
     monkeypatch.setattr("memopt.planning.on_card.replay_with_spare", fails_between)
-    again = replace(step)  # which knows no figure yet
+    again = captured(*step.traced.regions).priced_for(hardware=step.terms.hardware)  # which knows no figure yet
     named, _ = smallest(joined(again), ACCOUNT)
     assert last + CONTEXT <= named < 1.01 * (last + CONTEXT)
     assert within(joined(again), joined(again).smallest.schedule, ACCOUNT, named) is not None
@@ -121,7 +119,7 @@ def test_the_budget_that_is_named_has_been_replayed_itself(step: Captured, monke
 
 
 def test_where_the_allocator_refuses_all_others_a_schedule_known_from_another_budget_is_taken(
-    step: Captured, monkeypatch: pytest.MonkeyPatch
+    step: PricedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = Request(ACCOUNT, 1 << 30)
     portfolio = joined(step).portfolio
@@ -136,7 +134,9 @@ def test_where_the_allocator_refuses_all_others_a_schedule_known_from_another_bu
     assert solve_on_card(joined(step), request)[1].schedule == slowest.schedule
 
 
-def test_a_refusal_names_no_smaller_budget_than_the_one_given(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_names_no_smaller_budget_than_the_one_given(
+    step: PricedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The allocator of a process with more memory returns segments later, and may run out where it did not before."""
     least, _ = smallest(joined(step), ACCOUNT)
     budget, works = least + MB, int(1.01 * least)
@@ -167,7 +167,7 @@ def test_the_smallest_schedule_does_not_depend_on_what_was_solved_for_before() -
 
 
 def test_a_budget_below_the_smallest_is_refused_after_one_attempt(
-    step: Captured, monkeypatch: pytest.MonkeyPatch
+    step: PricedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A schedule fits the budget less the allocator's gaps, so that the solver alone would not refuse it."""
     least, _ = smallest(joined(step), ACCOUNT)
@@ -176,26 +176,26 @@ def test_a_budget_below_the_smallest_is_refused_after_one_attempt(
 
     def counted(joined: Joined, request: Request) -> Any:
         attempts.append(request)
-        return solve_settled(joined, request)
+        return solve_with_steps(joined, request)
 
-    monkeypatch.setattr("memopt.planning.planner.solve_settled", counted)
+    monkeypatch.setattr("memopt.planning.planner.solve_with_steps", counted)
     with pytest.raises(BudgetError) as refused:
-        make_plan(replace(step), ACCOUNT, budget)
+        make_plan(captured(*step.traced.regions), ACCOUNT, budget)
     assert refused.value.smallest_bytes == least
     assert len(attempts) == 1
 
 
 def test_a_budget_below_a_smallest_that_is_known_is_refused_without_an_attempt(
-    step: Captured, monkeypatch: pytest.MonkeyPatch
+    step: PricedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a model is optimised again with half a percent less than what its refusal named."""
     least, _ = smallest(joined(step), ACCOUNT)
-    step.forget_solvers()
+    step.traced.forget_solvers()
 
     def never(*args: Any) -> Any:
         raise AssertionError("the smallest budget is known")
 
-    monkeypatch.setattr("memopt.planning.planner.solve_settled", never)
+    monkeypatch.setattr("memopt.planning.planner.solve_with_steps", never)
     monkeypatch.setattr(Portfolio, "solve", never)
     monkeypatch.setattr(Portfolio, "smallest", never)
     with pytest.raises(BudgetError) as refused:
@@ -203,7 +203,7 @@ def test_a_budget_below_a_smallest_that_is_known_is_refused_without_an_attempt(
     assert refused.value.smallest_bytes == least
 
 
-def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(step: Captured) -> None:
+def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(step: PricedStep) -> None:
     """On a full card, the segment of a block that is freed is returned for a larger block."""
     schedule = Schedule.save_all(joined(step).problem)
 
@@ -222,7 +222,7 @@ def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_budget_that_compiled_code_is_said_to_need_is_enough(step: Captured, seed: int) -> None:
+def test_the_budget_that_compiled_code_is_said_to_need_is_enough(step: PricedStep, seed: int) -> None:
     """With other limits the allocator returns other segments, and a larger one is not always enough."""
     draw = random.Random(seed)
     alive: dict[int, int] = {}
@@ -248,7 +248,7 @@ def test_the_budget_that_compiled_code_is_said_to_need_is_enough(step: Captured,
     assert peak(needed) <= needed
 
 
-def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_leave_less_unused(step: PricedStep, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Schedule.save_all(joined(step).problem)
     apart = on_card(joined(step), schedule, ACCOUNT)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
@@ -270,7 +270,7 @@ def test_the_allocators_setting(setting: str, expected: bool, monkeypatch: pytes
     assert expandable_segments() is expected
 
 
-def test_the_optimizer_makes_its_state_in_blocks_of_the_size_of_its_tensors(step: Captured) -> None:
+def test_the_optimizer_makes_its_state_in_blocks_of_the_size_of_its_tensors(step: PricedStep) -> None:
     codes = (PARAMETERS // 4, PARAMETERS // 256) * 2
     account = replace(ACCOUNT, optimizer_state=sum(codes), state_blocks=codes)
     assert _step_blocks(joined(step), account).state == codes

@@ -9,13 +9,13 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
-from memopt.planning.captured import Captured
-from memopt.planning.make_plan import make_plan, with_graphs
+from memopt.planning.frontier import FORMAT
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
-from memopt.planning.plan_file import FORMAT
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.stages import StepOfPlan
 from passes import format_graph
-from tests.planned import ACCOUNT, captured, region, two_regions
+from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +127,12 @@ def test_nothing_in_a_plan_can_be_changed(roomy: Plan, tight: Plan, tmp_path: Pa
 def test_graphs_are_given_back_to_a_loaded_plan(tight: Plan, tmp_path: Path) -> None:
     asked = []
 
-    def capture() -> Captured:
+    def capture() -> PricedStep:
         asked.append(1)
-        assert tight.captured is not None
-        return tight.captured
+        assert tight.priced is not None
+        return tight.priced
 
-    again = with_graphs(loaded(tight, tmp_path), capture)
+    again = replace(loaded(tight, tmp_path), source=StepOfPlan(capture))
     assert again == tight
     assert not asked
     assert again.diff() == tight.diff()

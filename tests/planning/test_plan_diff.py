@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import memopt
 from examples.custom_pass import TanhAsSigmoid
-from memopt.planning.change import CHUNKED, FREED, MOVED, RECOMPUTED, REWRITTEN
+from memopt.planning.changes import CHUNKED, FREED, MOVED, RECOMPUTED, REWRITTEN
 from memopt.planning.plan import Plan
 from tests.marks import slow
 from tests.planning.nano_gpt import NanoGPT

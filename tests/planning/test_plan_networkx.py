@@ -12,11 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
 from memopt.device import hardware
-from memopt.planning.captured import Captured
-from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
+from memopt.planning.priced_step import PricedStep
 from memopt.solver import Link
-from tests.planned import ACCOUNT, captured, region, two_regions
+from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 
 CARD = replace(hardware("h100"), least_moved_bytes=0)
 
@@ -35,7 +34,7 @@ def gpt2() -> Plan:
     return roomy.at(roomy.smallest_gb())
 
 
-def tightest(step: Captured) -> Plan:
+def tightest(step: PricedStep) -> Plan:
     """The plan for the smallest budget."""
     roomy = make_plan(step, ACCOUNT, 10**6)
     return roomy.at(roomy.smallest_gb())
@@ -50,7 +49,7 @@ PLANS = {
     "one region": lambda: tightest(captured(region(4))),
     "two regions": lambda: tightest(two_regions()),
     "offloaded": lambda: tightest(
-        replace(captured(region(6, width=64, batch=256)), hardware=CARD, link=Link(1e12, 1e-6))
+        captured(region(6, width=64, batch=256)).priced_for(hardware=CARD, link=Link(1e12, 1e-6))
     ),
     "nothing recomputed": lambda: make_plan(captured(region(4)), ACCOUNT, 10**6),
 }

@@ -9,31 +9,30 @@ import pytest
 from memopt.account.account import Account
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError
-from memopt.planning.captured import Captured
-from memopt.planning.make_plan import make_plan
+from memopt.planning.figures import plain_row
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
-from memopt.planning.receipt import plain_row
-from tests.planned import ACCOUNT, captured, region
+from memopt.planning.priced_step import PricedStep
+from tests.planned import ACCOUNT, captured, make_plan, region, under_levers
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))
 """A step, and one that stands for the same step with a lever applied: half of the activations and half of the time."""
 NO_LEVERS, FIRST, SECOND = (Rewriting(levers=("one", "two")[:number]) for number in range(3))
 
 
-def needs(step: Captured) -> tuple[int, int]:
+def needs(step: PricedStep) -> tuple[int, int]:
     """The smallest budget of a step, and its peak without recomputation."""
     plan = make_plan(step, ACCOUNT, 2**30)
     return plan.smallest_bytes(), plan.plain.peak_bytes
 
 
-def search(budget_bytes: int, *steps: tuple[Rewriting, Captured]) -> tuple[PlanSearch, Plan | None]:
+def search(budget_bytes: int, *steps: tuple[Rewriting, PricedStep]) -> tuple[PlanSearch, Plan | None]:
     """A search over these lever sets, and the plan for the last of them that ends the search, if any."""
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     taken = None
     for levers, step in steps:
-        taken = found.consider(levers, step, ACCOUNT)
+        taken = found.consider(under_levers(step, levers))
     return found, taken
 
 
@@ -41,7 +40,7 @@ def test_a_plan_without_recomputation_is_taken_at_once() -> None:
     _, taken = search(needs(PLAIN)[1], (NO_LEVERS, PLAIN))
     assert taken is not None
     assert (taken.levers, taken.added_time) == ((), 0.0)
-    assert taken.receipt == (plain_row("", PLAIN, ACCOUNT),)
+    assert taken.receipt == (plain_row("", PLAIN.plain, ACCOUNT),)
 
 
 def test_other_lever_sets_are_tried_before_anything_is_recomputed() -> None:
@@ -89,7 +88,7 @@ def test_skipped_levers_are_noted_in_the_plan() -> None:
 
 
 def test_nothing_is_recomputed_where_that_is_not_allowed() -> None:
-    fixed = replace(PLAIN, recompute=False)
+    fixed = PLAIN.priced_for(recompute=False)
     least, plain = needs(fixed)
     assert least == plain
     with pytest.raises(BudgetError):
@@ -99,7 +98,7 @@ def test_nothing_is_recomputed_where_that_is_not_allowed() -> None:
 def test_the_account_is_the_step_s_own() -> None:
     held: Account = replace(ACCOUNT, other_forwards=2**20)
     found = PlanSearch(2**30, DEFAULT_EFFORT)
-    taken = found.consider(NO_LEVERS, PLAIN, held)
+    taken = found.consider(under_levers(PLAIN, NO_LEVERS, held))
     assert taken is not None
     assert taken.account == held
 
@@ -107,7 +106,7 @@ def test_the_account_is_the_step_s_own() -> None:
 def test_a_lever_with_nothing_to_change_is_not_listed() -> None:
     found = PlanSearch(needs(LEAN)[0], DEFAULT_EFFORT)
     found.skip(FIRST, ("one: nothing to do here",))
-    assert found.consider(SECOND, LEAN, ACCOUNT) is None
+    assert found.consider(under_levers(LEAN, SECOND)) is None
     assert found.best()[0].levers == ("two",)
 
 
@@ -115,7 +114,7 @@ def test_a_lever_set_that_may_be_faster_is_tried_where_all_fits() -> None:
     faster_next = replace(NO_LEVERS, next_is_faster=True)
     found, taken = search(2**30, (faster_next, PLAIN))
     assert taken is None
-    taken = found.consider(FIRST, LEAN, ACCOUNT)
+    taken = found.consider(under_levers(LEAN, FIRST))
     assert taken is not None
     assert (taken.levers, [row.lever for row in taken.receipt]) == (("one",), ["", "one"])
 

@@ -17,26 +17,25 @@ import memopt
 from examples.models.problems import random_schedule
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
-from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
-from memopt.planning.make_plan import make_plan
-from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import Effort
-from memopt.planning.planner import Request, progress_line, recipes, smallest, solve, split
-from memopt.price.scheduled_nodes import split_halves
+from memopt.planning.planner import Request, progress_line, recipes, smallest, solve
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.schedule_parts import held_after_forward, module_rows, split
+from memopt.price.node_prices import split_halves
 from memopt.solver import Progress, Schedule, simulate
-from tests.planned import ACCOUNT, captured, region, two_regions
+from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 
 HELD = replace(ACCOUNT, gradients_held=True)
 ROOMY = 10**6
 
 
-def joined(step: Captured) -> Joined:
-    return step.joined(accumulating=False)
+def joined(step: PricedStep) -> Joined:
+    return step.problem
 
 
-def least_budget(step: Captured, account: Account) -> int:
-    return smallest(step.joined(accumulating=account.gradients_held), account)[0]
+def least_budget(step: PricedStep, account: Account) -> int:
+    return smallest(step.under(account).problem, account)[0]
 
 
 def test_regions_go_forward_in_order_and_backward_in_reverse() -> None:
@@ -66,7 +65,7 @@ def test_values_that_the_next_region_reads_are_kept() -> None:
 def test_a_schedule_splits_into_those_of_the_regions() -> None:
     step = two_regions()
     both = joined(step)
-    for part, joint in zip(split(both, step, Schedule.save_all(both.problem)), step.regions, strict=True):
+    for part, joint in zip(split(both, step.traced, Schedule.save_all(both.problem)), step.traced.regions, strict=True):
         forward, backward = ([node.name for node in half] for half in split_halves(joint.module.graph))
         assert part.evaluations == (*forward, *backward)
         assert part.boundary == len(forward)
@@ -78,19 +77,19 @@ def test_recomputed_operators_go_to_their_region() -> None:
     both = joined(step)
     for seed in range(5):
         schedule = random_schedule(random.Random(seed), both.problem)
-        parts = split(both, step, schedule)
+        parts = split(both, step.traced, schedule)
         owners = [both.owner[op] for op in schedule.evaluations]
         named = [(region, both.prices[region].nodes[local]) for region, local in owners]
         for number, part in enumerate(parts):
             assert part.evaluations == tuple(node for owner, node in named if owner == number and node)
-            forward = split_halves(step.regions[number].module.graph)[0]
+            forward = split_halves(step.traced.regions[number].module.graph)[0]
             first = max(part.evaluations.index(node.name) for node in forward)
             assert part.boundary == first + 1, "later recomputation belongs to the backward"
 
 
 @pytest.mark.parametrize("step", [captured(region(6)), two_regions()], ids=["one region", "two regions"])
 @pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=0, gradients=0)])
-def test_budgets(step: Captured, account: Account) -> None:
+def test_budgets(step: PricedStep, account: Account) -> None:
     """Plans keep the budget, are not below the bound, are not slower with more memory, and agree with the simulator."""
     plain = make_plan(step, account, ROOMY)
     assert plain.added_seconds == 0

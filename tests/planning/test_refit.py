@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 import memopt
-from memopt.planning.footprint import Footprint
-from memopt.planning.make_plan import make_plan
-from memopt.planning.refit import Refit, as_compiled
-from tests.planned import ACCOUNT, captured
+from memopt.planning.refit import Footprint, Refit, as_compiled
+from tests.planned import ACCOUNT, captured, make_plan
 
 PLAN = make_plan(captured(), replace(ACCOUNT, optimizer_state=0, optimizer_temporaries=0), 2**40)
 BUDGET = 100_000

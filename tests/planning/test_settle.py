@@ -9,10 +9,10 @@ import torch
 
 from memopt.device import hardware
 from memopt.optimizers import Stepping
-from memopt.planning.captured import Captured
-from memopt.planning.joined import Joined
-from memopt.planning.planner import Request, smallest, solve_settled, split
-from memopt.planning.settle import settle, settled
+from memopt.planning.joined import Joined, place_steps, solve_stepping
+from memopt.planning.planner import Request, smallest, solve_with_steps
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.schedule_parts import split
 from memopt.solver import Offload, Schedule, Solution, simulate
 from tests.planned import ACCOUNT, captured, reading_late, region
 
@@ -20,8 +20,8 @@ STEPPING = Stepping(((((16, 16), (16, 1), torch.float32), 512),))
 STEPPED = replace(ACCOUNT, gradients=0, optimizer_temporaries=0)
 
 
-def joined(step: Captured) -> Joined:
-    return step.stepping_by(STEPPING).joined(accumulating=False)
+def joined(step: PricedStep) -> Joined:
+    return step.priced_for(stepping=STEPPING).problem
 
 
 def by_name(problem: Joined, *names: str) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def test_a_weight_that_is_read_after_its_step_is_found() -> None:
     problem = joined(captured(reading_late()))
     schedule = late(problem)
     schedule.check(problem.problem)
-    assert settle(problem, schedule) == (schedule, {0})
+    assert place_steps(problem, schedule) == (schedule, {0})
 
 
 def test_such_a_weight_is_stepped_at_the_end() -> None:
@@ -54,7 +54,7 @@ def test_such_a_weight_is_stepped_at_the_end() -> None:
         schedule = late(joined)
         return Solution(schedule, simulate(joined.problem, schedule).peak_bytes, 0.0, 0.0, "by hand")
 
-    found, solution = settled(problem, solve)
+    found, solution = solve_stepping(problem, solve)
     assert found.left == {0}
     assert [step.number for step in found.steps.values()] == [1]
     assert solution.peak_bytes == simulate(found.problem, solution.schedule).peak_bytes
@@ -66,14 +66,14 @@ def test_a_step_moves_up_to_the_operator_that_it_waits_for() -> None:
     order = list(range(len(problem.problem.ops)))
     step = order.index(by_name(problem, "step_of_input_1")[0])
     schedule = Schedule((*order[:step], *by_name(problem, "mm"), *order[step:]))
-    moved, wrong = settle(problem, schedule)
+    moved, wrong = place_steps(problem, schedule)
     assert not wrong
     assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "mm"]
-    assert settle(problem, moved) == (moved, frozenset())
+    assert place_steps(problem, moved) == (moved, frozenset())
 
 
 def test_offloads_keep_their_neighbours() -> None:
-    problem = joined(replace(captured(region(2)), hardware=replace(hardware("h100"), least_moved_bytes=0)))
+    problem = joined(captured(region(2)).priced_for(hardware=replace(hardware("h100"), least_moved_bytes=0)))
     order = list(range(len(problem.problem.ops)))
     step = order.index(by_name(problem, "step_of_input_1")[0])
     (gelu,) = by_name(problem, "gelu")
@@ -82,7 +82,7 @@ def test_offloads_keep_their_neighbours() -> None:
     evaluations = (*order[:step], gelu, *order[step:])
     schedule = Schedule(evaluations, (Offload(storage, gelu, gelu + 1, step - 1, step),))
     schedule.check(problem.problem)
-    moved, wrong = settle(problem, schedule)
+    moved, wrong = place_steps(problem, schedule)
     assert not wrong
     assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "gelu"]
     (offload,) = moved.offloads
@@ -90,29 +90,29 @@ def test_offloads_keep_their_neighbours() -> None:
 
 
 def test_a_plan_says_which_inputs_are_stepped() -> None:
-    step = captured(region(3)).stepping_by(STEPPING)
-    problem, solution = solve_settled(step.joined(accumulating=False), Request(STEPPED, 10**9))
-    (schedule,) = split(problem, step, solution.schedule)
+    step = captured(region(3)).priced_for(stepping=STEPPING)
+    problem, solution = solve_with_steps(step.problem, Request(STEPPED, 10**9))
+    (schedule,) = split(problem, step.traced, solution.schedule)
     assert schedule.steps == (0, 1, 2)
     assert all(name and "step" not in name for name in schedule.evaluations)
-    assert step.stepping_as([schedule.steps]).joined(accumulating=False).problem == problem.problem
-    assert step.stepping_as([(1,)]).joined(accumulating=False).steps.keys() != problem.steps.keys()
+    assert step.stepping_as([schedule.steps]).problem.problem == problem.problem
+    assert step.stepping_as([(1,)]).problem.steps.keys() != problem.steps.keys()
 
 
 def test_the_smallest_budget_works() -> None:
     for layers in (2, 5):
         problem = joined(captured(region(layers)))
         least = smallest(problem, STEPPED)[0]
-        solve_settled(problem, Request(STEPPED, least))
-        plain = captured(region(layers)).joined(accumulating=False)
+        solve_with_steps(problem, Request(STEPPED, least))
+        plain = captured(region(layers)).problem
         assert least < smallest(plain, ACCOUNT)[0]
 
 
 def test_several_regions_step_at_their_ends() -> None:
     """Autograd gets the gradients of a region when its backward ends, and steps then."""
-    step = captured(region(2, loss=False), region(2, first=2)).stepping_by(STEPPING)
-    problem = step.joined(accumulating=False)
+    step = captured(region(2, loss=False), region(2, first=2)).priced_for(stepping=STEPPING)
+    problem = step.problem
     assert not problem.steps
     ends = [op for op in problem.problem.ops if op.name.startswith("hand_over_gradients")]
     assert [op.workspace_bytes for op in ends] == [512, 512]
-    assert step.stepping_by(None).joined(accumulating=False).problem.ops[-1].workspace_bytes == 0
+    assert step.priced_for(stepping=None).problem.problem.ops[-1].workspace_bytes == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memopt.planning
-from memopt.planning.shown import shown
+from memopt.planning.frontier import shown
 
 PLANNING = Path(memopt.planning.__path__[0])
 ASKED = [

@@ -10,20 +10,19 @@ from itertools import pairwise
 import pytest
 
 from memopt.errors import GIB
-from memopt.planning import sweep as pareto_sweep
-from memopt.planning.captured import Captured
+from memopt.planning import figures as pareto_sweep
+from memopt.planning.figures import budgets_between
 from memopt.planning.frontier import Frontier
-from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.sweep import budgets_between
+from memopt.planning.priced_step import PricedStep
 from tests.marks import slow
-from tests.planned import ACCOUNT, captured, region, two_regions
+from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 from tests.planning.curves import roomy, solved
 
 ROUNDING = 1e-9
 
 
-def frontier(step: Captured, **changes: object) -> Frontier:
+def frontier(step: PricedStep, **changes: object) -> Frontier:
     return make_plan(step, replace(ACCOUNT, **changes), 10**7).frontier(9)
 
 

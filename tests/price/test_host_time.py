@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memopt.planning.make_plan import make_plan
-from memopt.price.host_time import host_seconds
+from memopt.price.node_prices import host_seconds
 from memopt.show.report import render
-from tests.planned import ACCOUNT, captured
+from tests.planned import ACCOUNT, captured, make_plan
 
 
 def test_regions_and_gradients_take_time() -> None:

@@ -14,8 +14,7 @@ from memopt.device import hardware
 from memopt.device.op_call import OpCall
 from memopt.device.time_model import node_seconds
 from memopt.price import node_prices
-from memopt.price.node_prices import price_nodes
-from memopt.price.scheduled_nodes import is_scheduled
+from memopt.price.node_prices import is_scheduled, price_nodes
 from tests.planned import region
 
 

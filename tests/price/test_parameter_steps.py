@@ -8,10 +8,8 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
-from memopt.price.graph_use import GraphUse
-from memopt.price.parameter_steps import MemoryUses, ParameterSteps
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice, PricedGraph
+from memopt.price.priced_graph import GraphUse, MemoryUses, NodePrice, ParameterSteps, PricedGraph
 from memopt.solver import Schedule, simulate
 from tests.passes.capture import Sketch, aten
 from tests.planned import region

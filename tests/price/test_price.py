@@ -7,10 +7,9 @@ from expecttest import assert_expected_inline
 from torch.fx import Graph, Node
 
 from memopt.device import CPU
-from memopt.price.graph_use import GraphUse
+from memopt.price.node_prices import is_scheduled, split_halves
 from memopt.price.price import price
-from memopt.price.priced_graph import NodePrice, PricedGraph
-from memopt.price.scheduled_nodes import is_scheduled, split_halves
+from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph
 from memopt.solver import RematProblem
 from passes import CANONICAL, find_reuses
 from passes.graphs.node_facts import backward_nodes

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.price.scheduled_nodes import is_mutation, is_scheduled
+from memopt.price.node_prices import is_mutation, is_scheduled
 
 
 def nodes() -> dict[str, fx.Node]:

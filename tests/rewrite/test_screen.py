@@ -94,7 +94,7 @@ def finite(loss: Tensor, gradients: list[Tensor]) -> bool:
 def decider_of(model: nn.Module) -> DecidePrecision:
     call = session_of(model)
     assert call is not None
-    (decide,) = call.forward.planner.rewriting.deciders
+    (decide,) = call.forward.planner.terms.rewriting.deciders
     assert isinstance(decide, DecidePrecision)
     return decide
 

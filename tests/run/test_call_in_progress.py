@@ -7,14 +7,13 @@ import pytest
 from torch import nn
 
 from memopt.errors import BudgetError
-from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.entry import Entry
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress
 from memopt.run.ledger import Moment
-from tests.planned import ACCOUNT, captured, region
+from tests.planned import ACCOUNT, captured, make_plan, region
 
 
 @pytest.fixture(scope="module")

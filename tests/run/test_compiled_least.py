@@ -11,9 +11,8 @@ from torch import nn
 
 import memopt
 from memopt.errors import GIB
-from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
-from memopt.planning.refit import as_compiled
+from memopt.planning.refit import Footprint, as_compiled
 from memopt.run import kept_plans, road
 
 MODE: dict[str, Any] = {"backend": "inductor", "precision": "fp32", "optimizer": None, "allow": {"recompute"}}
@@ -87,9 +86,9 @@ def test_the_budget_that_a_refusal_names_is_met_by_the_plan_that_it_was_named_fo
 
     monkeypatch.setattr(road, "as_compiled_least", noting)
     refused_gb(*job(), 1e-6)
-    (planner, *call, _emit), *_ = asked
-    ((_, plan),) = (known for _, known in planner.compiled_least.items())
-    assert kept_plans.smallest_plan(plan.budget_bytes, planner, *call) is plan
+    (recorded, _emit), *_ = asked
+    ((_, plan),) = (known for _, known in recorded.planner.compiled_least.items())
+    assert kept_plans.smallest_plan(plan.budget_bytes, recorded) is plan
 
 
 def test_a_plan_that_runs_and_one_from_disk_are_asked_alike(monkeypatch: pytest.MonkeyPatch) -> None:

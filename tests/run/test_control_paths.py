@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memopt
 from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.dynamic_shapes import known_places, together
 from memopt.capture.region import CapturedCall
-from memopt.capture.together import known_places, together
-from memopt.planning.extended import METHOD
+from memopt.planning.derived import METHOD
 from memopt.run.control_paths import ControlPaths
 from memopt.run.training import TrainingCalls
 from tests.marks import slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.account.allocated import allocated_bytes
+from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.tensors import weak_storages
 from memopt.run.entry import Entry

@@ -7,7 +7,7 @@ import torch
 
 from memopt.capture.region import CapturedCall
 from memopt.errors import BudgetError
-from memopt.planning.situation import Situation
+from memopt.planning.terms import Situation
 from memopt.run.training import TrainingCalls
 from tests.run.pieces import Blocks, calls_of, gradients, make
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.export import Dim
 
-from memopt.planning.situation import Situation
+from memopt.planning.stages import Recorded
+from memopt.planning.terms import Situation
 from tests.run.pieces import calls_of, latest, make
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
@@ -23,8 +24,8 @@ def test_the_input_bytes_of_a_plan_are_those_of_the_largest_sizes_whatever_batch
         call = ((rows(count),), {})
         captured = calls.recorded.capture_whole(call)
         assert captured is not None
-        (_, _, account), *_ = calls.planner.candidates(captured, call, Situation(), calls.planner.search(Situation()))
-        found.append(account.inputs)
+        priced, *_ = Recorded(calls.planner, captured, call, Situation()).candidates()
+        found.append(priced.account.inputs)
     assert found == [128 * 32 * 4] * 2
 
 

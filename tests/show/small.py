@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
-from memopt.planning.module_rows import ModuleRow
 from memopt.planning.plan import ReceiptRow
+from memopt.planning.schedule_parts import ModuleRow
 
 MB = 1024**2
 # expecttest accepts new goldens in ASCII only.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.planning.change import DTYPE, KINDS, RECOMPUTED, Change, between
+from memopt.planning.changes import DTYPE, KINDS, RECOMPUTED, Change, between
 from memopt.show.diff_rows import places
 from memopt.show.diff_text import render, summary, totals
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from memopt.planning.change import RECOMPUTED, Change
+from memopt.planning.changes import RECOMPUTED, Change
 from memopt.planning.plan import Plan
-from memopt.planning.plan_diff import PlanDiff
-from memopt.planning.plan_graphs import StageDiff
+from memopt.planning.plan_graphs import PlanDiff, StageDiff
 from memopt.show import page as page_module
 from memopt.show.page import page, short_source
 from memopt.show.step import Evaluation, LiveRange, Step, StepMemory, StepOp

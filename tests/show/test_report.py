@@ -4,9 +4,8 @@ from expecttest import assert_expected_inline
 
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
-from memopt.planning.module_rows import ModuleRow
 from memopt.planning.plan import Plan
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.schedule_parts import ModuleRow, RegionSchedule
 from memopt.show.report import alike, folded, render
 from tests.planned import ACCOUNT
 from tests.show.small import IN_ASCII, MB

@@ -1,0 +1,259 @@
+"""Dynamo's graph of a region, before it is traced: what is put in its place, and where tracing departs from eager."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.dynamo import GraphBreak
+from memopt.compat.fsdp import is_fully_sharded
+from memopt.compat.host import is_on_host
+from memopt.compat.operators import is_nested_region
+from memopt.compat.symbols import fixed_float
+from memopt.compat.tensors import is_sharded
+from memopt.errors import CaptureError
+
+_DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")
+"""Parts of the names of functions that draw random numbers."""
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether parameters of the model are split over ranks, or repeated on them, otherwise than by `fully_shard`."""
+    return any(map(is_sharded, model.parameters())) and not is_fully_sharded(model)
+
+
+def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether a recorded region reads parameters that are spread over ranks (`DTensor`).
+
+    Raises `CaptureError` where its other inputs or its outputs are, and where it draws random numbers for such a value
+    on a GPU: torch gives each rank other numbers there than the captured graph would.
+    """
+    spread = [value for value in inputs if isinstance(value, torch.Tensor) and is_sharded(value)]
+    if not all(isinstance(value, nn.Parameter) for value in spread):
+        raise CaptureError("an input or a buffer of the model is a DTensor; give it what lies on this rank (to_local)")
+    (results,) = graph_module.graph.output_node().args
+    values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    if any(isinstance(value, torch.Tensor) and is_sharded(value) for value in values):
+        raise CaptureError(
+            "the model returns a DTensor, as under loss_parallel or with use_local_output=False; have it return what "
+            "lies on this rank (to_local, or full_tensor)"
+        )
+    drawing = next((node for node in graph_module.graph.nodes if _draws_shards(node)), None)
+    if drawing is not None:
+        raise CaptureError(
+            f"{drawing.name} draws random numbers for a DTensor, which torch does otherwise on a GPU than in a graph; "
+            "have dropout run on what lies on this rank (use_local_output=True)"
+        )
+    return bool(spread)
+
+
+def _draws_shards(node: fx.Node) -> bool:
+    """Whether a call draws random numbers for a value that is spread over ranks on a GPU."""
+    value = node.meta.get("example_value")
+    if node.op == "placeholder" or not isinstance(value, torch.Tensor) or not is_sharded(value):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    return not is_on_host(value) and any(word in name for word in _DRAWS)
+
+
+def drop_requires_grad(graph_module: fx.GraphModule) -> None:
+    """Remove the calls of `value.requires_grad_()` on intermediate values whose results nothing reads.
+
+    Edits the graph. Gradients of parameters do not depend on these calls. Raises `GraphBreak` where the region returns
+    such a value, since its `.grad` can be read after the backward.
+    """
+    for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
+        graph = inner.graph
+        calls = [node for node in graph.find_nodes(op="call_method", target="requires_grad_") if not node.users]
+        returned = set(graph.output_node().all_input_nodes)
+        for call in calls:
+            if call.args[0] in returned:
+                raise GraphBreak("a value that requires_grad_() was called on is returned or kept by the model")
+            graph.erase_node(call)
+        if calls:
+            inner.recompile()
+
+
+def inline_nested_regions(graph_module: fx.GraphModule) -> None:
+    """Replace calls of nested regions by the calls in them, here and in the graphs of other higher-order operators.
+
+    Edits the graph.
+    """
+    for inner in reversed([module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]):
+        calls = [node for node in inner.graph.nodes if is_nested_region(node.target)]
+        for call in calls:
+            _inline(inner, call)
+        if calls:
+            inner.delete_all_unused_submodules()
+            inner.recompile()
+
+
+def _inline(graph_module: fx.GraphModule, call: fx.Node) -> None:
+    """Replace one call by copies of the nodes in its region."""
+    graph = graph_module.graph
+    source, _, *operands = call.args
+    assert isinstance(source, fx.Node)
+    region: Any = graph_module.get_submodule(str(source.target))
+    copies: dict[fx.Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with graph.inserting_before(call):
+        for node in region.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "get_attr":
+                copies[node].target = _adopted(graph_module, region, str(node.target))
+    (results,) = region.graph.output_node().args
+    for user in list(call.users):
+        assert user.target is operator.getitem, "Dynamo takes the results of a nested region out of their tuple"
+        result = results[user.args[1]]
+        user.replace_all_uses_with(copies[result] if isinstance(result, fx.Node) else result)
+        graph.erase_node(user)
+    graph.erase_node(call)
+    if not source.users:
+        graph.erase_node(source)
+
+
+def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) -> str:
+    """The name under which a graph module has an attribute of one of its regions too."""
+    value = getattr(region, name)
+    number, free = 0, name
+    while getattr(graph_module, free, value) is not value:
+        number += 1
+        free = f"{name}_{number}"
+    setattr(graph_module, free, value)
+    return free
+
+
+def settle_numbers(graph_module: fx.GraphModule) -> None:
+    """Replace the nodes that read a number on whose value Dynamo guards by that value.
+
+    Edits the graph. The tracer that follows does not know the value, and would fail at the comparison.
+    """
+    for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
+        settled = False
+        for node in inner.graph.find_nodes(op="call_method", target="item"):
+            number = fixed_float(node.meta.get("example_value"))
+            if number is None or node.args[0].op != "placeholder":
+                continue
+            for user in list(node.users):
+                user.args = fx.map_arg(user.args, partial(_replaced, node, number))
+                user.kwargs = fx.map_arg(user.kwargs, partial(_replaced, node, number))
+            inner.graph.erase_node(node)
+            settled = True
+        if settled:
+            inner.recompile()
+
+
+def _replaced(node: fx.Node, number: float, used: fx.Node) -> fx.Node | float:
+    return number if used is node else used
+
+
+DEPARTURES: Mapping[str, str] = {
+    "lstm": "it runs as the operators of its cells and not as oneDNN's one, which sums in another order",
+    "gru": "its gates are computed out of place, which rounds in another way",
+    "prod": "eager mode chooses the formula of its gradient by whether a factor is zero",
+    "masked_fill": "the gradient of a value that is a tensor is summed in another order",
+    "bernoulli_": "in memory that is not contiguous it draws in another order",
+}
+"""For each operator of torch, by name, why its traced form departs from eager mode."""
+
+BITS_DEPART = "is not computed bit by bit as in eager mode"
+
+BUFFERS_WRITTEN_ONCE = (
+    "buffers that are written inside of torch.utils.checkpoint are written once a step; in eager mode the block runs "
+    "again in the backward and writes them twice (running statistics of BatchNorm move twice as far)"
+)
+
+ATTRIBUTES_BEFORE_BLOCKS = (
+    f"torch.utils.checkpoint {BITS_DEPART}: an attribute such as x.mT, which the block takes of its input, is taken "
+    "before the block, and the gradients of x are summed in another order"
+)
+
+BETWEEN_REGIONS = (
+    "gradients that pass from one region to another may round otherwise than in eager mode: a region takes them in "
+    "contiguous memory, and sums over a tensor run in the order of its memory"
+)
+
+
+def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
+    """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
+    graphs = tuple(graphs)
+    found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
+    notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
+    notes += (ATTRIBUTES_BEFORE_BLOCKS,) * any(map(_takes_attributes_before_blocks, graphs))
+    return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
+
+
+def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of all graphs within it, such as those of blocks under `torch.utils.checkpoint`."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
+    for node in nodes:
+        name = _name(node)
+        name = "masked_fill" if name == "masked_fill_" else name
+        if name in DEPARTURES and (name not in _WHERE or _WHERE[name](node)):
+            yield name
+
+
+def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
+    """Whether a block under `torch.utils.checkpoint` writes to one of its inputs."""
+    calls = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
+    blocks = (getattr(node.graph.owning_module, str(node.args[0].target)) for node in calls)  # type: ignore[union-attr]
+    return any(_writes(node) for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
+
+
+def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:
+    """Whether an attribute of a value with several uses is an input of a block under `torch.utils.checkpoint` and of
+    nothing else: torch 2.13's Dynamo moves the attributes that a block takes out of it, torch 2.15's leaves them
+    there."""
+    blocks = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
+    inputs = [(block, value) for block in blocks for value in block.all_input_nodes if value.target is getattr]
+    return any(set(value.users) == {block} and len(value.all_input_nodes[0].users) > 1 for block, value in inputs)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call in Dynamo's graph writes to an input of the graph, as normalisation by batch statistics does."""
+    name = _name(node)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
+    target = node.args[0] if node.args else None
+    written = in_place and isinstance(target, fx.Node) and target.op == "placeholder"
+    return node.op.startswith("call") and (written or name == "batch_norm" or _moves_statistics(node))
+
+
+def _moves_statistics(node: fx.Node) -> bool:
+    """Whether a node is an instance norm with running statistics."""
+    given = [*node.args[1:2], node.kwargs.get("running_mean")]
+    return _name(node) == "instance_norm" and any(isinstance(value, fx.Node) for value in given)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _fills_with_a_parameter(node: fx.Node) -> bool:
+    """Whether the value of a `masked_fill` requires a gradient."""
+    value = _tensor(node.kwargs.get("value", node.args[-1]))
+    return value is not None and value.requires_grad
+
+
+def _is_strided(node: fx.Node) -> bool:
+    """Whether the first argument of a node is a tensor that is not contiguous."""
+    value = _tensor(node.args[0])
+    return value is not None and not value.is_contiguous()
+
+
+def _tensor(argument: object) -> torch.Tensor | None:
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+_WHERE: Mapping[str, Callable[[fx.Node], bool]] = {"bernoulli_": _is_strided, "masked_fill": _fills_with_a_parameter}
+"""By name, the condition under which an operator departs; no condition for the others."""

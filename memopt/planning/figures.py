@@ -1,0 +1,200 @@
+"""The figures of a plan and of a whole curve, which follow from solutions of a step's problem."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from memopt.account.account import Account
+from memopt.account.breakdown import Breakdown, breakdown
+from memopt.errors import GIB
+from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.recompute import RECOMPUTE
+from memopt.levers.reinplace import REINPLACE
+from memopt.planning.cluster_step import cluster_step
+from memopt.planning.frontier import Frontier, FrontierPoint
+from memopt.planning.joined import Joined
+from memopt.planning.on_card import on_card
+from memopt.planning.options import Effort
+from memopt.planning.plan import Plan, PlanSource, ReceiptRow
+from memopt.planning.planner import Request, recipes, smallest, solve_with_steps, step_peak_bytes
+from memopt.planning.priced_step import PricedStep
+from memopt.planning.schedule_parts import RegionSchedule, held_after_forward, module_rows
+from memopt.price.node_prices import host_seconds
+from memopt.progress import stage
+from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simulate, warm_up
+
+
+def plain_step(joined: Joined, account: Account) -> Breakdown:
+    """The tensors that fill the memory at the peak of a step with nothing recomputed."""
+    save_all = Schedule.save_all(joined.problem)
+    return breakdown(joined.problem, save_all, on_card(joined, save_all, account))
+
+
+def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
+    """The row of a lever that changed the step: its peak and its seconds with nothing recomputed."""
+    return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
+
+
+def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
+    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations."""
+    step, schedule = plan.solved
+    rows = []
+    if writes_over(plan):
+        rows.append(plain_row(REINPLACE.name, step.seen, plan.account))
+    seconds = plan.step_seconds + plan.added_seconds
+    if plan.added_seconds > plan.stall_seconds:
+        recomputed = breakdown(step.seen.problem, replace(schedule, offloads=()), plan.account)
+        rows.append(ReceiptRow(RECOMPUTE.name, recomputed.peak_bytes, seconds - plan.stall_seconds))
+    if plan.moved_bytes:
+        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS.name, plan.predicted_peak_bytes, seconds))
+    return tuple(rows)
+
+
+def writes_over(plan: Plan) -> bool:
+    """Whether results of the plan's backward are written over dead operands."""
+    return any(region.reuses for region in plan.solved[0].traced.regions)
+
+
+def plan_by(
+    solution: Solution,
+    joined: Joined,
+    step: PricedStep,
+    regions: Sequence[RegionSchedule],
+    account: Account,
+    budget_bytes: int,
+    effort: Effort,
+    source: PlanSource,
+) -> Plan:
+    """The plan of a step by a solution of its problem `joined`, which is split among its `regions`, with all figures
+    that follow from it."""
+    traced = step.traced
+    gradients = sum(region.gradients for region in traced.regions)
+    return Plan(
+        model=traced.model_name,
+        hardware=step.terms.hardware.name,
+        budget_bytes=budget_bytes,
+        account=account,
+        plain=plain_step(step.plain, account),
+        planned=breakdown(step.seen.problem, solution.schedule, account),
+        ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
+        step_seconds=joined.problem.seconds,
+        added_seconds=solution.added_seconds,
+        held_bytes=held_after_forward(joined.problem, solution.schedule),
+        bound_seconds=solution.lower_bound_seconds,
+        method=solution.method,
+        regions=tuple(regions),
+        modules=module_rows(joined, solution.schedule),
+        host_seconds=0.0 if account.caching else host_seconds(len(traced.regions), gradients),
+        notes=traced.all_notes + (account.optimizer_guess,) * bool(account.optimizer_guess),
+        effort=effort,
+        **_offloading(joined, solution),
+        source=source,
+        schedule=solution.schedule,
+        cluster=cluster_step(joined, solution.schedule, step, account),
+        kept=traced.kept,
+    )
+
+
+def recounted(plan: Plan, account: Account, **changes: Any) -> Plan:
+    """A plan with graphs, with another account and the peaks that follow from it; `changes` are further fields."""
+    step, schedule = plan.solved
+    return replace(
+        plan,
+        account=account,
+        planned=breakdown(step.seen.problem, schedule, account),
+        ceiling_bytes=breakdown(step.problem.problem, schedule, account).peak_bytes,
+        **changes,
+    )
+
+
+def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
+    """The plan's fields about the host; none for a schedule that offloads nothing."""
+    if not isinstance(solution, OffloadSolution):
+        return {}
+    storages = joined.problem.storages
+    return {
+        "host_bytes": solution.host_bytes,
+        "moved_bytes": sum(storages[offload.storage].bytes for offload in solution.schedule.offloads),
+        "stall_seconds": solution.stall_seconds,
+    }
+
+
+# The second budget lies this fraction of the way from the smallest budget to the plain peak.
+_NEAREST = 1e-3
+
+
+def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[Plan]:
+    """The frontier of a plan's step, solved for `points` budgets and for the peaks of the recipes.
+
+    The seconds of effort "best" are shared evenly among all budgets. On a card, every point counts the allocator's
+    rounding and fragmentation as they are at the smallest budget.
+    """
+    problem = joined.problem
+    with stage("loading the solver"):
+        warm_up()
+    with stage("looking for the smallest budget"):
+        least, dominated_by = smallest(joined, plan.account)
+        account = on_card(joined, joined.smallest.schedule, plan.account)
+    plain = step_peak_bytes(joined, account, simulate(problem, Schedule.save_all(problem)).peak_bytes)
+    by_hand = recipes(joined, account)
+    budgets = {*budgets_between(least, plain, points), *(round(recipe.peak_gb * GIB) for recipe in by_hand)}
+    return Frontier(
+        model=plan.model,
+        hardware=plan.hardware,
+        step_seconds=problem.seconds,
+        plain_gb=plain / GIB,
+        smallest_gb=least / GIB,
+        floor_gb=step_peak_bytes(joined, account, floor_bytes(problem)) / GIB,
+        dominated_by=dominated_by,
+        points=_curve(joined, account, sorted(budget for budget in budgets if least <= budget <= plain), effort),
+        recipes=by_hand,
+        notes=plan.notes,
+        effort=effort,
+        source=plan,
+    )
+
+
+def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[int]:
+    """`points` budgets in bytes from the smallest to the plain peak, ascending: half of them evenly spaced, half in a
+    geometric series towards the smallest, where the curve bends. Equal budgets are listed once."""
+    dense = (points - 1) // 2
+    even = points - dense
+    shares = [number / (even - 1) for number in range(even)]
+    shares += [_NEAREST ** (1 - number / dense) for number in range(dense)]
+    return sorted({smallest_bytes + round(share * (plain_bytes - smallest_bytes)) for share in shares})
+
+
+def _curve(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> tuple[FrontierPoint, ...]:
+    """For each budget the fastest schedule found for any budget that fits this one, and the tightest lower bound."""
+    solutions = _solutions(joined, account, budgets, effort)
+    peaks = [step_peak_bytes(joined, account, solution.peak_bytes) for solution in solutions]
+    # A bound for a larger budget holds for a smaller one too.
+    bounds = list(accumulate((solution.lower_bound_seconds for solution in reversed(solutions)), max))[::-1]
+    seconds = joined.problem.seconds or 1.0
+    points = []
+    for budget, bound in zip(budgets, bounds, strict=True):
+        fitting = [(found, peak) for found, peak in zip(solutions, peaks, strict=True) if peak <= budget]
+        solution, peak = min(fitting, key=lambda pair: (pair[0].added_seconds, pair[1]))
+        most = max(Counter(solution.schedule.evaluations).values())
+        added = solution.added_seconds / seconds
+        points.append(FrontierPoint(budget / GIB, peak / GIB, added, bound / seconds, solution.method, most))
+    return tuple(points)
+
+
+def _solutions(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> list[Solution]:
+    """A solution for each budget, solved in ascending order: none is slower than that for a smaller budget."""
+    solutions: list[Solution] = []
+    share = replace(effort, limit_seconds=effort.limit_seconds / len(budgets))
+    with stage(f"solving for {len(budgets)} budgets") as tell:
+
+        def progress(line: str = "") -> None:
+            tell(f"{len(solutions)} done" + (f"; {line}" if line else ""))
+
+        for budget in budgets:
+            progress()
+            solutions.append(solve_with_steps(joined, Request(account, budget, share, progress))[1])
+    return solutions

@@ -1,0 +1,295 @@
+"""A training call as its traced graphs, and these graphs priced: the problems that schedules are solved for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from memopt.account.account import Account
+from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.data_sizes import DataSizes
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import NOTHING, Operators, Rewriting
+from memopt.compat.symbols import known_sizes, sizes_up_to
+from memopt.device import Hardware
+from memopt.device.devices import device_of
+from memopt.device.storages import storage_bytes, tensors_of
+from memopt.optimizers import Stepping
+from memopt.planning.cluster import ShardedCall
+from memopt.planning.joined import Joined, join, with_meanwhile
+from memopt.price.eager_ops import with_eager
+from memopt.price.node_prices import is_scheduled, price_nodes
+from memopt.price.price import price
+from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph
+from memopt.recent import Recent
+from memopt.solver import Link, Solver
+from passes.graphs.node_facts import is_random, is_tangent
+
+_MOST_PRICED = 32
+"""The number of terms by which a traced step stays priced: a few situations, and combinations of proposals."""
+
+
+@dataclass(frozen=True)
+class PriceTerms:
+    """What the graphs of a step are priced for."""
+
+    hardware: Hardware = field(hash=False)
+    timed: bool = False
+    """Whether operators are timed on this machine where that is possible, rather than estimated."""
+    recompute: bool = True
+    """Whether operators may be recomputed."""
+    link: Link | None = None
+    """The link over which activations may be offloaded to the host; None where they may not be."""
+    solvers: tuple[Solver, ...] = field(default=(), hash=False)
+    """The user's own solvers, whose schedules compete with those of memopt's."""
+    stepping: Stepping | None = None
+    """How the optimiser steps within the backward; None where it steps after it."""
+    accumulating: bool = False
+    """Whether gradients are added to an existing `.grad`."""
+    meanwhile: int = 0
+    """Bytes that other code takes between the forward and the backward."""
+
+    def under(self, account: Account) -> PriceTerms:
+        """These terms for a step with this account."""
+        return replace(self, accumulating=account.gradients_held, meanwhile=account.meanwhile)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """The joint graphs of one training call, in the order of their forwards, under one set of levers.
+
+    It owns the prices that are made of them: a few, since their terms differ by a few flags only.
+    """
+
+    model_name: str
+    regions: tuple[JointGraph, ...]
+    notes: tuple[str, ...] = ()
+    data_sizes: DataSizes = field(default_factory=DataSizes)
+    """The sizes of a call that is one region."""
+    rewriting: Rewriting = NOTHING
+    """The rewriting by which the operator graphs of the regions were changed."""
+    run_sizes: tuple[DataSizes, ...] = ()
+    """The changing sizes of each region of a call in several; empty for one region, whose sizes are `data_sizes`."""
+    eager: tuple[EagerBytes, ...] = ()
+    """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
+    passed: tuple[Passed, ...] = ()
+    """The results of each region of a call in several that do not stay to the end of the step; else empty."""
+    sharded: ShardedCall | None = None
+    """How the parameters are spread over a cluster; None for one card."""
+    kept: tuple[tuple[str, int], ...] = ()
+    """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
+    _priced: Recent[PriceTerms, PricedStep] = field(
+        default_factory=lambda: Recent(_MOST_PRICED), init=False, repr=False
+    )
+    _node_prices: dict[object, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
+    """The prices of nodes, by the device, their graph and the sizes that they are for."""
+
+    def price(self, terms: PriceTerms) -> PricedStep:
+        """The step with its prices by these terms, which are made once."""
+        if terms not in self._priced:
+            self._priced[terms] = PricedStep.of(self, terms)
+        return self._priced[terms]
+
+    def forget_solvers(self) -> None:
+        """Free the solvers of all problems that were made from this step, as `Joined.forget_solvers` does."""
+        for _, priced in self._priced.items():
+            for problem in priced.problems:
+                problem.forget_solvers()
+
+    @property
+    def draws(self) -> bool:
+        """Whether any of its operators draws random numbers."""
+        return any(map(is_random, (node for region in self.regions for node in region.module.graph.nodes)))
+
+    @property
+    def rewriting_of_regions(self) -> Rewriting:
+        """The rewriting for a call of several regions, which need not find something to rewrite in every one."""
+        return replace(self.rewriting, needed="")
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes for the plan on the capture, on the passes of each region, and on data-dependent sizes."""
+        regions = (note for region in self.regions if region.operators for note in region.operators.notes)
+        return self.notes + tuple(dict.fromkeys(regions)) + self.data_sizes.notes()
+
+    @property
+    def operators(self) -> tuple[Operators, ...]:
+        """The operator graphs, with the stages of their passes, of the regions whose operator graphs were rewritten."""
+        return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
+
+    def sizes_of(self, number: int, *, as_seen: bool = False) -> Mapping[str, int]:
+        """The values of the symbols of region `number`: the largest that are allowed, or those of the batch at hand."""
+        sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
+        return sizes.seen if as_seen else sizes.allowed
+
+    def with_sizes(self, number: int, *, as_seen: bool = False) -> AbstractContextManager[None]:
+        """Context in which the sizes of region `number` are the largest that are allowed, or those of the batch at
+        hand."""
+        sizes = self.sizes_of(number, as_seen=as_seen)
+        return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
+
+    def node_prices(self, number: int, terms: PriceTerms, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
+        """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""
+        region = self.regions[number]
+        of_device = PriceTerms(terms.hardware, terms.timed)
+        key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
+        if key not in self._node_prices:
+            held = [node for node in region.held_nodes if is_scheduled(node)]
+            prices = price_nodes(held, terms.hardware, timed=terms.timed, generated=region.generated)
+            if self.sharded is not None:
+                prices |= self.sharded.exchange_prices(held)
+            self._node_prices[key] = prices.__getitem__
+        return self._node_prices[key]
+
+
+@dataclass(frozen=True, eq=False)
+class PricedStep:
+    """A traced step as problems in bytes and seconds, priced by some terms when it is made."""
+
+    traced: TracedStep
+    terms: PriceTerms
+    problem: Joined
+    """All regions as the one problem that is solved, at the largest sizes that are allowed."""
+    seen: Joined
+    """The same problem at the sizes of the batch at hand."""
+    plain: Joined
+    """As `seen`, with no result written over an operand."""
+    _leaving: dict[frozenset[int], Joined] = field(default_factory=dict, repr=False)
+    """`problem` with further parameters stepped at the end of the backward only, by their numbers."""
+
+    @classmethod
+    def of(cls, traced: TracedStep, terms: PriceTerms) -> PricedStep:
+        """A traced step priced by some terms."""
+        made: dict[frozenset[int], Joined] = {}
+
+        def leaving(left: frozenset[int]) -> Joined:
+            if left not in made:
+                found = _problem(traced, terms, left=left)
+                made[left] = replace(found, leaving=lambda more: leaving(left | more))
+            return made[left]
+
+        problem = seen = plain = leaving(frozenset())
+        if any(sizes.seen != sizes.allowed for sizes in (traced.data_sizes, *traced.run_sizes)):
+            seen = plain = _problem(traced, terms, as_seen=True)
+        if any(region.reuses for region in traced.regions):
+            plain = _problem(traced, terms, as_seen=seen is not problem, reinplace=False)
+        return cls(traced, terms, problem, seen, plain, made)
+
+    @property
+    def problems(self) -> tuple[Joined, ...]:
+        """All problems that were made of the step."""
+        return (self.seen, self.plain, *self._leaving.values())
+
+    def under(self, account: Account) -> PricedStep:
+        """The same step for another account."""
+        return self.traced.price(self.terms.under(account))
+
+    def priced_for(self, **changes: Any) -> PricedStep:
+        """The same step for other terms: fields of `PriceTerms`."""
+        return self.traced.price(replace(self.terms, **changes))
+
+    def stepping_as(self, steps: Sequence[Sequence[int]]) -> PricedStep:
+        """The same step with only the inputs of `steps`, one sequence of input numbers per region, stepped earlier than
+        at the end of their region's backward."""
+        if self.terms.stepping is None:
+            return self
+        inside = {number for numbers_of_region in steps for number in numbers_of_region}
+        numbers = {number for region in self.traced.regions for number in region.parameter_inputs}
+        return self.priced_for(stepping=self.terms.stepping.leaving(numbers - inside))
+
+
+def _problem(
+    traced: TracedStep,
+    terms: PriceTerms,
+    *,
+    as_seen: bool = False,
+    left: frozenset[int] = frozenset(),
+    reinplace: bool = True,
+) -> Joined:
+    """The regions of a step as one problem. `left`: numbers of parameters that are stepped at the end of the backward
+    only; `reinplace`: results may be written over operands."""
+    prices = partial(_priced_region, traced, terms, as_seen=as_seen, left=left, reinplace=reinplace)
+    joined = join([prices(number) for number in range(len(traced.regions))], traced.passed)
+    return replace(
+        joined,
+        problem=with_meanwhile(joined.problem, terms.meanwhile),
+        recompute=terms.recompute,
+        solvers=terms.solvers,
+        link=terms.link,
+        given=_given(traced, as_seen=as_seen),
+        trained=_given(traced, as_seen=as_seen, trained=True),
+        libraries=device_of(terms.hardware).library_workspaces(terms.hardware),
+        left=left,
+    )
+
+
+def _priced_region(
+    traced: TracedStep, terms: PriceTerms, number: int, *, as_seen: bool, left: frozenset[int], reinplace: bool
+) -> PricedGraph:
+    region, sharded = traced.regions[number], traced.sharded
+    with traced.with_sizes(number, as_seen=as_seen):
+        use = GraphUse(
+            accumulated=region.parameter_gradients if terms.accumulating and sharded is None else (),
+            fused=region.fused_away,
+            least_moved_bytes=terms.hardware.least_moved_bytes,
+            block_bytes=device_of(terms.hardware).block_bytes,
+            steps=_steps(traced, terms.stepping, region, left),
+            reuses=region.reuses if reinplace else (),
+            released=region.released,
+            passed_on=_passed_on(traced, number),
+            overwritten=region.overwritten,
+            reductions=sharded.reductions(region, accumulating=terms.accumulating) if sharded else (),
+            receivers=region.receivers if region.places else None,
+        )
+        priced = price(region.module, region.forward_outputs, traced.node_prices(number, terms, as_seen=as_seen), use)
+    return with_eager(priced, number, traced.eager) if traced.eager else priced
+
+
+def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple[int, ...]:
+    """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; only of
+    those that get a gradient if `trained`."""
+    given: list[int] = []
+    for number, region in enumerate(traced.regions):
+        (results,) = region.module.graph.output_node().args
+        assert isinstance(results, (tuple, list))
+        gradients = results[region.forward_outputs :]
+        with traced.with_sizes(number, as_seen=as_seen):
+            inputs = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+            if trained:
+                received = region.receivers.items()
+                inputs = [inputs[number] for position, number in received if gradients[position] is not None]
+            given += (storage_bytes(tensor) for node in inputs for tensor in tensors_of(node))
+    return tuple(given)
+
+
+def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
+    """The results of a region that other code takes, and its inputs that are other regions' outputs. None for a call in
+    one region, whose results all stay in memory to the end of the step."""
+    if not traced.passed:
+        return None
+    region, passed = traced.regions[number], traced.passed[number]
+    (results,) = region.trace.region.graph_module.graph.output_node().args
+    outputs = passed.outputs if len(results) == region.forward_outputs else frozenset()
+    gradients = {region.forward_outputs + given for given in passed.gradients}
+    # Where tensor subclasses are unwrapped, the numbers of the graph's inputs are others.
+    given = () if region.places else tuple(passed.given)
+    return PassedOn(outputs | gradients, tuple(passed.forward_only), given)
+
+
+def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
+    """The parameters that are stepped in the backward of a region; before its end only where there is no other."""
+    if stepping is None:
+        return ParameterSteps()
+    given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+    sizes = {number: stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
+    workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
+    inside = region.parameter_gradients if len(traced.regions) == 1 and not region.fused else {}
+    steady = stepping.left | left
+    return ParameterSteps(
+        {at: number for at, number in inside.items() if number in workspaces and number not in steady}, workspaces
+    )

@@ -1,0 +1,178 @@
+"""The stages of a training call from its recording to its plan, each a value that is made once:
+
+    Recorded ─trace(levers)─▶ Traced ─price(account)─▶ Priced ─solve(budget, effort)─▶ Plan ─emit_plan─▶ Emitted
+
+Calls in one region and in several go through them alike. A plan from disk is of the `Priced` step of its own call too:
+only the search for it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from memopt.account.account import Account
+from memopt.capture.inputs import Call
+from memopt.capture.operators import NothingToRewrite, Rewriting
+from memopt.capture.region import CapturedCall
+from memopt.errors import BudgetError
+from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.figures import plan_by, sweep
+from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.joined import Joined
+from memopt.planning.kept_blocks import with_kept_blocks
+from memopt.planning.options import DEFAULT_EFFORT, Effort
+from memopt.planning.plan import Plan
+from memopt.planning.planner import Request, recipes, smallest, solve_on_card
+from memopt.planning.priced_step import PricedStep, TracedStep
+from memopt.planning.schedule_parts import split
+from memopt.planning.terms import Situation
+from memopt.progress import say, stage
+from memopt.solver import Solution, warm_up
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A training call as Dynamo recorded it, in the situation that it is planned for."""
+
+    planner: CallPlanner
+    captured: CapturedCall
+    call: Call
+    situation: Situation
+
+    def trace(self, levers: Rewriting) -> Traced:
+        """The call under a set of levers, as operators and then differentiated; traced once.
+
+        Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
+        """
+        return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
+
+    def candidates(
+        self,
+        skip: Callable[[Rewriting, tuple[str, ...]], None] = lambda levers, notes: None,
+        *,
+        lowering_bytes: int = 0,
+    ) -> Iterator[Priced]:
+        """The call priced under lever sets with more and more levers, each when it is asked for. `skip` is called with
+        a set whose newest lever finds nothing to rewrite, and why. Raises `CaptureError`."""
+        lever_sets = self.planner.terms.lever_sets
+        for number, levers in enumerate(lever_sets, 1):
+            say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
+            try:
+                traced = self.trace(levers)
+            except NothingToRewrite as nothing:
+                skip(levers, nothing.notes)
+                continue
+            yield traced.price(traced.account(lowering_bytes))
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A recorded call as joint graphs under a set of levers."""
+
+    recorded: Recorded
+    step: TracedStep
+
+    def account(self, lowering_bytes: int = 0) -> Account:
+        """What the step holds beside its activations; `lowering_bytes` are those that compiled code holds beyond its
+        plan."""
+        recorded = self.recorded
+        return recorded.planner.accounts.of_captured(
+            recorded.captured, recorded.call, recorded.situation, self.step.regions, lowering_bytes
+        )
+
+    def price(self, account: Account) -> Priced:
+        """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimiser."""
+        return Priced(self.step.price(self.recorded.planner.price_terms.under(account)), account)
+
+    def price_as_kept(self, plan: Plan, account: Account) -> Priced:
+        """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
+        planner = self.recorded.planner
+        stepping = planner.proposing.stepping_as_kept(plan)
+        step = self.step.price(replace(planner.price_terms.under(account), stepping=stepping))
+        return Priced(step.stepping_as([region.steps for region in plan.regions]), account)
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A step priced for its device, and what it holds beside its activations: all that a plan is solved from."""
+
+    step: PricedStep
+    account: Account
+
+    @property
+    def levers(self) -> Rewriting:
+        """The set of levers that the step was traced under."""
+        return self.step.traced.rewriting
+
+    def under(self, account: Account) -> Priced:
+        """The same step with another account."""
+        return Priced(self.step.under(account), account)
+
+    def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
+        """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError`.
+
+        With `offload`, activations may go to the host where there is a link to it and that is faster than
+        recomputation.
+        """
+        with stage("loading the solver"):
+            warm_up()
+        with stage("solving") as tell:
+            request = Request(self.account, budget_bytes, effort, tell, offload)
+            joined, solution, account = solve_on_card(self.step.problem, request)
+        plan = self.planned(joined, solution, account, budget_bytes, effort)
+        if self.step.traced.sharded is None or self.account.kept:
+            return plan
+        return with_kept_blocks(
+            plan, lambda account: replace(self, account=account).solve(budget_bytes, effort, offload=offload)
+        )
+
+    def planned(self, joined: Joined, solution: Solution, account: Account, budget_bytes: int, effort: Effort) -> Plan:
+        """The plan by a solution of `joined`, the step's problem or one with fewer parameters stepped in the backward;
+        `account` has the allocator's overhead too."""
+        regions = split(joined, self.step.traced, solution.schedule)
+        step = self.step.stepping_as([region.steps for region in regions])
+        source = StepOfPlan(lambda: step)
+        return plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
+
+    def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
+        """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
+        return smallest(self.step.problem, self.account, expandable=expandable)
+
+
+@dataclass(frozen=True)
+class StepOfPlan:
+    """The priced step that a plan is for: the `PlanSource` of every plan that has its graphs. A plan from disk has them
+    priced when they are first asked for."""
+
+    price: Callable[[], PricedStep]
+
+    @property
+    def priced(self) -> PricedStep:
+        return self.price()
+
+    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
+        step = self._freed(plan)
+        try:
+            return step.solve(budget_bytes, effort)
+        except BudgetError as error:
+            notes = [note for note in step.step.traced.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
+            if not notes:
+                raise
+            raise BudgetError(error.budget_bytes, error.smallest_bytes, error.dominated_by, further=notes) from None
+
+    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
+        step = self._freed(plan)
+        return sweep(replace(plan, account=step.account), step.step.problem, points, effort)
+
+    def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
+        step = self._freed(plan)
+        return recipes(step.step.problem, step.account)
+
+    def smallest_bytes(self, plan: Plan) -> int:
+        return self._freed(plan).smallest()[0]
+
+    def _freed(self, plan: Plan) -> Priced:
+        """The step with the plan's account, and all blocks freed after their forward."""
+        return Priced(self.priced, replace(plan.account, kept=0))

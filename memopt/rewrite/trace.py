@@ -1,0 +1,195 @@
+"""Rewrites the regions of a recorded call by the passes of a lever set, and traces them into joint graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.dynamo import in_brief
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import (
+    Decide,
+    NothingToRewrite,
+    OperatorGraph,
+    Operators,
+    Rewriting,
+    needs_operators,
+    to_differentiate,
+)
+from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
+from memopt.compat.fakes import fresh_fakes
+from memopt.compat.operators import without_autocast
+from memopt.compat.true_results import RaisingForRefusedDtypes
+from memopt.errors import CaptureError
+from memopt.recent import Recent
+from passes import Pass, Pipeline
+
+_MOST_TRACES = 256
+"""The number of joint graphs that are kept."""
+
+
+def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
+    """Run the passes that the deciders return for a graph.
+
+    Raises `PassError`, and `ValueError` where no decision has the label `needed`; `NothingToRewrite` as soon as the one
+    that has turns out to have no passes.
+    """
+    stages, decisions = [graph.module], []
+
+    def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        stages.append(after)
+
+    for decide in deciders:
+        decisions.append(decide(replace(graph, module=stages[-1])))
+        if needed and decisions[-1].pipeline.label == needed:
+            Operators(decisions=tuple(decisions)).check_needed(needed)
+        Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
+    if needed and all(decision.pipeline.label != needed for decision in decisions):
+        raise ValueError(f"no decider of the lever {needed!r} gives its pipeline that label; give label={needed!r}")
+    notes = (note for decision in decisions for note in decision.notes)
+    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
+
+
+def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
+    """The joint graph of a region, rewritten as `rewriting` says; for a region without gradients its forward
+    (`JointGraph.differentiated` is false).
+
+    Raises `PassError`, and `NothingToRewrite` where the needed decision has no passes.
+    """
+    with region.autocast.restored():
+        operators = _rewritten_operators(region, rewriting)
+        backend = backend_of(region, backend)
+        if operators is not None and operators.stages:
+            traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten=True)
+        else:
+            traced = RegionTrace(region, *_not_rewritten(region, rewriting), backend, rewritten=False)
+        decide_joint = None if autocast_is_on() else rewriting.joint
+        return differentiate(traced, operators, decide_joint, reinplace=rewriting.reinplace)
+
+
+def trace_call(
+    captured: CapturedCall, rewriting: Rewriting, backend: str = "aten", traces: Traces | None = None
+) -> tuple[JointGraph, ...]:
+    """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
+
+    `traces` holds those that were traced before.
+
+    Raises `CaptureError` where no gradient flows to any parameter, `PassError`, and `NothingToRewrite` where the
+    needed decision has no passes in any region.
+    """
+    regional = rewriting if captured.whole else replace(rewriting, needed="")
+    backend = backend if captured.whole else "aten"
+    regions = {id(run.region): run.region for run in captured.runs}
+    traces = Traces() if traces is None else traces
+    traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
+    joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
+    if not joints:
+        raise CaptureError("its result depends on no trainable parameter")
+    if not captured.whole:
+        _check_needed(joints, rewriting.needed)
+    return joints
+
+
+class Traces:
+    """The joint graphs of regions that were traced last, so that a region is traced once however many calls have it."""
+
+    def __init__(self) -> None:
+        self._joints: Recent[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = Recent(_MOST_TRACES)
+        """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
+
+    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
+        """The joint graph of a region under a rewriting. Raises as `trace`."""
+        known = self._joints.get((region, backend)) or []
+        for other, joint in known:
+            if other is rewriting or other == rewriting:
+                return joint
+        joint = trace(region, rewriting, backend)
+        self._joints[region, backend] = [*known, (rewriting, joint)]
+        return joint
+
+
+def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
+    """A region's forward without gradients, which computes in the dtypes that the rewriting gives it."""
+    with region.autocast.restored():
+        operators = _rewritten_operators(region, replace(rewriting, needed=""))
+        stages = operators.stages if operators is not None else ()
+        module, low = (stages[-1], None) if stages else _not_rewritten(region, rewriting)
+
+    def forward(*inputs: Any) -> Any:
+        with without_autocast() if stages else autocast_to(low, region):
+            return module.forward(*inputs)
+
+    return forward
+
+
+def _rewritten_operators(region: RecordedRegion, rewriting: Rewriting) -> Operators | None:
+    """The region's rewritten operator graph; None where neither passes nor autocast need one."""
+    if not torch.is_grad_enabled() or not (rewriting or needs_operators(region.graph_module)):
+        return None
+    try:
+        graph = region.operator_graph(rewriting.planned_for)
+    except Untraceable as reason:
+        note = f"a region is not rewritten by passes, since {reason}{_instead(region, rewriting.autocast)}"
+        operators = Operators(notes=(note,))
+    else:
+        operators = rewrite(graph, rewriting.deciders, rewriting.needed)
+    operators.check_needed(rewriting.needed)
+    return operators
+
+
+def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
+    """How a region that passes do not rewrite gets its dtypes, as the end of a sentence."""
+    if low is None or autocast_is_on():
+        return ""
+    failure = _fails_under_autocast(region, low)
+    if failure:
+        return f", and keeps the dtypes of its code, which fails under torch.autocast with {low} ({failure})"
+    return f"; it runs under torch.autocast with {low}"
+
+
+def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:
+    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under: none where its
+    author's code fails under autocast."""
+    if autocast_is_on() or rewriting.autocast is None or _fails_under_autocast(region, rewriting.autocast):
+        return region.graph_module, None
+    return region.for_autocast, rewriting.autocast
+
+
+def _fails_under_autocast(region: RecordedRegion, dtype: torch.dtype) -> str:
+    """The error of a region's code under autocast and not without it, such as an operator that has no kernel for the
+    dtype; else empty."""
+    known = region.failures_under_autocast
+    if dtype not in known:
+        failure = _failure(region, dtype)
+        known[dtype] = failure if failure and not _failure(region, None) else ""
+    return known[dtype]
+
+
+def _failure(region: RecordedRegion, autocast: torch.dtype | None) -> str:
+    """The error of a region's code on fakes; empty where it has none."""
+    with region.tracing(), autocast_to(autocast, region):
+        mode, fakes = fresh_fakes(region.inputs)
+        try:
+            with mode, RaisingForRefusedDtypes():
+                region.for_autocast(*fakes)
+        except RuntimeError as failure:
+            return in_brief(failure)
+    return ""
+
+
+def _check_needed(joints: Sequence[JointGraph], label: str) -> None:
+    """Raise `NothingToRewrite` if the decision with this label has no passes in any region."""
+    idle: list[NothingToRewrite] = []
+    for joint in joints:
+        try:
+            (joint.operators or Operators()).check_needed(label)
+        except NothingToRewrite as nothing:
+            idle.append(nothing)
+    if len(idle) == len(joints):
+        raise idle[0]
