@@ -17,80 +17,80 @@ The model is transformers' GPT-2 with 2 layers of width 64 (one for the kills) a
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import random
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.stamp import stamp, write_result
+import memopt
+from benchmarks import abuse_files, abuse_kills
+from benchmarks.abuse_trial import BAD, Row, equal, make_batch, make_model
 
-RESULT = Path(__file__).parent / "results" / "abuse.json"
-Batch = dict[str, torch.Tensor]
-Report = Callable[[int, str, str], None]
-"""Takes a seed, its outcome, and a text for an outcome that must not be."""
-BAD = "BAD: "
+MIB = 2**20
 UNTIL = {"mutations": 2000, "kills": 200, "shapes": 2000}
 
 
-def make_model(layers: int = 2) -> nn.Module:
-    """GPT-2 with layers of width 64."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=512, n_positions=64, n_embd=64, n_layer=layers, n_head=4, use_cache=False, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
-    model.loss_type = "ForCausalLM"
-    return model
+def shapes(row: Row) -> Callable[[int], None]:
+    """A model and its planned copy, trained in step by AdamW; returns what runs one step of each."""
+    folder = Path(tempfile.mkdtemp(prefix="memopt-abuse-"))
+    os.environ["MEMOPT_CACHE_DIR"] = str(folder)
+    plain, model = make_model(), make_model()
+    largest = memopt.plan(model, 1.0, make_batch(4, 64), precision="fp32", elsewhere_gb=0)
+    budget_gb = (largest.smallest_gb() + largest.plain_peak_gb) / 2
+    memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute", "reinplace"}, elsewhere_gb=0)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (plain, model)]
+    growth: list[dict[str, float]] = row.values["figures"].setdefault("growth", [])
+
+    def one(seed: int) -> None:
+        rng = random.Random(seed)
+        length = 8 * rng.randint(1, 8) if rng.random() < 0.7 else rng.randint(2, 64)
+        batch = make_batch(rng.randint(1, 4), length, seed)
+        losses = []
+        for trained, optimizer in zip((plain, model), optimizers, strict=True):
+            torch.manual_seed(seed)
+            loss = trained(**batch).loss
+            loss.backward()
+            losses.append(loss.detach())
+            if seed % 4 == 3:  # four calls make a step
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        # A step that fits runs plain, and asking for its plan makes one: this is done for every tenth.
+        plan = memopt.plan_of(model) if seed % 10 == 0 else None
+        if not torch.equal(*losses) or (seed % 50 == 0 and not equal(plain.parameters(), model.parameters())):
+            row.note(seed, f"{BAD}other numbers", str(losses))
+        elif plan is not None and plan.predicted_peak_bytes > plan.budget_bytes:
+            row.note(seed, f"{BAD}over the budget", str(plan.predicted_peak_gb))
+        else:
+            row.note(seed, "equal to plain" + (", recomputes" if plan is not None and plan.added_seconds else ""))
+        if (seed + 1) % 100 == 0:
+            files = list((folder / "plans").iterdir())
+            growth.append({
+                "step": seed + 1, "resident_mb": resident_bytes() / MIB, "plan_files": len(files),
+                "plan_mb": sum(file.stat().st_size for file in files) / MIB,
+            })  # fmt: skip
+
+    return one
 
 
-def make_batch(samples: int, length: int, seed: int = 1) -> Batch:
-    """Random tokens as inputs and labels."""
-    tokens = torch.randint(0, 512, (samples, length), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens}
+def resident_bytes() -> int:
+    """The memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Row:
-    """The counts of one part, written to the result file as they come."""
-
-    def __init__(self, part: str) -> None:
-        self.part = part
-        document = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        self.values = document.get(part, {"seeds": 0, "seconds": 0.0, "outcomes": {}, "bad": [], "figures": {}})
-        self.started = time.perf_counter() - self.values["seconds"]
-
-    def note(self, seed: int, outcome: str, text: str = "") -> None:
-        """Count the outcome of a seed; one that starts with `BAD` is listed."""
-        outcomes = self.values["outcomes"]
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
-        if outcome.startswith(BAD):
-            self.values["bad"].append({"seed": seed, "outcome": outcome, "text": text[:300]})
-            print(self.part, seed, outcome, text[:300], flush=True)
-
-    def save(self, seeds: int) -> None:
-        """Write the row, which has come to `seeds`."""
-        self.values.update(seeds=seeds, seconds=time.perf_counter() - self.started)
-        document = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        write_result(RESULT, {**document, **stamp(), self.part: self.values})
-        print(self.part, seeds, self.values["outcomes"], flush=True)
+PARTS: dict[str, Callable[[Row], Callable[[int], None]]] = {
+    "mutations": abuse_files.prepare, "kills": abuse_kills.prepare, "shapes": shapes
+}  # fmt: skip
 
 
 def run(part: str, until: int, limit_seconds: float) -> None:
     """Run a part from the seed that it has come to."""
-    from benchmarks import abuse_files, abuse_kills, abuse_shapes
-
-    parts: dict[str, Callable[[Row], Callable[[int], None]]] = {
-        "mutations": abuse_files.prepare, "kills": abuse_kills.prepare, "shapes": abuse_shapes.prepare
-    }  # fmt: skip
     row, begin = Row(part), time.perf_counter()
     done = row.values["seeds"]
-    one = parts[part](row)
+    one = PARTS[part](row)
     while done < until and time.perf_counter() - begin < limit_seconds:
         one(done)
         done += 1
@@ -109,12 +109,6 @@ def main() -> None:
     torch.set_num_threads(1)
     for part in given.parts or UNTIL:
         run(part, given.until or UNTIL[part], 60 * given.limit_minutes)
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Whether two lists of tensors or numbers are bitwise equal."""
-    pairs = zip(first, second, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import memopt
-from benchmarks.abuse import BAD, Batch, Row, equal, make_batch, make_model
+from benchmarks.abuse_trial import BAD, Batch, Row, equal, make_batch, make_model
 from memopt.planning import plan_cache
 from memopt.run.session import session_of
 from memopt.saved_values import DIGEST, opened, sealed

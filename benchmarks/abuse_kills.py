@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import memopt
-from benchmarks.abuse import BAD, Row, make_batch, make_model
+from benchmarks.abuse_trial import BAD, Row, make_batch, make_model
 
 STEPS = 20
 BUDGET_GB = 0.0037

@@ -28,8 +28,7 @@ from torch import nn
 
 import memopt
 from benchmarks.stamp import stamp, write_result
-from memopt.checks.account_check import AccountCheck, AccountRow
-from memopt.checks.check import check
+from memopt.checks.check import AccountCheck, AccountRow, check
 
 RESULT = Path(__file__).parent / "results" / "account.json"
 ROOMY_GB = 1000.0

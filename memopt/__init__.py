@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import ast
+import dis
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
         wrap_optimizer as wrap_optimizer,
     )
     from memopt.checks import Comparison as Comparison, compare as compare
-    from memopt.checks.account_check import AccountCheck as AccountCheck, AccountRow as AccountRow
-    from memopt.checks.check import check as check
+    from memopt.checks.check import AccountCheck as AccountCheck, AccountRow as AccountRow, check as check
     from memopt.errors import (
         BudgetError as BudgetError,
         CaptureError as CaptureError,
@@ -51,12 +50,17 @@ if TYPE_CHECKING:
 
 
 def _imports() -> dict[str, str]:
-    """The module that defines each public name, read from the imports above, which run for type checkers only."""
+    """The module that defines each public name, read from the imports above as they are compiled: they run for type
+    checkers only, and an installation may be without sources."""
     loader: Any = __spec__.loader
-    tree = ast.parse(loader.get_source(__name__))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(node.module) for node in imports for name in node.names}
+    found: dict[str, str] = {}
+    module = ""
+    for step in dis.get_instructions(loader.get_code(__name__)):
+        if step.opname == "IMPORT_NAME":
+            module = step.argval
+        elif step.opname == "IMPORT_FROM" and module.startswith("memopt."):
+            found[step.argval] = module
+    return found
 
 
 _MODULES = _imports()

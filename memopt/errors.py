@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_HALF_UP, Decimal
+from typing import TypeVar
 
 GIB = 1024**3
+
+Refusal = TypeVar("Refusal", bound=BaseException)
 
 
 class BudgetError(ValueError):
@@ -85,6 +88,16 @@ class GradientMismatchError(ValueError):
 
 class StaleOutputError(ValueError):
     """An output that is computed on demand was looked at after the values that it takes had changed."""
+
+
+def without_frames(error: Refusal) -> Refusal:
+    """The error without the frames in which it was raised, nor those of the errors that it followed: they hold the
+    tensors of a forward."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def would_do(needed_bytes: int, budget_bytes: int) -> str:

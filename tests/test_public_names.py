@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
+import hashlib
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -91,6 +94,22 @@ def test_version_of_an_uninstalled_tree(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "import memopt; print(memopt.__version__)"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0+unknown"
+
+
+def test_an_installation_without_sources(tmp_path: Path) -> None:
+    """Where only compiled files are installed, all names are there, and plans on disk are those of this version."""
+    for package in ("memopt", "passes"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        assert compileall.compile_dir(tmp_path / package, quiet=1, legacy=True)
+    for source in tmp_path.rglob("*.py"):
+        source.unlink()
+    script = "import memopt; print(memopt.__file__, *sorted(memopt.__all__)); memopt.optimize, memopt.TrainStep"
+    script += "; from memopt.planning.job_key import own_digest; print(own_digest())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    file, *names, digest = done.stdout.split()
+    assert Path(file).suffix == ".pyc"
+    assert names == sorted(memopt.__all__)
+    assert digest != hashlib.sha256().hexdigest(), "the hash of no files"
 
 
 @pytest.mark.parametrize("module", ["passes.py", "passes/__init__.py"])

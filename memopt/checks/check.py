@@ -1,9 +1,11 @@
-"""Checks a plan's account against a training step that really runs."""
+"""Checks a plan's account against a training step that really runs: predicted and measured bytes of each row."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +15,92 @@ from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
 from memopt.account.optimizer_state import OptimizerState, state_tensors
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
-from memopt.checks.account_check import AccountCheck, AccountRow
-from memopt.checks.phases import PhaseMeter
+from memopt.checks.measured_step import PhaseMeter, optimised
 from memopt.device.devices import device_of
 from memopt.planning.module_rows import held_storages
 from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
-from memopt.run.session import Session, session_of
+from memopt.run.session import Session
 from memopt.run.training import TrainingCalls
+from memopt.show.report import as_text, new_table
 from memopt.solver import simulate
 from memopt.training_state import TrainingState
+from memopt.units import size
 
 Rows = dict[str, int]
+
+
+@dataclass(frozen=True)
+class AccountRow:
+    """One row of a step's account, in bytes."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def difference_bytes(self) -> int:
+        """Predicted less measured bytes: negative where the plan predicted too little."""
+        return self.predicted_bytes - self.measured_bytes
+
+    @property
+    def difference(self) -> float:
+        """The difference as a fraction of the measured bytes; infinite where these are 0."""
+        if not self.difference_bytes:
+            return 0.0
+        return self.difference_bytes / self.measured_bytes if self.measured_bytes else math.inf
+
+
+@dataclass(frozen=True)
+class AccountCheck:
+    """The account of a plan against a step that ran.
+
+    `rows` overlap: "forward and backward", for instance, includes the gradients and what the forward saved.
+    `total` is the peak of the whole step.
+    """
+
+    model: str
+    optimizer: str
+    device: str
+    rows: tuple[AccountRow, ...]
+    total: AccountRow
+
+    @property
+    def under(self) -> bool:
+        """Whether the step held more than the plan predicted."""
+        return self.total.difference_bytes < 0
+
+    @property
+    def worst(self) -> AccountRow:
+        """The row with the largest difference in bytes."""
+        return max((*self.rows, self.total), key=lambda row: abs(row.difference_bytes))
+
+    def row(self, name: str) -> AccountRow:
+        """The row of that name; raises `KeyError`."""
+        return {row.name: row for row in (*self.rows, self.total)}[name]
+
+    def table(self) -> str:
+        """All rows with predicted and measured bytes and their difference, as text."""
+        title = f"{self.model} with {self.optimizer} on {self.device}: predicted, and measured in a step"
+        table = new_table(title, "row", right=("predicted", "measured", "difference", ""))
+        for row in self.rows:
+            table.add_row(*_cells(row))
+        table.add_section()
+        table.add_row(*_cells(self.total))
+        return as_text(table)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _cells(row: AccountRow) -> tuple[str, ...]:
+    apart = row.difference_bytes
+    sign = "-" if apart < 0 else "+"
+    share = f"{row.difference:+.2%}" if apart and row.measured_bytes else ""
+    difference = f"{sign}{size(abs(apart))}" if apart else "–"
+    return row.name, size(row.predicted_bytes), size(row.measured_bytes), difference, share
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set_to_none: bool = True) -> AccountCheck:
@@ -50,23 +124,25 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
         TypeError: `optimizer` is not an instance, the batch is not one, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
-    planned = _checked(model, optimizer)
-    model = planned.model  # out of DDP, whose gradients would be exchanged
+    planned = optimised(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be an instance of torch.optim.Optimizer, not {optimizer!r}")
     calls = planned.with_loss or planned.forward
     call = as_call(batch, with_targets=planned.with_loss is not None)
-    check_device(call, model)
+    check_device(call, planned.model)
     with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
-        return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
+        return _checked_step(planned, calls, optimizer, call, set_to_none=set_to_none)
 
 
 def _checked_step(
+    planned: Session,
     calls: TrainingCalls,
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     call: Call,
     *,
     set_to_none: bool,
 ) -> AccountCheck:
+    model = planned.model  # out of DDP, whose gradients would be exchanged
     start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
     try:
         with torch.enable_grad():
@@ -80,8 +156,9 @@ def _checked_step(
         start.restore()
         start.restore_gradients()
         kept.restore()
-    assert calls.latest is not None
-    predicted = predicted_rows(calls.latest)
+    plan = planned.latest
+    assert plan is not None
+    predicted = predicted_rows(plan)
     rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
     return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
 
@@ -164,15 +241,3 @@ def _train(
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     here = (tensor for tensor in tensors if tensor.device == device and tensor.layout == torch.strided)
     return distinct_bytes(here, device_of(device).block_bytes)
-
-
-def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
-    """The planned call of the model. Raises `ValueError` or `TypeError` where no step can be checked."""
-    planned = session_of(model)
-    if planned is None:
-        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    if not model.training:
-        raise ValueError(f"this {type(model).__name__} is in eval mode, which runs plain; call model.train() first")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be an instance of torch.optim.Optimizer, not {optimizer!r}")
-    return planned

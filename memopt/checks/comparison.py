@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
-from memopt.checks.accuracy import Accuracies, Accuracy, GradientError
+from memopt.checks.reference import Accuracies, Accuracy, dense, largest_of, ratio_of
 from memopt.errors import GIB
-from memopt.show.report import as_text
+from memopt.show.report import as_text, new_table
+from memopt.training_state import Tensors
 from memopt.units import duration, size
 
 WORST_ROWS = 10
@@ -55,26 +56,26 @@ class Difference:
         optimized, plain = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (optimized, plain))
         if _same_bits(optimized, plain):
             return cls(name, 0.0, 0.0, True)
-        widest = torch.complex128 if plain.is_complex() else torch.float64
-        absolute = _largest(optimized.to(widest) - plain.to(widest))
-        return cls(name, absolute, _ratio(absolute, _largest(plain.to(widest))), False)
+        absolute = largest_of(dense(optimized) - dense(plain))
+        return cls(name, absolute, ratio_of(absolute, largest_of(dense(plain))), False)
+
+
+def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
+    """The largest difference of each tensor of the optimised model in several runs."""
+    names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
+    return tuple(
+        max(
+            (Difference.of(name, tensors.get(name), plain.get(name)) for tensors in ours),
+            key=lambda found: (found.relative, not found.bitwise),
+        )
+        for name in names
+    )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return largest if math.isfinite(largest) else math.inf
-
-
-def _ratio(part: float, whole: float) -> float:
-    if part == 0 or math.isinf(part):
-        return part
-    return part / whole if whole else math.inf
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,10 @@ class Comparison:
         return tuple((title, run, accuracy) for title, run, accuracy in runs if run is not None)
 
     def _runs_table(self) -> Table:
-        table = Table(title="One forward and backward", title_justify="left")
         columns, known = self._columns, self.accuracies
         exact = [known] if known is not None and known.reference == "float64" else []  # has a column of its own
-        table.add_column("")
-        for title in (*(reference.reference for reference in exact), *(title for title, *_ in columns)):
-            table.add_column(title, justify="right")
+        right = (*(reference.reference for reference in exact), *(title for title, *_ in columns))
+        table = new_table("One forward and backward", "", right=right)
 
         def add(title: str, cells: Iterable[str], first: str = "") -> None:
             table.add_row(title, *(first for _ in exact), *cells)
@@ -187,24 +186,18 @@ class Comparison:
 
 def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accuracy | None]]) -> Table:
     """A table of the relative error of each gradient in each run, the worst of the optimised run first."""
+    runs = {name: accuracy.gradients for name, _, accuracy in columns if accuracy is not None}
+    errors = [{error.name: error for error in gradients} for gradients in runs.values()]
     title = f"Gradients against {known.reference}: |g - r| / |r|"
-    table = Table(title=title, title_justify="left")
-    table.add_column("parameter", overflow="fold")
-    errors: list[dict[str, GradientError]] = []
-    for name, _, accuracy in columns:
-        if accuracy is not None:
-            table.add_column(name, justify="right")
-            errors.append({error.name: error for error in accuracy.gradients})
+    table = new_table(title, Column("parameter", overflow="fold"), right=runs)
     for worst in known.optimized.worst_first[:WORST_ROWS]:
         table.add_row(worst.name, *(f"{by_name[worst.name].relative:.2e}" for by_name in errors))
     return table
 
 
 def _differences_table(differing: list[Difference]) -> Table:
-    table = Table(title=f"The worst of {len(differing)} that differ from the plain model's", title_justify="left")
-    table.add_column("parameter or buffer", overflow="fold")
-    for title in ("absolute", "relative"):
-        table.add_column(title, justify="right")
+    title = f"The worst of {len(differing)} that differ from the plain model's"
+    table = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
     for difference in differing[:WORST_ROWS]:
         table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")
     return table

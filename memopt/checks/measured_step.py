@@ -1,4 +1,4 @@
-"""Runs one forward and backward from a saved state, and measures it."""
+"""Runs one forward and backward from a saved state and measures it, as a whole or phase by phase."""
 
 from __future__ import annotations
 
@@ -7,22 +7,40 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import Run
-from memopt.meter import measure_peak
-from memopt.rewrite.precision.plan import dtype_name
+from memopt.compat.host import MemoryEvents
+from memopt.device.devices import device_of
+from memopt.meter import measure_peak, resident_cpu_blocks
+from memopt.rewrite.policy import dtype_name
 from memopt.run.loss import scalar_loss
+from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState, generator_states
 
 Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
 # The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.
 _FIRST_SCALE = 65536.0
 _BACKOFF = 16.0
+# The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
+_MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
+
+
+def optimised(model: nn.Module) -> Session:
+    """The session of a model whose training calls are planned. Raises `ValueError` for one whose calls are not."""
+    session = session_of(model)
+    if session is None:
+        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
+    if not model.training:
+        raise ValueError(f"this {type(model).__name__} is in eval mode, which runs plain; call model.train() first")
+    return session
 
 
 @dataclass(frozen=True)
@@ -129,3 +147,66 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     return distinct_bytes(here for here in tensors if here.device == device and here.layout == torch.strided)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes beyond those present when the recording began; `left_bytes` may be negative."""
+
+    peak_bytes: int
+    left_bytes: int
+
+
+class PhaseMeter:
+    """Meters allocations and frees of its `with` block on `device`; each `end_phase()` ends a phase.
+
+    On the CPU, frees are seen of memory allocated in the block and of memory that Python tensors hold at its start (see
+    `measure_peak`); on CUDA the allocator's own statistics are read, and its peak statistics reset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases: tuple[Phase, ...] = ()
+        """The phases; those of the CPU are known once the block has ended."""
+        self._device = device
+        self._events = MemoryEvents()
+        self._start = 0
+
+    def __enter__(self) -> PhaseMeter:
+        kind = device_of(self._device)
+        if kind.caching:
+            self._start = kind.allocated_bytes(self._device)
+            kind.reset_peak(self._device)
+            return self
+        there = resident_cpu_blocks()
+        self._events.start()
+        for address, nbytes in there.items():
+            self._events.declare(address, nbytes)
+        self._start = len(there)
+        return self
+
+    def end_phase(self) -> None:
+        """End the present phase; the next begins with the bytes that it leaves."""
+        kind = device_of(self._device)
+        if not kind.caching:
+            self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
+            return
+        peak, now = kind.peak_bytes(self._device), kind.allocated_bytes(self._device)
+        self.phases += (Phase(peak - self._start, now - self._start),)
+        kind.reset_peak(self._device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not device_of(self._device).caching:
+            self.phases = _phases(self._events.stop()[self._start :])
+
+
+def _phases(events: list[int]) -> tuple[Phase, ...]:
+    """The phases of allocations and frees in order, divided at the marks; what follows the last mark is left out."""
+    phases: list[Phase] = []
+    left = begin = 0
+    for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:
+        held = list(accumulate(events[begin:end], initial=left))
+        phases.append(Phase(max(held), left := held[-1]))
+        begin = end + 1
+    return tuple(phases)

@@ -1,4 +1,4 @@
-"""The options that all planning commands share, and the model, inputs and options that they stand for."""
+"""The options that all planning commands share, and the model, inputs, options and plan that they stand for."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from memopt.cli.shapes import Shapes
     from memopt.planning.options import PlanOptions
+    from memopt.planning.plan import Plan
+
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
 
@@ -90,10 +92,8 @@ class Job:
             return self._prepare()
 
     def _prepare(self) -> Prepared:
-        from memopt.cli.default_shapes import with_defaults
-        from memopt.cli.named_cards import budget_gb, card_named
-        from memopt.cli.named_models import model_factory, on_meta
-        from memopt.cli.shapes import parse_shapes
+        from memopt.cli.names import budget_gb, card_named, model_factory, on_meta
+        from memopt.cli.shapes import parse_shapes, with_defaults
 
         card = card_named(self.device)
         budget, options = budget_gb(self.budget_gb, card), self.options()
@@ -106,7 +106,7 @@ class Job:
 
     def options(self) -> PlanOptions:
         """The options of `memopt.plan`, without the device. Raises `UsageError`."""
-        from memopt.cli.named_models import named_function
+        from memopt.cli.names import named_function
 
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "effort": self.effort}
         options["optimizer"] = None if self.optimizer.lower() == "none" else self.optimizer
@@ -169,3 +169,11 @@ def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
     for option in reversed(_ARGUMENTS):
         decorated = option(decorated)
     return decorated
+
+
+def planned(job: Job) -> Plan:
+    """The plan of a job. Raises `UsageError`, and what `memopt.plan` raises."""
+    import memopt
+
+    prepared = job.prepare()
+    return memopt.plan(prepared.model, prepared.budget_gb, prepared.meta_batch(), **prepared.options)

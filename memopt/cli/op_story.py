@@ -5,19 +5,21 @@ from __future__ import annotations
 import linecache
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
+from torch import fx
 
 from memopt.cli.failures import UsageError
-from memopt.cli.op_precision import why_dtype
+from memopt.planning.graph_facts import operator_name
+from memopt.planning.plan_networkx import source_line
+from memopt.show.report import new_table
 from memopt.show.step import WHY
 from memopt.units import duration, size
-from passes.graphs.node_facts import tensors
+from passes.graphs.node_facts import module_path, tensors
 
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan
@@ -27,16 +29,7 @@ Facts = dict[str, Any]
 
 ROWS = 15
 _NEEDED = ("saved", "recomputed", "offloaded", "output")
-
-
-@dataclass(frozen=True)
-class Story:
-    """What a plan does with one op, or which ops a name may mean."""
-
-    figures: Any
-    """For JSON."""
-    parts: list[RenderableType]
-    """For people."""
+_CASTS = ("_to_copy", "convert_element_type", "to")
 
 
 def values_table(plan: Plan) -> Table:
@@ -50,12 +43,9 @@ def values_table(plan: Plan) -> Table:
     title = (
         f"The largest values that the backward needs, and their fate ({min(ROWS, len(groups))} of {len(groups)} rows)"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("op", overflow="fold", max_width=24)
-    table.add_column("module", overflow="fold", min_width=20)
-    for column in ("values", "bytes"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("fate", no_wrap=True)
+    fold = Column("op", overflow="fold", max_width=24), Column("module", overflow="fold", min_width=20)
+    numbers = (Column(header, justify="right", no_wrap=True) for header in ("values", "bytes"))
+    table = new_table(title, *fold, *numbers, Column("fate", no_wrap=True))
     by_size = sorted(groups.items(), key=lambda entry: -sum(facts["bytes"] for _, facts in entry[1]))
     for (_, module, _, fate), nodes in by_size[:ROWS]:
         total = size(sum(facts["bytes"] for _, facts in nodes))
@@ -63,8 +53,9 @@ def values_table(plan: Plan) -> Table:
     return table
 
 
-def story_of(plan: Plan, wanted: str) -> Story:
-    """The story of the op of that name; where several are meant, a table of them. Raises `UsageError` for none."""
+def story_of(plan: Plan, wanted: str) -> tuple[Any, Table]:
+    """The story of the op of that name, as figures for JSON and as a table; where several are meant, a list of them.
+    Raises `UsageError` for none."""
     graph = plan.networkx()
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
@@ -83,20 +74,18 @@ def _meant(facts: Facts, wanted: str) -> bool:
     return bool(facts["operator"]) and (wanted in facts["operator"] or f".{wanted.strip('.')}." in within)
 
 
-def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> Story:
-    table = Table(title=f"{len(nodes)} ops that {wanted!r} may mean: name one with --op", title_justify="left")
-    for column in ("op", "operator", "module"):
-        table.add_column(column, overflow="fold")
-    for column in ("bytes", "time"):
-        table.add_column(column, justify="right")
+def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> tuple[Any, Table]:
+    fold = (Column(header, overflow="fold") for header in ("op", "operator", "module"))
+    title = f"{len(nodes)} ops that {wanted!r} may mean: name one with --op"
+    table = new_table(title, *fold, right=("bytes", "time"))
     table.add_column("fate")
     for name, facts in nodes:
         row = (_short(facts["operator"]), facts["module"], size(facts["bytes"]), duration(facts["seconds"]))
         table.add_row(name, *row, facts["fate"])
-    return Story([{"op": name, **facts} for name, facts in nodes], [table])
+    return [{"op": name, **facts} for name, facts in nodes], table
 
 
-def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> Story:
+def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> tuple[Any, Table]:
     value = _value(plan, name, facts["region"])
     why = why_dtype(plan, facts, [one for one, _ in readers]) if facts["operator"] else ""
     held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
@@ -123,7 +112,7 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
         if text:
             table.add_row(title, text)
     figures = {"op": name, **facts, "value": value, "why": WHY[facts["fate"]], "why_dtype": why, "reads": reads}
-    return Story({**figures, "read_by": [one for one, _ in readers]}, [table])
+    return {**figures, "read_by": [one for one, _ in readers]}, table
 
 
 def _value(plan: Plan, name: str, region: int) -> str:
@@ -149,3 +138,39 @@ def _source(source: str | None) -> str:
 
 def _short(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
+
+
+def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
+    """The reason for the dtype of an op, of which `facts` are those of `Plan.networkx`: the choice that was made for
+    the operator it comes from, by the precision that was asked for. `readers` are the names of ops that read it."""
+    captured = plan.captured
+    assert captured is not None
+    region = captured.regions[facts["region"]]
+    operators = region.operators
+    if captured.rewriting.autocast is None or operators is None or "precision" not in operators.names:
+        return "as the model's code has it: this plan chooses no dtypes"
+    name = _base_name(facts["operator"])
+    if name in _CASTS:
+        return f"a cast for {', '.join(readers[:3]) or 'its readers'}, which are computed in that dtype"
+    reasons = operators.reasons("precision")
+    found = [node for node in operators.stages[-1].graph.nodes if node.name in reasons and _is_of(node, facts)]
+    named = [node for node in found if operator_name(node) == name]
+    named = named or [node for node in found if operator_name(node) in name]  # layer_norm in native_layer_norm
+    by_reason: dict[str, list[str]] = {}
+    for node in named or found:
+        by_reason.setdefault(reasons[node.name], []).append(operator_name(node))
+    if not by_reason:
+        return "that of its operands: no dtype was chosen for it"
+    half = "the gradient of " if facts["half"] == "backward" else ""
+    return half + "; ".join(f"{', '.join(dict.fromkeys(names))} in {why}" for why, names in by_reason.items())
+
+
+def _is_of(node: fx.Node, facts: Mapping[str, Any]) -> bool:
+    """Whether an op of the joint graph comes from a node of the operator graph: same module, same line of code."""
+    return module_path(node) == facts["module"] and source_line(node) == facts["source"]
+
+
+def _base_name(operator: str) -> str:
+    """`addmm` for `aten.addmm.default`."""
+    parts = operator.split(".")
+    return parts[1] if len(parts) > 1 else operator

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from memopt.device.hardware import LARGE, Chip, Hardware
+from memopt.device.live_bytes import Rehearsal
 from memopt.device.op_call import OpCall
-from memopt.device.op_rehearsal import Rehearsal
 from memopt.device.workspace_rules import by_rules
 from memopt.solver.problem import BlockCall
 

@@ -100,7 +100,7 @@ class Frontier(Generic[PlanT]):
 
     def table(self) -> str:
         """The curve at up to sixteen budgets, and the recipes beside it, as text."""
-        return shown("table").render(self)
+        return shown("frontier").render(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -111,11 +111,11 @@ class Frontier(Generic[PlanT]):
         Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
         of file.
         """
-        shown("picture").draw(self, Path(path))
+        shown("frontier").draw(self, Path(path))
 
     def _repr_svg_(self) -> str | None:
         """The picture for notebooks; None without matplotlib."""
-        return shown("picture").as_svg(self)
+        return shown("frontier").as_svg(self)
 
     def save(self, path: str | Path) -> None:
         """Write the curve as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""

@@ -20,7 +20,7 @@ import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
-from memopt.compat.subclasses import is_opaque, spread_of
+from memopt.compat.tensors import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
@@ -112,10 +112,10 @@ def graph_text(graph_module: fx.GraphModule) -> str:
 
 @functools.cache
 def own_digest() -> str:
-    """A hash of the source of memopt and its passes."""
+    """A hash of the source of memopt and its passes; of the compiled files where there is no source."""
     digest = hashlib.sha256()
     for folder in _OWN_SOURCES:
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted(file for file in folder.rglob("*.py*") if file.parent.name != "__pycache__"):
             digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -196,9 +196,9 @@ class Plan(PlanViews):
         """
         captured = self._source().captured
         if isinstance(stage, Plan):
-            return shown("changes_of_plan").plans_diff(self, captured, stage, stage._source().captured, order=order)
+            return shown("views").plans_diff(self, captured, stage, stage._source().captured, order=order)
         if stage is None:
-            return shown("changes_of_plan").plan_diff(self, captured, order=order)
+            return shown("views").plan_diff(self, captured, order=order)
         return stage_diff(captured, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:

@@ -1,11 +1,15 @@
-"""The rows of the account as coloured bands over the time of a step, for pictures."""
+"""The rows of the account as coloured bands over a step's time; the heart of a page for notebooks, drawn of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 
 from memopt.account.breakdown import FETCHED, GRADIENTS, OUTPUTS, RECOMPUTED, SAVED, TEMPORARIES, WORKSPACE
-from memopt.show.step import StepMemory
+from memopt.planning.plan import Plan
+from memopt.show.report import headline
+from memopt.show.step import Step, StepMemory
+from memopt.units import size
 
 OTHER = "other rows"
 COLOURS = {
@@ -24,6 +28,17 @@ COLOURS = {
 """The bands from the bottom to the top, with their colours; all other rows of the account are one band."""
 # The optimiser's step takes this share of the axis: its time is not known.
 _OPTIMIZER_SHARE = 0.035
+_WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
+_STYLE = """
+.memopt-heart { font: 13px/1.5 system-ui, sans-serif; max-width: 860px; color: inherit; }
+.memopt-heart .bar { display: flex; height: 18px; margin: 2px 0; }
+.memopt-heart .bar i { display: block; }
+.memopt-heart .label { opacity: 0.75; }
+.memopt-heart .keys { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0; }
+.memopt-heart .keys i { display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; }
+.memopt-heart svg { width: 100%; height: auto; display: block; margin-top: 8px; overflow: visible; }
+.memopt-heart text { font-size: 11px; fill: currentColor; opacity: 0.75; }
+""".strip()
 
 
 def band_of(row: str) -> str:
@@ -54,25 +69,11 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
     """The bytes of each band at some moments; bands that are empty at all of them are left out."""
-    by_moment = _rows_by_moment(memory)
+    by_moment = list(map(_by_band, memory.held()))
     found = {
         band: [by_moment[moment].get(band, 0) if moment is not None else 0 for moment in moments] for band in COLOURS
     }
     return {band: values for band, values in found.items() if any(value > 0 for value in values)}
-
-
-def _rows_by_moment(memory: StepMemory) -> list[dict[str, int]]:
-    born: list[list[tuple[str, int]]] = [[] for _ in range(len(memory.evaluations) + 1)]
-    for kept in memory.ranges:
-        born[kept.first].append((kept.kind, kept.nbytes))
-        born[kept.last + 1].append((kept.kind, -kept.nbytes))
-    now = _by_band(memory.resident)
-    found = []
-    for moment, one in enumerate(memory.evaluations):
-        for kind, nbytes in born[moment]:
-            now[band_of(kind)] = now.get(band_of(kind), 0) + nbytes
-        found.append({**now, WORKSPACE: one.workspace_bytes})
-    return [*found, _by_band(memory.optimizer)]
 
 
 def _by_band(rows: Mapping[str, int]) -> dict[str, int]:
@@ -80,3 +81,96 @@ def _by_band(rows: Mapping[str, int]) -> dict[str, int]:
     for row, nbytes in rows.items():
         sums[band_of(row)] = sums.get(band_of(row), 0) + nbytes
     return sums
+
+
+def heart(plan: Plan, step: Step | None) -> str:
+    """The plan as a piece of HTML; without the memory over the step where there is no `step`."""
+    used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
+    used |= set(_found(step)) if step is not None else set()
+    picture = _picture(plan, step) if step is not None else ""
+    return (
+        f'<div class="memopt-heart"><style>{_STYLE}</style><p>{escape(headline(plan))}</p>'
+        f"{_bars(plan)}{_keys([band for band in COLOURS if band in used])}{picture}</div>"
+    )
+
+
+def _bars(plan: Plan) -> str:
+    """A bar for each peak, in which every row of the account has its length."""
+    whole = max(plan.plain.peak_bytes, plan.planned.peak_bytes)
+    order = list(COLOURS)
+    text = ""
+    for label, peak in (("nothing recomputed", plan.plain), ("planned", plan.planned)):
+        rows = sorted(peak.rows, key=lambda row: order.index(band_of(row[0])))
+        parts = "".join(
+            f'<i style="width:{100 * nbytes / whole:.2f}%;background:{COLOURS[band_of(row)]}" '
+            f'title="{escape(row)}: {size(nbytes)}"></i>'
+            for row, nbytes in rows
+            if nbytes > 0
+        )
+        text += f'<div class="label">{label}: {size(peak.peak_bytes)}</div><div class="bar">{parts}</div>'
+    return text
+
+
+def _keys(used: list[str]) -> str:
+    keys = "".join(f'<span><i style="background:{COLOURS[band]}"></i>{band}</span>' for band in used)
+    return f'<div class="keys">{keys}</div>'
+
+
+def _picture(plan: Plan, step: Step) -> str:
+    """The memory over the step as planned, that with nothing recomputed as a line, and the budget."""
+    end = _end(step)
+    most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)
+    areas = "".join(_areas(_found(step), most))
+    line = _line(step.plain, end, most)
+    limit = ""
+    if plan.budget_bytes <= most:
+        up = _y(plan.budget_bytes, most)
+        limit = (
+            f'<line x1="0" x2="{_WIDTH}" y1="{up}" y2="{up}" stroke="#b3421f" stroke-dasharray="6 4"/>'
+            f'<text x="{_WIDTH}" y="{up - 4:.1f}" text-anchor="end">budget {size(plan.budget_bytes)}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">{areas}'
+        f'<path d="{line}" fill="none" stroke="currentColor" stroke-width="1.2"/>{limit}</svg>'
+    )
+
+
+def _end(step: Step) -> float:
+    return max(edges(step.planned)[-1], edges(step.plain)[-1])
+
+
+def _found(step: Step) -> dict[str, list[int]]:
+    return bands(step.planned, columns(step.planned, _COLUMNS, _end(step)))
+
+
+def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
+    """An area for each band, on top of those before it."""
+    base: Sequence[int] = [0] * _COLUMNS
+    for band, values in found.items():
+        top = [low + value for low, value in zip(base, values, strict=True)]
+        there, back = _stairs(list(enumerate(top)), most, 1), _stairs(list(enumerate(base))[::-1], most, 0)
+        yield f'<path d="M0 {_y(top[0], most)}{there}{back}Z" fill="{COLOURS[band]}"><title>{band}</title></path>'
+        base = top
+
+
+def _line(memory: StepMemory, end: float, most: float) -> str:
+    moments = enumerate(columns(memory, _COLUMNS, end))
+    points = [(at, memory.live_bytes[moment]) for at, moment in moments if moment is not None]
+    return f"M0 {_y(points[0][1], most)}{_stairs(points, most, 1)}"
+
+
+def _stairs(points: Sequence[tuple[int, int]], most: float, side: int) -> str:
+    """The tops of columns, each as wide as the picture has room for; it ends at the left (`side` 0) or right (1) of the
+    last. Columns of one height are one line."""
+    width = _WIDTH / _COLUMNS
+    text, before = "", None
+    for at, nbytes in points:
+        height = _y(nbytes, most)
+        if height != before:
+            text += f"H{(at + 1 - side) * width:.0f}V{height}"
+        before = height
+    return f"{text}H{(points[-1][0] + side) * width:.0f}"
+
+
+def _y(nbytes: int, most: float) -> float:
+    return round(_HEIGHT * (1 - nbytes / most), 1)

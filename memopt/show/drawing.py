@@ -1,15 +1,36 @@
-"""Figures of matplotlib, which is loaded when one is drawn."""
+"""Figures of matplotlib, which is loaded when one is drawn, and labels in them that are placed clear of each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+QUIET = "#6b6b6b"
+"""The colour of axes and of remarks."""
 KINDS = (".svg", ".png", ".pdf")
+Point = tuple[float, ...]
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top in pixels."""
+# Distances from a point at which its label is tried, in multiples of the label's height.
+_DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
+# Directions from the point, in degrees, the preferred first.
+_DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
+# Labels further away than this, in multiples of their height, get a line to their point.
+_LEADS = 1.5
+# Radius of a dot, in pixels.
+_DOT = 8.0
+# Space around a label, in multiples of its height.
+_PADDING = 0.4
+# A label without a line is nearer to its own point than to any other, by this factor.
+_NEARER = 1.4
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -27,6 +48,13 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def quiet_frame(axes: Axes, font_size: float) -> None:
+    """Leave of the frame the lines at the left and at the bottom, with short ticks, in grey."""
+    axes.tick_params(length=3, color=QUIET, labelsize=font_size)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(QUIET)
+
+
 def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
     """Draw a figure, and write it to a file. Raises `ValueError` for other `KINDS` of files."""
     if path.suffix.lower() not in KINDS:
@@ -34,3 +62,121 @@ def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
     figure = draw()
     figure.savefig(path)
     return figure
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text and the point that it names, in the units of the axes."""
+
+    text: str
+    x: float
+    y: float
+    color: str
+    bold: bool = False
+
+
+def place(
+    figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[Point], dots: Sequence[Point], font_size: float
+) -> None:
+    """Draw each label at the nearest free place, or at the one that covers least if none is free.
+
+    `line` and `dots` are the points of the curve and the dots, in the units of the axes, which stay visible.
+    """
+    from matplotlib.patheffects import withStroke
+
+    canvas: Any = figure.canvas
+    renderer = canvas.get_renderer()
+    to_pixels, to_data = axes.transData, axes.transData.inverted()
+    points = [tuple(to_pixels.transform((label.x, label.y))) for label in labels]
+    frame = axes.get_window_extent(renderer)
+    room = Room((frame.x0, frame.y0, frame.x1, frame.y1), points)
+    segments = pairwise(tuple(to_pixels.transform(point)) for point in line)
+    room.drawn += [_around(x, y, 5.0) for a, b in segments for x, y in _along(a, b)]
+    room.drawn += [_around(x, y, _DOT) for x, y in map(to_pixels.transform, dots)]
+    for label, point in zip(labels, points, strict=True):
+        weight = "bold" if label.bold else "normal"
+        text = axes.text(label.x, label.y, label.text, fontsize=font_size, color=label.color, fontweight=weight)
+        text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+        extent = text.get_window_extent(renderer)
+        box, distance = room.best(point, extent.width, extent.height)
+        room.written.append(_padded(box, _PADDING * extent.height))
+        x, y = to_data.transform((box[0], box[1]))
+        text.set_position((x, y))
+        text.set_verticalalignment("bottom")
+        if distance > _LEADS:
+            across, up = zip((label.x, label.y), to_data.transform(_nearest(box, point)), strict=True)
+            axes.plot(across, up, color=label.color, linewidth=0.6, zorder=3)
+
+
+@dataclass
+class Room:
+    """The places in the frame of a picture that are already taken, in pixels."""
+
+    inside: Box
+    points: Sequence[Point]
+    """All points that get a label."""
+    drawn: list[Box] = field(default_factory=list)
+    """Boxes of the curve and of the dots."""
+    written: list[Box] = field(default_factory=list)
+    """Boxes of the labels that are placed."""
+
+    def best(self, point: Point, width: float, height: float) -> tuple[Box, float]:
+        """The box for a label of the given size, and its distance from the point in multiples of its height."""
+        places = list(_places(point, width, height))
+        least = min(places, key=lambda place: self._covers(place[0]) - _common(place[0], self.inside))
+        return next((place for place in places if self._is_free(place[0], point, place[1])), least)
+
+    def _covers(self, box: Box) -> float:
+        """The area of curve, dots and labels that a label in the box would cover."""
+        return sum(_common(box, other) for other in (*self.drawn, *self.written))
+
+    def _is_free(self, box: Box, point: Point, distance: float) -> bool:
+        """Whether a label in the box covers nothing, and is not taken for another point's."""
+        if not _contains(self.inside, box) or self._covers(box):
+            return False
+        if distance > _LEADS:
+            lead = [_around(x, y, 1.0) for x, y in _along(point, _nearest(box, point))]
+            others = [_around(x, y, _DOT) for x, y in self.points if (x, y) != point]
+            return not any(_common(step, other) for step in lead for other in (*self.written, *others))
+        own = math.dist(point, _nearest(box, point))
+        return all(_NEARER * own < math.dist(other, _nearest(box, other)) for other in self.points if other != point)
+
+
+def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, float]]:
+    """Boxes to try, with their distances: the nearest first, and at each distance in all directions."""
+    for distance in _DISTANCES:
+        for degrees in _DIRECTIONS:
+            across, up = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+            x = point[0] + across * (distance * height + width / 2)
+            y = point[1] + up * (distance * height + height / 2)
+            yield (x - width / 2, y - height / 2, x + width / 2, y + height / 2), distance
+
+
+def _nearest(box: Box, point: Point) -> Point:
+    """The point of a box that is nearest to the given point."""
+    return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
+
+
+def _padded(box: Box, by: float) -> Box:
+    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
+
+
+def _around(x: float, y: float, radius: float) -> Box:
+    return (x - radius, y - radius, x + radius, y + radius)
+
+
+def _along(a: Point, b: Point) -> Iterator[tuple[float, float]]:
+    """Points on the line from `a` to `b`, both included, at most 8 pixels apart."""
+    steps = max(1, math.ceil(math.dist(a, b) / 8.0))
+    for step in range(steps + 1):
+        yield a[0] + (b[0] - a[0]) * step / steps, a[1] + (b[1] - a[1]) * step / steps
+
+
+def _common(a: Box, b: Box) -> float:
+    """The area, in pixels, that two boxes have in common."""
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]

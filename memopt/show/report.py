@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
@@ -58,6 +58,12 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
+def new_table(title: str, *headers: str | Column, right: Iterable[str] = ()) -> Table:
+    """A table without rows: columns of these headers, and after them columns that are aligned to the right."""
+    numbers = (Column(header, justify="right") for header in right)
+    return Table(*headers, *numbers, title=title, title_justify="left")
+
+
 def headline(plan: Plan) -> str:
     """The plan in one sentence: its peak within the budget, and its added time."""
     return (
@@ -99,10 +105,7 @@ def _host_line(plan: Plan) -> str:
 
 def bytes_table(plan: Plan) -> Table:
     """The bytes of each row of the account at the peak, as captured and as planned."""
-    table = Table(title="Where every byte goes at the peak", title_justify="left")
-    table.add_column("row")
-    for title in ("as captured", "planned"):
-        table.add_column(title, justify="right")
+    table = new_table("Where every byte goes at the peak", "row", right=("as captured", "planned"))
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
     for name in dict.fromkeys([*plain, *planned]):
         table.add_row(name, size(plain.get(name, 0)), size(planned.get(name, 0)))
@@ -116,13 +119,12 @@ def bytes_table(plan: Plan) -> Table:
 
 
 def _module_table(plan: Plan) -> Table:
-    table = Table(title="What each module saves for the backward, and recomputes", title_justify="left")
     rows = alike(folded(plan.modules))
     longest = max((len(row.path) for row, *_ in rows), default=0)
-    table.add_column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
+    module = Column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
     offloads = bool(plan.moved_bytes)
-    for title in ("ops", "saved", *["offloaded"] * offloads, "ops recomputed", "recomputed", "time", "added"):
-        table.add_column(title, justify="right")
+    right = ("ops", "saved", *["offloaded"] * offloads, "ops recomputed", "recomputed", "time", "added")
+    table = new_table("What each module saves for the backward, and recomputes", module, right=right)
     for row, last, times in rows:
         others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
         table.add_row(
@@ -140,10 +142,7 @@ def _module_table(plan: Plan) -> Table:
 
 def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
     """A row per lever: the step's peak and time with it and all levers before it, and the changes that it made."""
-    table = Table(title="Levers in use", title_justify="left")
-    table.add_column("lever")
-    for title in ("peak", "less", "time", "added"):
-        table.add_column(title, justify="right")
+    table = new_table("Levers in use", "lever", right=("peak", "less", "time", "added"))
     before = rows[0]
     for row in rows:
         less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
@@ -205,10 +204,11 @@ def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
 
 def _cluster_table(step: ClusterStep) -> Table:
     """The seconds of a card's step by what bounds them, and the exchanges of its groups of parameters."""
-    table = Table(title=_cluster_line(step), title_justify="left")
-    table.add_column("bounded by")
-    for title in ("time", "of the step"):
-        table.add_column(title, justify="right")
+    title = (
+        f"On {step.cards:,} cards ({step.mesh}) over {step.interconnect}: a step takes {duration(step.seconds)}, most "
+        f"of it bounded by {step.bound}"
+    )
+    table = new_table(title, "bounded by", right=("time", "of the step"))
     for name, seconds in step.bounds:
         table.add_row(name, duration(seconds), f"{seconds / step.seconds:.1%}")
     table.add_section()
@@ -217,11 +217,3 @@ def _cluster_table(step: ClusterStep) -> Table:
     largest = max(step.blocks, key=lambda block: block[1])
     table.add_row(f"largest group ({largest[0] or 'root'})", size(largest[1]), "")
     return table
-
-
-def _cluster_line(step: ClusterStep) -> str:
-    """The cluster and the time of its step in one sentence."""
-    return (
-        f"On {step.cards:,} cards ({step.mesh}) over {step.interconnect}: a step takes {duration(step.seconds)}, most "
-        f"of it bounded by {step.bound}"
-    )

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
 from memopt.account.breakdown import GRADIENTS, OPTIMIZER_STEP, WORKSPACE
 
@@ -114,14 +113,19 @@ class StepMemory:
     @cached_property
     def live_bytes(self) -> tuple[int, ...]:
         """The bytes held at each moment."""
-        change = [0] * (len(self.evaluations) + 1)
+        return tuple(sum(rows.values()) for rows in self.held())
+
+    def held(self) -> Iterator[Mapping[str, int]]:
+        """The bytes held at each moment by row of the account, with the workspace of the operator that runs."""
+        change: list[Counter[str]] = [Counter() for _ in range(len(self.evaluations) + 1)]
         for kept in self.ranges:
-            change[kept.first] += kept.nbytes
-            change[kept.last + 1] -= kept.nbytes
-        resident = sum(self.resident.values())
-        graph = zip(accumulate(change[:-1]), self.evaluations, strict=True)
-        in_graph = (resident + live + one.workspace_bytes for live, one in graph)
-        return (*in_graph, sum(self.optimizer.values()))
+            change[kept.first][kept.kind] += kept.nbytes
+            change[kept.last + 1][kept.kind] -= kept.nbytes
+        now = Counter(self.resident)
+        for more, one in zip(change[:-1], self.evaluations, strict=True):
+            now.update(more)
+            yield {**now, WORKSPACE: one.workspace_bytes}
+        yield self.optimizer
 
     @property
     def peak(self) -> int:

@@ -1,29 +1,83 @@
-"""The step of a plan, plain and planned, as pages, pictures and exports show it."""
+"""The step of a plan, plain and planned: what it holds at every moment, and when everything in it runs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from memopt.account.account import Account
+from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, output_bytes, resident_rows
 from memopt.device.storages import storage_bytes
 from memopt.planning.captured import Captured
 from memopt.planning.graph_facts import GraphFacts, operator_name
+from memopt.planning.module_rows import forward_evaluations
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
 from memopt.planning.plan_networkx import op_names
-from memopt.show.step import Step, StepOp, TypedOp
-from memopt.show.step_memory import step_memory
-from memopt.solver import Schedule
+from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
+from memopt.solver import Link, RematProblem, Schedule
+from memopt.solver.simulator import TimeLine, lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, is_tangent, tensors
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 
 if TYPE_CHECKING:
     from networkx import DiGraph
+
+
+def step_memory(
+    problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
+) -> StepMemory:
+    """The memory of a step that runs by `schedule`. `numbers` gives the number in `Step.ops` of each op of the problem,
+    `account` what the step holds beside the problem's storages; the problem's own resident bytes are ignored."""
+    times = time_line(problem, schedule, link or ANY_LINK)
+    return StepMemory(
+        resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
+        evaluations=_evaluations(problem, schedule, numbers, times),
+        boundary=forward_evaluations(problem, schedule),
+        ranges=_ranges(problem, schedule, numbers),
+        optimizer={row: nbytes for row, nbytes in optimizer_rows(account, output_bytes(problem)).items() if nbytes},
+        seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
+        copies=_copies(problem, schedule, numbers, times),
+    )
+
+
+def _evaluations(
+    problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine
+) -> tuple[Evaluation, ...]:
+    seen: set[int] = set()
+    made = []
+    for op, start in zip(schedule.evaluations, times.starts, strict=True):
+        made.append(Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in seen))
+        seen.add(op)
+    return tuple(made)
+
+
+def _ranges(problem: RematProblem, schedule: Schedule, numbers: Sequence[int]) -> tuple[LiveRange, ...]:
+    """All versions of all storages, in the order of their making."""
+    evaluations = schedule.evaluations
+    first: dict[int, int] = {}
+    for position, op in enumerate(evaluations):
+        first.setdefault(op, position)
+    found = []
+    for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
+        maker = problem.producer[storage]
+        kind = kind_of(problem, storage, first=born == first[maker], fetched=evaluations[born] != maker)
+        found.append(LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
+    return tuple(sorted(found, key=lambda kept: kept.first))
+
+
+def _copies(problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine) -> tuple[Copy, ...]:
+    """The copies to the host and back, in the order of their beginning."""
+    found = []
+    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
+        op = numbers[problem.producer[offload.storage]]
+        nbytes = problem.storages[offload.storage].bytes
+        found += [Copy(op, nbytes, True, *out), Copy(op, nbytes, False, *back)]
+    return tuple(sorted(found, key=lambda copy: copy.start))
 
 
 def step_of(plan: Plan) -> Step:

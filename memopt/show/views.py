@@ -1,23 +1,29 @@
-"""The page, the pictures and the files of a plan: see the methods of `memopt.Plan`."""
+"""The page, the pictures, the files and the changes of a plan: see the methods of `memopt.Plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.planning.captured import Captured
+from memopt.planning.change import KEPT, Change, between
 from memopt.planning.frontier import Frontier
+from memopt.planning.graph_facts import GraphFacts
+from memopt.planning.pass_changes import pass_changes
 from memopt.planning.plan import Plan
+from memopt.planning.plan_diff import PlanDiff
+from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_views import Format
-from memopt.show.diff_sections import diff_sections
+from memopt.planning.schedule_changes import schedule_changes
+from memopt.show.bands import heart
 from memopt.show.drawing import write_figure
-from memopt.show.exports.write import write_export
-from memopt.show.page.data import PageFigures
-from memopt.show.page.heart import heart
-from memopt.show.page.page import write_page
+from memopt.show.exports import write_export
+from memopt.show.page import page, write_page
+from memopt.show.pictures import timeline_figure, treemap_figure
 from memopt.show.step_of_plan import step_of
-from memopt.show.timeline_picture import timeline_figure
-from memopt.show.treemap_picture import treemap_figure
+from memopt.units import size
+from passes import diff_graphs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,11 +32,9 @@ if TYPE_CHECKING:
 def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None) -> None:
     """`Plan.report`: the page, or its budget only of a plan without graphs."""
     if plan.source is None:
-        write_page(path, PageFigures(plan, frontier=frontier))
-        return
-    diff = plan.diff()
-    sections = diff_sections(diff.changes, diff.modules)
-    write_page(path, PageFigures(plan, step_of(plan), sections, plan.recipes(), frontier))
+        write_page(path, page(plan, frontier=frontier))
+    else:
+        write_page(path, page(plan, step_of(plan), plan.diff(), plan.recipes(), frontier))
 
 
 def export(plan: Plan, path: Path, format: Format | None) -> None:
@@ -56,3 +60,57 @@ def notebook(plan: Plan) -> str:
 
 def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
     return draw() if path is None else write_figure(draw, Path(path))
+
+
+def plan_diff(plan: Plan, captured: Captured, *, order: bool) -> PlanDiff:
+    """The changes of a plan to the captured step: see `Plan.diff`."""
+    return PlanDiff(
+        f"{plan.model} on {plan.hardware} within {_budget(plan)}",
+        tuple(_changes(plan, captured, order=order)),
+        _modules(captured),
+        lambda stage: stage_diff(captured, plan.regions, stage, order=order),
+    )
+
+
+def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *, order: bool) -> PlanDiff:
+    """The changes that only one of two plans makes: see `Plan.diff`."""
+
+    def of_stage(stage: str) -> StageDiff:
+        graphs = [stage_graphs(captured, schedules) for captured, schedules in pairs]
+        if not all(stage in known for known in graphs):
+            raise ValueError(f"no stage {stage!r} in both plans; there is {', '.join(map(repr, graphs[0]))}")
+        before, after = (known[stage] for known in graphs)
+        if len(before) != len(after):
+            raise ValueError(
+                f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared as text"
+            )
+        return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
+
+    pairs = ((others, other.regions), (captured, plan.regions))
+    both = (_changes(other, others, order=order), _changes(plan, captured, order=order))
+    modules = dict.fromkeys((*_modules(captured), *_modules(others)))
+    title = f"{plan.model} on {plan.hardware}: + only within {_budget(plan)}, - only within {_budget(other)}"
+    return PlanDiff(title, between(*map(tuple, both)), tuple(modules), of_stage)
+
+
+def _changes(plan: Plan, captured: Captured, *, order: bool) -> Iterator[Change]:
+    joined = captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile)
+    yield from pass_changes(captured)
+    yield from schedule_changes(captured, joined, plan.regions, order=order)
+    for path, nbytes in plan.kept:
+        yield Change(
+            KEPT, "parameters", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing"
+        )
+
+
+def _modules(captured: Captured) -> tuple[str, ...]:
+    """The paths of all modules that call operators, in the order of the forward as its author wrote it."""
+    operators = (
+        region.operators.stages[0] for region in captured.regions if region.operators and region.operators.stages
+    )
+    graphs = (*operators, *(region.module for region in captured.regions))
+    return tuple(dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules))
+
+
+def _budget(plan: Plan) -> str:
+    return size(plan.budget_bytes)

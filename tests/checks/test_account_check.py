@@ -5,7 +5,7 @@ import math
 import pytest
 from expecttest import assert_expected_inline
 
-from memopt.checks.account_check import AccountCheck, AccountRow
+from memopt.checks.check import AccountCheck, AccountRow
 
 FOUND = AccountCheck(
     "Model",

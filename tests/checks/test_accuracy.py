@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from memopt.checks.accuracy import Accuracy
+from memopt.checks.reference import Accuracy
 
 
 def test_errors_of_loss_and_gradients() -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.checks.accuracy import Accuracy, GradientError
 from memopt.checks.comparison import Comparison, Difference, Run
+from memopt.checks.reference import Accuracy, GradientError
 
 WIDTH = 64
 Batch = tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from memopt.checks.phases import Phase, PhaseMeter
+from memopt.checks.measured_step import Phase, PhaseMeter
 
 CPU = torch.device("cpu")
 KB = 1024

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.checks.reference_step import NoReference, float64_step
+from memopt.checks.reference import NoReference, float64_step
 from memopt.training_state import generator_states, set_generators
 
 CPU = torch.device("cpu")

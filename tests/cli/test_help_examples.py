@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from memopt.cli.commands import SUBCOMMANDS, memopt
+from memopt.cli.commands import memopt
 from memopt.cli.main import main
 from tests.docs.page_examples import PAGES, commands, commands_of
 
@@ -19,14 +18,14 @@ SLOW = ("plan gpt2 --budget", "plan vit ", "frontier gpt2", "max-batch gpt2", "r
 
 def in_help(command: str) -> list[str]:
     """Return the examples of a subcommand's help text."""
-    return commands(import_module(f"memopt.cli.commands.{command.replace('-', '_')}").command.help)
+    return commands(memopt.commands[command].help or "")
 
 
 def every_example() -> list[object]:
     """Return all examples as parameters; the ones that take long are marked so."""
     found = dict.fromkeys(
         [
-            *(one for command in SUBCOMMANDS for one in in_help(command)),
+            *(one for command in memopt.commands for one in in_help(command)),
             *commands(memopt.help or ""),
             *(one for page in PAGES for one in commands_of(page)),
         ]
@@ -34,7 +33,7 @@ def every_example() -> list[object]:
     return [pytest.param(one, marks=[pytest.mark.slow] * one.startswith(SLOW), id=one) for one in found]
 
 
-@pytest.mark.parametrize("command", SUBCOMMANDS)
+@pytest.mark.parametrize("command", memopt.commands)
 def test_every_help_text_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert in_help(command)
     assert main([command, "--help"]) == 0

@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 from memopt import DEFAULT_LEVERS
-from memopt.cli.default_shapes import highest_values, with_defaults
 from memopt.cli.job import Job
 from memopt.cli.main import main
-from memopt.cli.named_cards import budget_gb, card_named
-from memopt.cli.named_models import model_factory, on_meta
-from memopt.cli.shapes import Shape, parse_shapes
+from memopt.cli.names import budget_gb, card_named, model_factory, on_meta
+from memopt.cli.shapes import Shape, highest_values, parse_shapes, with_defaults
 
 ROOT = Path(__file__).parents[2]
 TINY = ("n_layer=1", "n_embd=32", "n_head=2", "vocab_size=128")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from expecttest import assert_expected_inline
 
-from memopt.show import report, table
-from memopt.show.picture import as_svg, draw
+from memopt.show import frontier, report
+from memopt.show.frontier import as_svg, draw
 from tests.show.small import IN_ASCII, SmallCurve, SmallPlan
 
 
@@ -52,7 +52,7 @@ note: one region""",
 
 def test_a_curve() -> None:
     assert_expected_inline(
-        table.render(SmallCurve()).translate(IN_ASCII),
+        frontier.render(SmallCurve()).translate(IN_ASCII),
         """\
 Two[tiny], planned for h100: from 4 GB with nothing recomputed down to 2 GB (no schedule in this order holds
 less than 1.5 GB), added time as a share of 250 ms

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.show.labels import Room
+from memopt.show.drawing import Room
 
 INSIDE = (0.0, 0.0, 400.0, 300.0)
 SIZE = (60.0, 12.0)

@@ -13,16 +13,16 @@ import pytest
 
 from memopt.planning.change import RECOMPUTED, Change
 from memopt.planning.plan import Plan
-from memopt.show.diff_sections import diff_sections
-from memopt.show.page import page as page_module
-from memopt.show.page.data import PageFigures, short_source
-from memopt.show.page.page import page
+from memopt.planning.plan_diff import PlanDiff
+from memopt.planning.plan_graphs import StageDiff
+from memopt.show import page as page_module
+from memopt.show.page import page, short_source
 from memopt.show.step import Evaluation, LiveRange, Step, StepMemory, StepOp
 from tests.planning.test_plan_networkx import PLANS, gpt2
 from tests.show.small import SmallCurve, SmallPlan
 
 ROOT = Path(__file__).parents[2]
-ASSETS = ROOT / "memopt" / "show" / "page" / "assets"
+ASSETS = ROOT / "memopt" / "show" / "assets"
 HOSTILE = '</script><img src=x onerror="fetch(1)"><!--'
 
 
@@ -53,9 +53,9 @@ def test_it_needs_no_other_file(tmp_path: Path) -> None:
 
 def test_figures_cannot_become_markup() -> None:
     change = Change(RECOMPUTED, HOSTILE, HOSTILE, HOSTILE, reason=HOSTILE, code=HOSTILE, source=f"{HOSTILE}:1")
-    diff = diff_sections((change,), (HOSTILE,))
+    diff = PlanDiff(HOSTILE, (change,), (HOSTILE,), lambda stage: StageDiff(()))
     plan = replace(SmallPlan(), model=HOSTILE, notes=(HOSTILE,))
-    text = page(PageFigures(plan, small_step(HOSTILE), diff, (), SmallCurve()))
+    text = page(plan, small_step(HOSTILE), diff, (), SmallCurve())
     assert HOSTILE not in text
     assert text.count("</script>") == 2
     figures = figures_of(text)
@@ -72,7 +72,7 @@ def test_its_scripts_write_no_markup() -> None:
 def test_the_package_holds_all_of_it() -> None:
     names = {path.name for path in ASSETS.iterdir()}
     assert names == {"page.html", "page.css", *(f"{name}.js" for name in page_module._SCRIPTS)}
-    assert {one.name for one in (files("memopt.show.page") / "assets").iterdir()} == names
+    assert {one.name for one in (files("memopt.show") / "assets").iterdir()} == names
     packaged = re.search(r"package-data\]\nmemopt = (\[.*?\])", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert packaged
     patterns = json.loads(packaged.group(1))

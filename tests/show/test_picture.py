@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from memopt.planning.frontier import Frontier, Recipe
-from memopt.show.picture import as_svg, figure_of, named
+from memopt.show.frontier import as_svg, figure_of, named
 from tests.planning.curves import made_up, solved
 
 BEGINS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}

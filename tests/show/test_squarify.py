@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt.show.squarify import squarify
+from memopt.show.pictures import squarify
 
 AREAS = st.lists(st.floats(1, 1e6), min_size=1, max_size=30).map(lambda areas: sorted(areas, reverse=True))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from expecttest import assert_expected_inline
 
 from memopt.planning.frontier import FrontierPoint
-from memopt.show.table import render, spread
+from memopt.show.frontier import render, spread
 from tests.planning.curves import made_up, solved
 from tests.show.small import IN_ASCII
 

@@ -1,0 +1,238 @@
+"""What names on the command line stand for: a model, a loss function, a card, and a number of gigabytes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.cli.failures import UsageError, one_line
+from memopt.cli.huggingface import architecture
+from memopt.compat.host import HOST
+from memopt.device import Hardware, device_here, hardware, hardware_of, known_hardware
+from memopt.errors import GIB
+
+Factory = Callable[[], nn.Module]
+HERE = ("cuda", "gpu")
+
+
+def model_factory(name: str, settings: Iterable[str]) -> Factory:
+    """A function that builds the model of that name: see `MODEL` in the help text.
+
+    Args:
+        settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
+
+    Raises `UsageError` for a name or a setting that cannot be used, also when the user's file raises.
+    """
+    values = dict(map(_setting, settings))
+    module, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        module, colon, attribute = name, ":", ""
+    if not colon:
+        return architecture(name, values)
+    if not module:
+        raise UsageError(
+            f"{name!r} names no file or module before the colon; write file.py{name} or package.module{name}"
+        )
+    found = _attribute(_loaded(module), attribute, name)
+    _check_arguments(found, values, name)
+
+    def build() -> nn.Module:
+        with _as_usage_error(f"{name} raised %s when it was called"), _own_output():
+            return _checked(found(**values) if callable(found) and not isinstance(found, nn.Module) else found, name)
+
+    return build
+
+
+def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> None:
+    """Raise `UsageError` where a function needs arguments that `--set` does not give."""
+    if isinstance(function, nn.Module) or not callable(function):
+        return
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # one in C that says nothing of its arguments
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one for one in parameters if one.default is one.empty and one.kind not in optional]
+    if missing := [one.name for one in needed if one.name not in values]:
+        give = " ".join(f"--set {argument}=VALUE" for argument in missing)
+        raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
+
+
+def on_meta(build: Factory) -> nn.Module:
+    """The model in training mode without memory for its parameters; where a model cannot be built so, it is built on
+    the CPU first, and a line on stderr says so."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except UsageError as error:
+        model = build()
+        print(f"memopt: built on the CPU, since building without memory failed: {error}", file=sys.stderr)
+    return model.to("meta").train()
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """A loss function: a name of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
+    `file.py:function`. Raises `UsageError`."""
+    if ":" not in name:
+        found = getattr(torch.nn.functional, name, None)
+        if not callable(found):
+            raise UsageError(f"--loss: torch.nn.functional has no {name!r}; cross_entropy and mse_loss are some it has")
+        return found
+    module, _, attribute = name.rpartition(":")
+    function: Callable[..., Any] = _attribute(_loaded(module), attribute, name)
+    return function
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A "name=value" text as name and Python value; text that is no Python literal stays text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"--set takes NAME=VALUE, such as n_layer=4, not {text!r}")
+    try:
+        return name, ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _loaded(module: str) -> ModuleType:
+    """The user's module by its dotted name, or by the path of its file."""
+    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+        return _load_file(Path(module)) if module.endswith(".py") else _import(module)
+
+
+def _import(name: str) -> ModuleType:
+    """A module by its dotted name, looked for in the current folder too."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"there is no module {name!r} (in Python's path or in this folder)") from None
+        raise
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module that a Python file makes; modules beside it can be imported by it."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # classes of the file are looked up by the name of their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, name: str, written: str) -> Any:
+    """The attribute of that name; for no name, the only function or model class that the file itself defines."""
+    own = [key for key, value in vars(module).items() if _makes_model(value, module) and not key.startswith("_")]
+    if not name and len(own) == 1:
+        name = own[0]
+    if not hasattr(module, name):
+        has = f"; it defines {', '.join(own)}" if own else ""
+        wanted = f"{written} has no {name!r}" if name else f"{written}: name a function of the file after a colon"
+        raise UsageError(wanted + has)
+    return getattr(module, name)
+
+
+def _makes_model(value: Any, module: ModuleType) -> bool:
+    kind = inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module))
+    return kind and value.__module__ == module.__name__
+
+
+def _checked(model: Any, name: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} must give a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+@contextlib.contextmanager
+def _as_usage_error(sentence: str) -> Iterator[None]:
+    """Context in which whatever the user's code raises becomes a `UsageError`: `sentence` with the error for "%s"."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        file = Path(line.tb_frame.f_code.co_filename) if line else Path(__file__)
+        place = f" (line {line.tb_lineno} of {file.name})" if line and file != Path(__file__) else ""
+        raise UsageError(sentence % one_line(error) + place) from error
+
+
+@contextlib.contextmanager
+def _own_output() -> Iterator[None]:
+    """Context in which what the user's code prints goes to stderr, since stdout is the command's answer."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def card_named(name: str | None) -> str | None:
+    """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
+    "rtx4090" it is "rtx-4090". None for no name and for "cuda", which mean the device of this machine.
+
+    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" without such a device.
+    """
+    if name is None:
+        return None
+    if name.lower() in HERE:
+        if device_here() == HOST:
+            raise UsageError(f"--device {name}: this machine has no CUDA device; name a card, such as rtx-4090")
+        return None
+    wanted = _plain(name)
+    plain = {_plain(known): known for known in known_hardware()}
+    if wanted in plain:
+        return plain[wanted]
+    within = [known for short, known in plain.items() if wanted and wanted in short]
+    if len(within) == 1:
+        return within[0]
+    if within:
+        raise UsageError(f"--device {name} may be {' or '.join(within)}; name one of them")
+    close = [plain[short] for short in difflib.get_close_matches(wanted, plain, n=1)]
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise UsageError(f"no card is named {name!r}{meant or '; known are ' + ', '.join(known_hardware())}")
+
+
+def _plain(name: str) -> str:
+    """The name in small letters and digits, without the words of the maker."""
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+def card(name: str | None) -> Hardware:
+    """The rates and the memory of a card of the table; for None those of this machine's device."""
+    if name is not None:
+        return hardware(name)
+    return hardware_of(device_here())
+
+
+def budget_gb(written: str | None, name: str | None) -> float:
+    """The budget in GB of 1024³ bytes as it is written, by default the memory of the card. Raises `UsageError`."""
+    return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)
+
+
+def gigabytes(option: str, written: str) -> float:
+    """The number of gigabytes that is written for an option. Raises `UsageError`."""
+    number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
+    if number is None or float(number[1]) == 0:
+        raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
+    return float(number[1])

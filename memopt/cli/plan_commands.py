@@ -1,0 +1,219 @@
+"""The commands that show one plan: `memopt plan`, `explain`, `diff`, `report` and `export`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.cli.failures import UsageError
+from memopt.cli.job import Job, planned, takes_job
+from memopt.cli.output import check_file, plan_figures, show, show_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from memopt.planning.plan import Plan
+    from memopt.planning.plan_graphs import StageDiff
+
+_OPENED_BY = {
+    "snapshot": "pytorch.org/memory_viz opens it",
+    "trace": "ui.perfetto.dev and chrome://tracing open it",
+    "dot": "Graphviz (dot -Tsvg) and netron.app open it",
+}
+
+
+@click.command("plan", short_help="Plan a training step within a budget.")
+@takes_job
+@click.option("--save", metavar="FILE", help="Also write the plan to a file that memopt.Plan.load reads.")
+def plan(job: Job, save: str | None) -> None:
+    r"""Plan a training step of MODEL within a budget, and show where every byte goes.
+
+    \b
+    Examples:
+      memopt plan gpt2 --budget-gb 8 --shape input_ids=4x512:int64 --device rtx-4090
+      memopt plan vit --budget-gb 4 --shape pixel_values=32x3x224x224 --device t4 --effort fast
+      memopt plan torch.nn:TransformerEncoderLayer --set d_model=512 --set nhead=8 \
+        --shape 128x32x512 --shape target=128x32x512 --loss mse_loss --device l4
+    """
+    from memopt.show.report import parts
+
+    check_file("--save", save)
+    plan = planned(job)
+    if save is not None:
+        plan.save(save)
+    if job.json:
+        show_json(plan_figures(plan))
+    else:
+        show(*parts(plan))
+
+
+@click.command("explain", short_help="Say where the bytes go, what memopt changed, and why an op is treated as it is.")
+@takes_job
+@click.option(
+    "--op",
+    metavar="NAME",
+    help="Tell the story of one op: a name that the tables show, or a part of an operator's or a module's name.",
+)
+def explain(job: Job, op: str | None) -> None:
+    """Say where the bytes of MODEL go, what memopt changed and why, or the story of one op.
+
+    \b
+    Examples:
+      memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5
+      memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op h.0.attn.c_proj
+    """
+    from memopt.cli.op_story import story_of, values_table
+
+    plan = planned(job)
+    if op is not None:
+        figures, table = story_of(plan, op)
+        if job.json:
+            show_json(figures)
+        else:
+            show(table)
+        return
+    if job.json:
+        show_json({**plan_figures(plan), "levers_in_use": _lever_figures(plan)})
+    else:
+        show(*_explained(plan, values_table(plan)))
+
+
+def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
+    """Sentences and tables: the peak, the largest values, what the levers did and at what price, and the notes."""
+    from memopt.show.report import bytes_table, headline, receipt_table
+    from memopt.units import size
+
+    levers = [
+        f"{lever['name']}: {lever['what']} Losses and gradients: {lever['exactness']}. Price: {lever['price']}."
+        for lever in _lever_figures(plan)
+    ]
+    spare = size(plan.budget_bytes - plan.predicted_peak_bytes).replace("–", "nothing")
+    rest = f"{plan.model} has room for {spare} more within this budget."
+    receipt: list[RenderableType] = [receipt_table(plan.receipt)] if plan.receipt else []
+    notes = [f"note: {note}" for note in plan.notes]
+    return [headline(plan), rest, "", bytes_table(plan), "", values, "", *receipt, *levers, "", *notes]
+
+
+def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
+    """What is known of each lever of the receipt."""
+    from memopt import LEVERS
+
+    used = dict.fromkeys([*(row.lever for row in plan.receipt), *plan.levers, *plan.proposals])
+    known = {name: LEVERS[name] for name in used if name in LEVERS}
+    told = ("what", "exactness", "price")
+    return [{"name": name, **{field: getattr(lever, field) for field in told}} for name, lever in known.items()]
+
+
+@click.command("diff", short_help="Show what the plan changes in the model's graph.")
+@takes_job
+@click.option(
+    "--stage",
+    metavar="STAGE",
+    help="Line by line, one stage: scheduled, operators, precision, forward, backward, joint, or the name of a pass.",
+)
+@click.option(
+    "--against-budget-gb",
+    "against",
+    metavar="GB",
+    help="Show what only this plan changes, and what only the plan within this other budget does.",
+)
+@click.option("--order", is_flag=True, help="Show also what only moved or was renamed.")
+def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
+    """Show what the plan changes in MODEL, by module, and why; or how it differs from the plan for another budget.
+
+    \b
+    Examples:
+      memopt diff gpt2 --set n_layer=2 --device cpu --budget-gb 2.8
+      memopt diff gpt2 --set n_layer=2 --device cpu --budget-gb 2.8 --against-budget-gb 3.2
+    """
+    if against is not None:
+        from memopt.cli.names import gigabytes
+
+        gigabytes("--against-budget-gb", against)
+    plan = planned(job)
+    other = planned(replace(job, budget_gb=against)) if against is not None else None
+    if stage is not None:
+        _show_stage(plan.diff(other).of_stage(stage) if other else plan.diff(stage, order=order), stage, job)
+        return
+    diff = plan.diff(other, order=order)
+    if job.json:
+        show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
+    else:
+        show(diff)
+
+
+def _show_stage(lines: StageDiff, stage: str, job: Job) -> None:
+    if job.json:
+        show_json({"stage": stage, "summary": lines.summary(), "diff": str(lines)})
+    else:
+        click.echo("\n".join(map(_coloured, str(lines).splitlines())))
+
+
+def _coloured(line: str) -> str:
+    """The line in green where it is added, in red where it is taken away; click drops colours outside a terminal."""
+    colour = {"+": "green", "-": "red"}.get(line[:1])
+    return click.style(line, fg=colour) if colour else line
+
+
+@click.command("report", short_help="Write one HTML page about the plan.")
+@takes_job
+@click.option("--to", metavar="FILE", default="memopt.html", show_default=True, help="The page to write.")
+@click.option("--frontier", metavar="POINTS", type=int, help="Also solve for that many budgets, and show the curve.")
+def report(job: Job, to: str, frontier: int | None) -> None:
+    """Write one HTML page about the plan of MODEL; it needs no network and no other file.
+
+    It shows the budget, memory over the step, bytes by module, what the plan changes, precision and all operators.
+
+    \b
+    Example:
+      memopt report gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to gpt2.html
+    """
+    if Path(to).suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--to takes a file named *.html, not {to!r}")
+    check_file("--to", to)
+    plan = planned(job)
+    plan.report(to, frontier=None if frontier is None else plan.frontier(frontier))
+    _show_file(job, plan, to, {"page": to})
+
+
+def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
+    """Print the plan, and the file that was written of it: as JSON with `figures`, else with its size and `more`."""
+    from memopt.show.report import headline
+    from memopt.units import size
+
+    if job.json:
+        show_json({**plan_figures(plan), **figures})
+    else:
+        show(headline(plan), f"written: {file}, {size(Path(file).stat().st_size)}{more}")
+
+
+@click.command("export", short_help="Write the step for PyTorch's memory visualiser, Perfetto, Graphviz or Netron.")
+@takes_job
+@click.option("--to", metavar="FILE", required=True, help="The file to write; its name says the format.")
+@click.option("--format", "form", type=click.Choice(tuple(_OPENED_BY)), help="The format, for other names.")
+def export(job: Job, to: str, form: str | None) -> None:
+    """Write the planned step of MODEL into a file for another tool.
+
+    \b
+    snapshot (.pickle)  PyTorch's memory visualiser, pytorch.org/memory_viz
+    trace (.json)       Perfetto and chrome://tracing
+    dot (.dot)          Graphviz and Netron: the joint graph, with the fate of each node
+
+    \b
+    Examples:
+      memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to step.pickle
+      memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace --to step.trace
+    """
+    from memopt.show.exports import format_of
+
+    try:
+        chosen = format_of(Path(to), form)
+    except ValueError as error:
+        raise UsageError(f"--to: {error}") from error
+    check_file("--to", to)
+    plan = planned(job)
+    plan.export(to, chosen)
+    _show_file(job, plan, to, {"file": to, "format": chosen}, f"; {_OPENED_BY[chosen]}")

@@ -1,0 +1,209 @@
+"""A step as files for tools that people have: trace viewers, Graphviz and Netron, and PyTorch's memory visualiser."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from memopt.account.breakdown import WORKSPACE
+from memopt.planning.plan_views import Format
+from memopt.show.memory_snapshot import memory_snapshot
+from memopt.show.step import Step, StepMemory
+from memopt.units import duration, size
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+_BY_NAME: dict[str, Format] = {
+    ".pickle": "snapshot",
+    ".pkl": "snapshot",
+    ".json": "trace",
+    ".dot": "dot",
+    ".gv": "dot",
+}
+# The highest protocol that the visualiser reads.
+_PROTOCOL = 4
+_OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
+_TRACKS = {_OPERATORS: "operators", _MODULES: "modules", _OUT: "copies to the host", _BACK: "copies from the host"}
+Event = dict[str, Any]
+_COLOURS = {
+    "saved": "#cfe0f2",
+    "recomputed": "#f8dcc0",
+    "offloaded": "#f4cfdc",
+    "output": "#e3d7ef",
+    "gradient": "#d5c6e6",
+    "temporary": "#d5ebe4",
+}
+_LEFT_OUT = frozenset({"input", "alias"})
+_ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
+
+
+def format_of(path: Path, given: str | None) -> Format:
+    """The format that is asked for, else the one of the file's name. Raises `ValueError` for another."""
+    if given is None:
+        if path.suffix.lower() not in _BY_NAME:
+            raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
+        return _BY_NAME[path.suffix.lower()]
+    for one in FORMATS:
+        if given == one:
+            return one
+    raise ValueError(f"there is no format {given!r}; choose one of {', '.join(FORMATS)}")
+
+
+def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
+    """Write a file in the format given or in that of its name, from the step or from the joint graph of a plan.
+
+    Raises `ValueError` for another format, `OSError` where the file cannot be written.
+    """
+    chosen = format_of(path, given)
+    if chosen == "snapshot":
+        whole = step()
+        path.write_bytes(pickle.dumps(memory_snapshot(whole, whole.planned), protocol=_PROTOCOL))
+    elif chosen == "trace":
+        path.write_text(json.dumps(chrome_trace(step()), separators=(",", ":")), encoding="utf-8")
+    else:
+        path.write_text(graphviz(graph()), encoding="utf-8")
+
+
+def chrome_trace(step: Step) -> dict[str, Any]:
+    """The trace of a step: one process as planned, one with nothing recomputed."""
+    events: list[Event] = []
+    for process, (name, memory) in enumerate((("planned", step.planned), ("nothing recomputed", step.plain)), start=1):
+        events.append(_named("process_name", name, process))
+        used = (_OPERATORS, _MODULES, *((_OUT, _BACK) if memory.copies else ()))
+        events += (_named("thread_name", _TRACKS[track], process, track) for track in used)
+        events += ({**event, "pid": process} for event in _events(step, memory))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _events(step: Step, memory: StepMemory) -> Iterator[Event]:
+    yield from _operators(step, memory)
+    yield from _modules(step, memory)
+    for copy in memory.copies:
+        track = _OUT if copy.out else _BACK
+        yield _slice(step.ops[copy.op].name, "copy", track, copy.start, copy.end, {"bytes": copy.nbytes})
+    yield from _counters(memory)
+
+
+def _operators(step: Step, memory: StepMemory) -> Iterator[Event]:
+    for moment, now in enumerate(memory.evaluations):
+        op = step.ops[now.op]
+        half = "recomputed" if now.again else "forward" if moment < memory.boundary else "backward"
+        facts: dict[str, Any] = {
+            "operator": op.operator,
+            "module": op.module,
+            "value": op.value,
+            "fate": op.fate,
+            "source": op.source,
+        }
+        facts = {**facts, "bytes": op.nbytes, "live bytes": memory.live_bytes[moment]}
+        yield _slice(op.name, half, _OPERATORS, now.start, now.start + op.seconds, facts)
+
+
+def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
+    """Slices of modules within modules: from the first to the last of neighbouring operators that a module runs."""
+    opened: list[tuple[str, float]] = []
+    end = 0.0
+    for now in memory.evaluations:
+        op = step.ops[now.op]
+        path = op.module.split(".") if op.module else []
+        same = 0
+        while same < min(len(opened), len(path)) and opened[same][0] == path[same]:
+            same += 1
+        yield from _closed(opened, same, end)
+        opened += ((part, now.start) for part in path[same:])
+        end = now.start + op.seconds
+    yield from _closed(opened, 0, end)
+
+
+def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[Event]:
+    """Close all but the first `left` open modules, the inner ones first."""
+    while len(opened) > left:
+        path = ".".join(part for part, _ in opened)
+        name, start = opened.pop()
+        yield _slice(name, "module", _MODULES, start, end, {"module": path})
+
+
+def _counters(memory: StepMemory) -> Iterator[Event]:
+    """The bytes held at the start of each evaluation, by row of the account."""
+    resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
+    kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
+    *during, at_end = memory.held()
+    for now, rows in zip(memory.evaluations, during, strict=True):
+        held = {kind: rows.get(kind, 0) for kind in kinds}
+        yield {"ph": "C", "name": "memory", "ts": _micros(now.start), "args": held}
+    at_end = {**dict.fromkeys(kinds, 0), **at_end}
+    yield {"ph": "C", "name": "memory", "ts": _micros(memory.seconds), "args": at_end}
+
+
+def _slice(name: str, category: str, track: int, start: float, end: float, facts: dict[str, Any]) -> Event:
+    span = {"ts": _micros(start), "dur": _micros(end - start)}
+    return {"ph": "X", "name": name, "cat": category, "tid": track, **span, "args": facts}
+
+
+def _named(what: str, name: str, process: int, track: int = 0) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def graphviz(graph: DiGraph) -> str:
+    """The text of a directed graph with the attributes of `Plan.networkx`: operator, module, fate, bytes and time in
+    each node, which is coloured by its fate.
+
+    Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
+    the operator whose memory it sees.
+    """
+    return "\n".join(("digraph plan {", *_lines(graph), "}", ""))
+
+
+def _lines(graph: DiGraph) -> Iterator[str]:
+    yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
+    yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
+    for name, facts in graph.nodes(data=True):
+        if facts["fate"] not in _LEFT_OUT:
+            colour = _COLOURS.get(facts["fate"], "#ffffff")
+            yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{_source(facts)}];'
+    for reader, makers in _makers(graph).items():
+        if graph.nodes[reader]["fate"] not in _LEFT_OUT:
+            yield from (f'  "{_escaped(maker)}" -> "{_escaped(reader)}";' for maker in makers)
+
+
+def _makers(graph: DiGraph) -> dict[str, tuple[str, ...]]:
+    """For each node the shown nodes that it reads, itself or through nodes that are left out."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in graph:  # in the order of the graph, in which a node comes after those that it reads
+        read: dict[str, None] = {}
+        for before in graph.predecessors(name):
+            shown = graph.nodes[before]["fate"] not in _LEFT_OUT
+            read |= dict.fromkeys((before,) if shown else found.get(before, ()))
+        found[name] = tuple(read)
+    return found
+
+
+def _label(name: str, facts: dict[str, Any]) -> str:
+    kind = facts["kind"] or "account"
+    rows = {
+        "module": facts["module"],
+        "fate": facts["fate"],
+        "bytes": size(facts["bytes"]) if facts["bytes"] else "",
+        "time": duration(facts["seconds"]) if facts["seconds"] else "",
+        "runs": str(facts["recomputed"] + 1) if facts["recomputed"] else "",
+    }
+    told = "".join(f"{key}: {_escaped(value)}\\l" for key, value in rows.items() if value)
+    operator = _escaped(facts["operator"].removesuffix(".default") or kind)
+    return f"{{{_escaped(name)}|op_code={kind}\\l|{operator}\\l{told}}}"
+
+
+def _source(facts: dict[str, Any]) -> str:
+    return f', tooltip="{_escaped(facts["source"])}"' if facts["source"] else ""
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_ESCAPED)

@@ -1,0 +1,215 @@
+"""The page of a plan: one file of HTML that needs no other, and no network."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from memopt.errors import GIB
+from memopt.planning.change import Change
+from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.plan import Plan
+from memopt.planning.plan_diff import PlanDiff
+from memopt.show.diff_rows import Row
+from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
+from memopt.show.step import WHY, Step, StepMemory, StepOp
+
+_Texts: TypeAlias = defaultdict[str, int]
+"""Texts by number, so that equal ones stand in a page once."""
+_SCRIPTS = (
+    "text", "state", "data", "moments", "theme", "summary", "axes", "timeline", "tensors", "pointing", "squarify",
+    "treemap", "frontier", "types", "diff", "story", "operators", "search", "start",
+)  # fmt: skip
+"""The scripts in the order in which they stand in the page. All of them are defined before `start` runs."""
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file, and `OSError`."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"the page is a file named *.html, not {path.name!r}")
+    path.write_text(text, encoding="utf-8")
+
+
+def page(
+    plan: Plan,
+    step: Step | None = None,
+    diff: PlanDiff | None = None,
+    recipes: Sequence[Recipe] = (),
+    frontier: Frontier[Any] | None = None,
+) -> str:
+    """The page of a plan as text; `step` and `diff` are None for a plan without graphs.
+
+    `recipes` are those of checkpointing by hand on the same step; a `frontier` has its own, and its curve is shown.
+    """
+    scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    texts: _Texts = defaultdict()
+    texts.default_factory = texts.__len__
+    figures = {
+        "plan": _plan(plan),
+        "step": step and _step(step, texts),
+        "diff": [] if diff is None else _sections(diff, texts),
+        "frontier": _frontier(frontier.recipes if frontier else recipes, frontier),
+        "why": WHY,
+        "texts": list(texts),
+    }
+    parts = {
+        "title": escape(f"{plan.model} on {plan.hardware}: memopt"),
+        "style": page_style(),
+        "figures": _json(figures),
+        "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
+    }
+    before, *marked = _asset("page.html").split("{{")
+    filled = (parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in marked))
+    return before + "".join(filled)
+
+
+def page_style() -> str:
+    """The page's style sheet."""
+    return _asset("page.css")
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _json(figures: Mapping[str, Any]) -> str:
+    """The figures as JSON that may stand within a `script` element."""
+    text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "hardware": plan.hardware,
+        "method": plan.method,
+        "budget": plan.budget_bytes,
+        "seconds": plan.step_seconds,
+        "added": plan.added_time,
+        "bound": plan.bound,
+        "host": plan.host_bytes,
+        "moved": plan.moved_bytes,
+        "stall": plan.stall_seconds,
+        "notes": list(plan.notes),
+        "receipt": [[row.lever, row.peak_bytes, row.seconds] for row in plan.receipt],
+        **{
+            name: {"peak": peak.peak_bytes, "at": peak.at, "rows": [list(row) for row in peak.rows]}
+            for name, peak in (("plain", plan.plain), ("planned", plan.planned))
+        },
+    }
+
+
+def _step(step: Step, texts: _Texts) -> dict[str, Any]:
+    return {
+        "ops": _ops(step.ops, texts),
+        "plain": _memory(step.plain, texts),
+        "planned": _memory(step.planned, texts),
+        "parameters": _rows(step.parameters, texts),
+        "types": {
+            name: [texts[getattr(one, name)] for one in step.types]
+            for name in ("name", "operator", "module", "dtype", "reason")
+        },
+    }
+
+
+def _ops(ops: Sequence[StepOp], texts: _Texts) -> dict[str, list[Any]]:
+    return {
+        "name": [op.name for op in ops],
+        **{
+            name: [texts[getattr(op, name)] for op in ops]
+            for name in ("operator", "half", "module", "fate", "value", "code")
+        },
+        "source": [texts[short_source(op.source)] for op in ops],
+        "bytes": [op.nbytes for op in ops],
+        "micros": [_micros(op.seconds) for op in ops],
+        "again": [op.recomputed for op in ops],
+    }
+
+
+def _memory(memory: StepMemory, texts: _Texts) -> dict[str, Any]:
+    return {
+        "resident": _rows(memory.resident, texts),
+        "optimizer": _rows(memory.optimizer, texts),
+        "boundary": memory.boundary,
+        "micros": _micros(memory.seconds),
+        "op": [one.op for one in memory.evaluations],
+        "start": [_micros(one.start) for one in memory.evaluations],
+        "workspace": [[at, one.workspace_bytes] for at, one in enumerate(memory.evaluations) if one.workspace_bytes],
+        "again": [at for at, one in enumerate(memory.evaluations) if one.again],
+        "ranges": {
+            "op": [kept.op for kept in memory.ranges],
+            "bytes": [kept.nbytes for kept in memory.ranges],
+            "kind": [texts[kept.kind] for kept in memory.ranges],
+            "first": [kept.first for kept in memory.ranges],
+            "last": [kept.last for kept in memory.ranges],
+        },
+    }
+
+
+def _rows(rows: Mapping[str, int], texts: _Texts) -> list[list[int]]:
+    return [[texts[name], nbytes] for name, nbytes in rows.items()]
+
+
+def _sections(diff: PlanDiff, texts: _Texts) -> list[dict[str, Any]]:
+    """The changes as rows of plain texts, folded as in the text, by part of the model: `title` names its blocks, and is
+    "" outside of blocks."""
+    made, found, sections = fold(diff.changes, diff.modules)
+    parts = []
+    for section, rows in groupby(made, key=lambda row: row.section if "*" in row.section else ""):
+        same = [entry for entry in found if entry.place.section == section]
+        title = title_of(sections.get(section, [""]), same) if section else ""
+        parts.append({"title": title, "rows": [_row(row, sections.get(row.section, [""]), texts) for row in rows]})
+    return parts
+
+
+def _row(row: Row, blocks: Sequence[str], texts: _Texts) -> dict[str, Any]:
+    """One line of the diff, and every change that it stands for."""
+    first = row.first
+    others = len({entry.first.source for entry in row.entries}) - 1
+    return {
+        "module": module_of(row),
+        "kind": first.kind,
+        "label": label_of(first),
+        "names": names_of(row, blocks),
+        "facts": facts_of(row, blocks),
+        "code": "" if others else first.code,
+        "sign": first.sign,
+        "source": short_source(first.source + (f" and {others} more" if others else "")),
+        "changes": [_change(change, texts) for entry in row.entries for change in entry.by_block.values()],
+    }
+
+
+def _change(change: Change, texts: _Texts) -> list[Any]:
+    op, module, nbytes, micros = texts[change.op], texts[change.module], change.nbytes, _micros(change.seconds)
+    detail, reason, readers = texts[change.detail], texts[change.reason], texts[", ".join(change.readers)]
+    return [op, module, nbytes, micros, change.times, detail, reason, readers]
+
+
+def _frontier(recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
+    return {
+        "recipes": [[one.name, one.peak_gb * GIB, one.added_time] for one in recipes],
+        "points": [
+            [point.budget_gb * GIB, point.peak_gb * GIB, point.added_time, point.bound, point.method]
+            for point in (curve.points if curve else ())
+        ],
+        "smallest": curve.smallest_gb * GIB if curve else None,
+        "floor": curve.floor_gb * GIB if curve else None,
+    }
+
+
+def short_source(source: str) -> str:
+    """The source line without the folders above site-packages or the working directory, so that a page that is passed
+    on does not tell where its author's files are."""
+    path = source.rpartition("site-packages/")[2]
+    here = f"{Path.cwd()}/"
+    return path.removeprefix(here)
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,1 +1,0 @@
-"""The HTML page of a plan: figures that are given to it, and the scripts and styles of `assets`."""

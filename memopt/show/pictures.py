@@ -1,0 +1,233 @@
+"""Pictures of a step: its memory over time, and its bytes by module at the peak as a squarified treemap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memopt.errors import GIB
+from memopt.planning.plan import Plan
+from memopt.show.bands import COLOURS, band_of, bands, columns, edges
+from memopt.show.drawing import QUIET, new_figure, quiet_frame
+from memopt.show.step import Step, StepMemory
+from memopt.units import size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLUMNS = 1600
+_INK, _LIMIT = "#1b1f24", "#b3421f"
+# The budget is drawn if it is at most this many times the highest peak.
+_BUDGET_REACH = 1.7
+_WIDTH, _HEIGHT = 1000.0, 520.0
+_HEAD = 17.0
+_LETTER = 6.6  # the width of a letter of the labels
+_DEPTH = 3
+Box = tuple[float, float, float, float]
+"""Left, bottom, width and height."""
+
+
+def timeline_figure(plan: Plan, step: Step) -> Figure:
+    """The picture as a matplotlib figure. Raises `ModuleNotFoundError`."""
+    figure = new_figure(9.0, 4.6)
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)
+    end = max(edges(step.planned)[-1], edges(step.plain)[-1])
+    x = [column / _COLUMNS * end * _scale(end)[0] for column in range(_COLUMNS)]
+    unit, per_unit = ("GB", GIB) if step.plain.peak_bytes >= GIB else ("MB", 1024**2)
+    _stack(axes, step.planned, x, end, per_unit)
+    _line(axes, step.plain, x, end, per_unit)
+    highest = max(step.plain.peak_bytes, step.planned.peak_bytes)
+    if plan.budget_bytes < _BUDGET_REACH * highest:
+        axes.axhline(plan.budget_bytes / per_unit, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), label="budget")
+        highest = max(highest, plan.budget_bytes)
+    axes.set_ylim(0, 1.06 * highest / per_unit)
+    axes.set_xlim(0, end * _scale(end)[0])
+    _frame(figure, axes, plan, step, unit, _scale(end)[1])
+    _halves(axes, step.planned, _scale(end)[0])
+    return figure
+
+
+def _scale(end: float) -> tuple[float, str]:
+    """The unit of the time axis, and how many of it make a second."""
+    return next(
+        ((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if end * scale >= 1), (1e6, "µs")
+    )
+
+
+def _stack(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
+    found = bands(memory, columns(memory, _COLUMNS, end))
+    base = [0.0] * _COLUMNS
+    for band, values in found.items():
+        top = [low + value / per_unit for low, value in zip(base, values, strict=True)]
+        axes.fill_between(x, base, top, step="post", color=COLOURS[band], linewidth=0, label=band)
+        base = top
+
+
+def _line(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
+    moments = columns(memory, _COLUMNS, end)
+    pairs = zip(x, moments, strict=True)
+    points = [(at, memory.live_bytes[moment] / per_unit) for at, moment in pairs if moment is not None]
+    across, up = zip(*points, strict=True)
+    axes.plot(across, up, color=_INK, linewidth=1.0, drawstyle="steps-post", label="nothing recomputed")
+
+
+def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
+    """Name the backward and the optimiser's step above the frame, where they begin."""
+    begins = edges(memory)
+    for name, moment, align in (("backward", memory.boundary, "left"), ("optimizer", len(memory.evaluations), "right")):
+        at = begins[moment] * scale
+        axes.axvline(at, color=QUIET, linewidth=0.7, linestyle=(0, (1, 2)))
+        axes.text(
+            at, 1.01, f" {name} ", transform=axes.get_xaxis_transform(), fontsize=8.0, color=QUIET,
+            horizontalalignment=align, verticalalignment="bottom",
+        )  # fmt: skip
+
+
+def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_unit: str) -> None:
+    """Titles, axes and the legend."""
+    figure.text(0.075, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
+    told = f"peak {size(step.planned.peak_bytes)} within {size(plan.budget_bytes)}"
+    told += f"; {size(step.plain.peak_bytes)} with nothing recomputed"
+    figure.text(0.98, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+    axes.set_xlabel(f"time of the step, {time_unit}", fontsize=9)
+    axes.set_ylabel(f"memory, {unit}", fontsize=9)
+    quiet_frame(axes, 8.5)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=5, fontsize=8, frameon=False, handlelength=1.2)
+
+
+@dataclass
+class _Module:
+    """A module with its bytes by band, and the modules in it."""
+
+    path: str = ""
+    own: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, _Module] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.total() + sum(part.nbytes for part in self.parts.values())
+
+
+def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
+    """The picture of the peak of one of the step's memories, as a matplotlib figure. Raises `ModuleNotFoundError`."""
+    figure = new_figure(9.0, 5.4)
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.1, top=0.9)
+    axes.set_xlim(0, _WIDTH)
+    axes.set_ylim(_HEIGHT, 0)
+    axes.set_axis_off()
+    root = _tree(step.by_module(memory, memory.peak))
+    used: set[str] = set()
+    for box, module, band, depth in _boxes(root, (0.0, 0.0, _WIDTH, _HEIGHT), 0):
+        _draw(axes, box, module, band, depth)
+        used |= {band} - {""}
+    which = "as planned" if memory is step.planned else "with nothing recomputed"
+    figure.text(0.01, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
+    told = f"{size(memory.peak_bytes)} at the peak {which}, by module"
+    figure.text(0.99, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+    _legend(figure, [band for band in COLOURS if band in used])
+    return figure
+
+
+def _tree(rows: Mapping[str, Counter[str]]) -> _Module:
+    root = _Module()
+    for path, held in rows.items():
+        module = root
+        for part in path.split(".") if path else ():
+            module = module.parts.setdefault(part, _Module(f"{module.path}.{part}".lstrip(".")))
+        for row, nbytes in held.items():
+            module.own[band_of(row)] += nbytes
+    return root
+
+
+def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module, str, int]]:
+    """The boxes of a module's bands (with the band) and of the modules in it (with ""), the outer ones first."""
+    parts = [(part.nbytes, part, "") for part in map(_through, module.parts.values())]
+    parts += [(nbytes, module, band) for band, nbytes in module.own.items()]
+    parts = sorted((part for part in parts if part[0] > 0), key=lambda part: -part[0])
+    for room, (_, part, band) in zip(squarify([float(part[0]) for part in parts], box), parts, strict=True):
+        yield room, part, band, depth
+        if not band:
+            yield from _boxes(part, _inside(room, depth), depth + 1)
+
+
+def _through(module: _Module) -> _Module:
+    """The module, or the first one below it that has more than one thing in it."""
+    while len(module.parts) == 1 and not module.own:
+        (module,) = module.parts.values()
+    return module
+
+
+def _inside(box: Box, depth: int) -> Box:
+    """The room that the label of a module leaves below it; all of it where the module is too small for one."""
+    x, y, width, height = box
+    return (x + 1.5, y + _HEAD, width - 3, height - _HEAD - 1.5) if _is_named(box, depth) else box
+
+
+def _is_named(box: Box, depth: int) -> bool:
+    return depth < _DEPTH and box[2] > 50 and box[3] > 30
+
+
+def _draw(axes: Axes, box: Box, module: _Module, band: str, depth: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    x, y, width, height = box
+    if band:
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=COLOURS[band], edgecolor="white", linewidth=0.5))
+        label, room = band if not module.path else "", height
+    else:
+        if not _is_named(box, depth):
+            return
+        axes.add_patch(Rectangle((x, y), width, height, facecolor="#f1f3f5", edgecolor="white", linewidth=1.0))
+        label, room = (".".join(module.path.split(".")[-2:]) if depth else module.path), height
+    letters = int((width - 8) / _LETTER)
+    whole = f"{label} {size(module.nbytes if not band else module.own[band])}"
+    text = whole if len(whole) <= letters else label if len(label) <= letters else ""
+    if label and text and room > 14:
+        axes.text(x + 5, y + 12, text, fontsize=7.5, color=_INK)
+
+
+def _legend(figure: Figure, used: list[str]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=COLOURS[band], label=band) for band in used]
+    figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
+
+
+def squarify(areas: Sequence[float], box: Box) -> list[Box]:
+    """A box for each of the areas, in proportion; the areas are positive, and the largest come first."""
+    x, y, width, height = box
+    scale = width * height / sum(areas) if areas else 0.0
+    placed: list[Box] = []
+    start = 0
+    while start < len(areas):
+        side = min(width, height)
+        end = start + 1
+        while end < len(areas) and _worst(areas[start : end + 1], side, scale) <= _worst(areas[start:end], side, scale):
+            end += 1
+        thick = sum(areas[start:end]) * scale / side if side else 0.0
+        along = 0.0
+        for area in areas[start:end]:
+            long = area * scale / thick if thick else 0.0
+            placed.append((x, y + along, thick, long) if width >= height else (x + along, y, long, thick))
+            along += long
+        if width >= height:
+            x, width = x + thick, width - thick
+        else:
+            y, height = y + thick, height - thick
+        start = end
+    return placed
+
+
+def _worst(row: Sequence[float], side: float, scale: float) -> float:
+    """The worst ratio of the sides of the rectangles of a row along a side."""
+    total = sum(row) * scale
+    square = side * side
+    return (
+        max(square * max(row) * scale / (total * total), total * total / (square * min(row) * scale)) if side else 0.0
+    )

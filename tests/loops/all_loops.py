@@ -1,0 +1,58 @@
+"""All loops by name."""
+
+from __future__ import annotations
+
+from tests.loops import contrastive, generative, graphs, language, science, sequences, trainers, vision
+from tests.loops.loop import Loop
+
+OTHER_MODEL = "the budget that a refusal names leaves no room for the step's other model"
+SECOND_FORWARD = "the budget that a refusal names leaves no room for a second forward before the backward"
+LOSS_OUTSIDE = "the budget that a refusal names leaves no room for what the loss outside of the model holds"
+LOSS_OUTSIDE_OVER = (
+    "what the loss outside of the model allocates is not counted, so that steps hold more than the budget"
+)
+OTHER_STEPS = "a budget named for the steps that were seen is too small for larger or other steps that come later"
+FIRST_STEP = "planning a model with nn.LSTM in its first step holds more than the budget"
+NUMPY_BRANCH = "a branch on a value of numpy in a loop is not captured in part, but refused"
+SPARSE = "operators on sparse tensors are not run between regions, but refused"
+
+_ALL = (
+    Loop(
+        generative.dcgan,
+        faults={
+            "exact half": OTHER_MODEL,
+            "exact third": OTHER_MODEL,
+            "default half": OTHER_MODEL,
+            "default third": OTHER_MODEL,
+        },
+    ),
+    Loop(generative.vae_gan, faults={"exact half": OTHER_MODEL}),
+    Loop(generative.vq_vae, quick=("default third",)),
+    Loop(generative.ddpm),
+    Loop(contrastive.clip, quick=("exact third",)),
+    Loop(contrastive.simclr, faults={"exact third": LOSS_OUTSIDE}),
+    Loop(contrastive.contrastive_pairs, faults={"exact half": SECOND_FORWARD, "exact third": SECOND_FORWARD}),
+    Loop(language.nanogpt),
+    Loop(language.word_lstm, faults={"exact half": FIRST_STEP}),
+    Loop(language.distillation, faults={"exact half": LOSS_OUTSIDE_OVER, "exact third": LOSS_OUTSIDE_OVER}),
+    Loop(language.mixture_of_experts, quick=("exact half",)),
+    Loop(sequences.tagging, faults={"exact half": LOSS_OUTSIDE, "exact third": LOSS_OUTSIDE}),
+    Loop(sequences.speech_ctc, faults={"exact third": LOSS_OUTSIDE}),
+    Loop(sequences.times_net, faults={"exact half": NUMPY_BRANCH, "exact third": NUMPY_BRANCH}),
+    Loop(sequences.mamba, faults={"exact half": LOSS_OUTSIDE, "exact third": LOSS_OUTSIDE}),
+    Loop(graphs.gin, quick=("exact half",)),
+    Loop(graphs.gat, faults={"exact third": OTHER_STEPS}),
+    Loop(graphs.gcn_sparse, faults={"exact half": SPARSE, "exact third": SPARSE}),
+    Loop(vision.segmentation, faults={"exact half": LOSS_OUTSIDE, "exact third": LOSS_OUTSIDE}),
+    Loop(vision.detection, faults={"exact third": LOSS_OUTSIDE}),
+    Loop(vision.mean_teacher),
+    Loop(vision.multi_task, faults={"exact half": OTHER_STEPS}),
+    Loop(science.fno),
+    Loop(science.pinn),
+    Loop(science.ft_transformer),
+    Loop(science.ppo),
+    Loop(trainers.trl_dpo),
+    Loop(trainers.trl_grpo),
+    Loop(trainers.sentence_pairs),
+)
+LOOPS = {loop.name: loop for loop in _ALL}
