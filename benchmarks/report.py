@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.report_card import card_bytes, versions
+from benchmarks.report_card import card_bytes, named_on_card, versions
 from benchmarks.report_cluster import clusters
 from benchmarks.report_ranks import fully_sharded, rank_failures
 from benchmarks.report_tables import Document, number, percent, source, table
@@ -275,6 +275,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Fourteen families": ("families", families),
     "Whole steps within a budget": ("total_budget", total_budget),
     "Whole steps on a card": ("card_bytes", card_bytes),
+    "Budgets that refusals name on a card": ("named_on_card", named_on_card),
     "FSDP2 on two and four ranks": ("fully_shard", fully_sharded),
     "Ranks that fail, and runs that go on": ("rank_failures", rank_failures),
     "Clusters": ("cluster", clusters),

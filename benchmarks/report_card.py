@@ -1,4 +1,4 @@
-"""The tables of docs/results.md on bytes on a card, and on versions of Python and torch."""
+"""The tables of docs/results.md on bytes and budgets on a card, and on versions of Python and torch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,25 @@ not. Each of the budgets, from the smallest to the plain step's peak, is trained
 hold the budget less the context and nothing else; what the plan predicts is set beside
 `torch.cuda.max_memory_allocated`."""
     return f"{words}\n\n{table(head, rows)}\n\n{source(document)}"
+
+
+def named_on_card(document: Document) -> str:
+    rows = []
+    for name in dict.fromkeys(row["model"] for row in document["rows"]):
+        mine = [row for row in document["rows"] if row["model"] == name]
+        first, *others, last = mine
+        rows.append((name, _tried(first), ", ".join(map(_tried, others)), _tried(last)))
+    head = ("model", "named at first, and tried", "three other budgets", "named then, and tried")
+    words = """Vision models at real sizes on a stand-in for an H200 (docs/card.md), in bf16 with the fused AdamW, by
+plain operators: the figure that a refusal names is taken at once, in a process that has no more; then three other
+budgets are trained in, and what a second refusal names. In brackets the steps that ran, of 8."""
+    return f"{words}\n\n{table(head, rows)}\n\n{source(document)}"
+
+
+def _tried(row: dict[str, Any]) -> str:
+    """A budget and the steps that ran."""
+    failure = f", {row['failure'].partition(':')[0]}" if row["failure"] else ""
+    return f"{row['budget_gb']:.4g} GB ({row['steps']}{failure})"
 
 
 def _budget(records: list[dict[str, Any]], share: float) -> float | None:
