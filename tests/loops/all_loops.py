@@ -26,7 +26,7 @@ _ALL = (
             "default third": OTHER_MODEL,
         },
     ),
-    Loop(generative.vae_gan),
+    Loop(generative.vae_gan, faults={"exact half": OTHER_MODEL}),
     Loop(generative.vq_vae, quick=("default third",)),
     Loop(generative.ddpm),
     Loop(contrastive.clip, quick=("exact third",)),

@@ -17,7 +17,8 @@ class Optimize(Protocol):
 
 
 Log = Callable[..., None]
-"""Called with the losses at the end of each step, as authors log them; the gradients are still there."""
+"""Called with the losses at the end of each step, as authors log them, where the gradients are still there; without any
+where what went before is no step."""
 
 
 class Train(Protocol):

@@ -81,18 +81,20 @@ def run(
         start[0] = time.process_time()
 
     def log(**losses: Any) -> None:
-        done.seconds.append(time.process_time() - start[0])
-        end()
-        done.losses.append(values(losses))
+        seconds = time.process_time() - start[0]
+        end(is_step=bool(losses))
+        if losses:
+            done.seconds.append(seconds)
+            done.losses.append(values(losses))
         if metered and optimize is None:
             missing = (p for model in optimized for p in model.parameters() if p.requires_grad and p.grad is None)
             done.held = max(done.held, sum(resident_cpu_blocks().values()) + sum(p.nbytes for p in missing))
         begin()
 
-    def end() -> None:
+    def end(*, is_step: bool) -> None:
         if metered:
             (peak := meter.pop()).__exit__(None, None, None)
-            done.peaks.append(peak.bytes)
+            done.peaks += [peak.bytes] * is_step
 
     def noted(model: Any, **options: Any) -> Any:
         """Optimise a model, or what a trainer trains, by the callback of `memopt.integrations`."""
@@ -105,7 +107,7 @@ def run(
     try:
         loop.train(noted, log)
     finally:
-        end()
+        end(is_step=False)
     done.states = [_state(model) for model in optimized]
     if optimize is not None:
         for model in optimized:

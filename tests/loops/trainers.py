@@ -21,6 +21,9 @@ def _parts(log: Log) -> tuple[Any, Any, Any, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
     class Logged(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            log()
+
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 log(loss=logs["loss"])
@@ -46,14 +49,17 @@ def _text(low: int, high: int) -> str:
 
 
 def trl_dpo(optimize: Optimize, log: Log) -> None:
-    """TRL's DPOTrainer: chosen and rejected answers of many lengths, a reference model beside the one that learns, two
-    batches accumulated."""
+    """TRL's DPOTrainer: chosen and rejected answers of many lengths, a reference model that answers before it,
+    two batches accumulated."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     model, tokenizer, logged, settings = _parts(log)
     rows = [{"prompt": _text(4, 10), "chosen": _text(10, 40), "rejected": _text(10, 40)} for _ in range(64)]
-    arguments = DPOConfig(**settings, max_steps=6, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    arguments = DPOConfig(
+        **settings, max_steps=6, per_device_train_batch_size=8, gradient_accumulation_steps=2,
+        precompute_ref_log_probs=True,
+    )  # fmt: skip
     trainer = DPOTrainer(
         model, copy.deepcopy(model), arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
         callbacks=[logged],
@@ -73,7 +79,7 @@ def trl_grpo(optimize: Optimize, log: Log) -> None:
 
     model, tokenizer, logged, settings = _parts(log)
     arguments = GRPOConfig(
-        **settings, max_steps=6, per_device_train_batch_size=16, num_generations=4, max_completion_length=24, beta=0.02
+        **settings, max_steps=6, per_device_train_batch_size=16, num_generations=4, max_completion_length=24
     )
     trainer = GRPOTrainer(
         model, reward, arguments, train_dataset=Dataset.from_list([{"prompt": _text(4, 12)} for _ in range(64)]),
