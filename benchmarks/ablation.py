@@ -26,16 +26,16 @@ from benchmarks.frontier import captured
 from benchmarks.real_models import BY_NAME
 from benchmarks.stamp import stamp, write_result
 from examples.models.problems import chain, random_problem, unet
-from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, best_effort, portfolio, simulate, warm_up
-from memopt.solver.baselines import SaveEverything
+from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, portfolio, search, simulate, warm_up
 from memopt.solver.chain_plans import NestedChain
+from memopt.solver.protocol import SAVE_EVERYTHING
 from memopt.solver.search import Search
 
 RESULT = Path(__file__).parent / "results" / "ablation.json"
 SHARES = (0.0, 0.003, 0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Budgets between the smallest peak of the whole portfolio (0) and that of saving everything (1)."""
 SHARES_BEST = (0.003, 0.03, 0.15, 0.5)
-MOST_EXACT = (portfolio._TINY_OPS, best_effort._MOST_FORWARD_OPS)
+MOST_EXACT = (portfolio._TINY_OPS, search._MOST_FORWARD_OPS)
 """Forward ops up to which the exact solver takes part, below effort best and in it."""
 CHANGED = 0.1
 """Points by which a plan counts as changed."""
@@ -51,7 +51,7 @@ SMALL: dict[str, Callable[[], RematProblem]] = {
 SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "nothing": (),
     "minimum cut": ((Portfolio, "_hull_plans", []),),
-    "recipes": ((portfolio, "baseline_solvers", lambda problem: [SaveEverything()]),),
+    "recipes": ((portfolio, "baseline_solvers", lambda problem: [SAVE_EVERYTHING]),),
     "nested chain": (
         (NestedChain, "candidates", lambda self, problem, budget_bytes: []),
         (NestedChain, "table", lambda self, problem, cap_bytes: None),
@@ -61,9 +61,9 @@ SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "local search": ((Search, "explore", lambda self, save_all, seeds, evaluations: None),),
     "exact": (
         (Portfolio, "_exact", lambda self, cap_bytes, rough=False: None),
-        (best_effort, "_MOST_FORWARD_OPS", -1),
+        (search, "_MOST_FORWARD_OPS", -1),
     ),
-    "exact windows": ((best_effort, "_WINDOWS", 0),),
+    "exact windows": ((search, "_WINDOWS", 0),),
 }
 """What is put in place of each source, and where, so that it proposes nothing."""
 

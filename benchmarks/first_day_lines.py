@@ -29,9 +29,8 @@ from benchmarks.gpu_models import Candidate, candidates, gpt2, made
 from examples.models.card import temporary_bytes
 from memopt.device import measure_hardware
 from memopt.device.context_probe import measure_context_bytes
-from memopt.device.cuda_cards import reported_chip
-from memopt.device.hardware import Hardware
-from memopt.device.library_run import library_run
+from memopt.device.cuda_libraries import library_run
+from memopt.device.hardware import Hardware, reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import estimate_workspace
 from passes.ops.fp8_kernels import has_units

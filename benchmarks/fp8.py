@@ -37,7 +37,7 @@ from memopt.device import hardware
 from memopt.levers import lever_sets, levers_named
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.rewrite.precision import precision_rewriting
+from memopt.rewrite import precision_rewriting
 from memopt.solver import RematProblem, Schedule
 
 RESULTS = Path(__file__).parent / "results"

@@ -34,11 +34,8 @@ from benchmarks.torch_partitioner import SOLVERS, TorchPartitioner
 from memopt.device import Hardware
 from memopt.planning.planner import Joined
 from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, Solution, floor_bytes, simulate, warm_up
-from memopt.solver.arrays import arrays_of
-from memopt.solver.cut_schedules import just_in_time
-from memopt.solver.hull import lower_hull
-from memopt.solver.liveness import to_array
-from memopt.solver.min_cut import CutNetwork
+from memopt.solver.arrays import arrays_of, to_array
+from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
 from memopt.solver.search import Candidate, Search, candidate
 
 RESULT = Path(__file__).parent / "results" / "frontier.json"

@@ -33,8 +33,8 @@ import memopt
 from benchmarks.stamp import stamp, write_result
 from examples.models.fully_shard import FAMILIES, POLICY, REPLICAS, SHARDINGS, WHOLE, planned, train_step
 from examples.models.settled_gloo import counted
-from memopt.compat.subclasses import shard_of
-from memopt.device.op_flops import flop_formula
+from memopt.compat.tensors import shard_of
+from memopt.device.op_call import flop_formula
 
 RESULT = Path(__file__).parent / "results" / "fully_shard.json"
 COMMAND = "python -m benchmarks.fully_shard"

@@ -28,12 +28,10 @@ from rich.table import Table
 from benchmarks.stamp import stamp, write_result
 from examples.models.problems import transformer
 from memopt.solver.arrays import Flags, Floats, Ints
-from memopt.solver.hull import lower_hull
 from memopt.solver.lower_bound import LowerBound, floor_bytes
 from memopt.solver.max_flow import FlowNetwork
-from memopt.solver.min_cut import CutNetwork
-from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.schedule import Schedule
+from memopt.solver.min_cut import CutNetwork, lower_hull
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.simulator import simulate
 
 RESULT = Path(__file__).parent / "results" / "max_flow.json"

@@ -34,7 +34,7 @@ from memopt.planning.region_schedule import RegionSchedule
 from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice
-from memopt.solver.cut_schedules import just_in_time
+from memopt.solver.min_cut import just_in_time
 
 RESULT = Path(__file__).parent / "results" / "torch_tests.json"
 PAGE = Path(__file__).parent.parent / "docs" / "torch_tests.md"

@@ -29,8 +29,7 @@ from memopt.planning.options import (
 )
 from memopt.planning.plan import Plan
 from memopt.run.session import Session, session_of
-from memopt.run.status import Status
-from memopt.run.unplanned import unwatch
+from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
 # Nothing needs to be recomputed within it.

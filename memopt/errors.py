@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_HALF_UP, Decimal
+from typing import TypeVar
 
 GIB = 1024**3
+
+Refusal = TypeVar("Refusal", bound=BaseException)
 
 
 class BudgetError(ValueError):
@@ -87,6 +90,16 @@ class StaleOutputError(ValueError):
     """An output that is computed on demand was looked at after the values that it takes had changed."""
 
 
+def without_frames(error: Refusal) -> Refusal:
+    """The error without the frames in which it was raised, nor those of the errors that it followed: they hold the
+    tensors of a forward."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
+
+
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
     """The words for a change with which a step needs `needed_bytes`, which are within the budget.
 
@@ -99,6 +112,12 @@ def would_do(needed_bytes: int, budget_bytes: int) -> str:
 def round_up(gb: float) -> str:
     """The value with six digits, rounded up, so that the text works as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)
+
+
+def as_text_has_it(nbytes: int) -> int:
+    """The bytes of the budget that a message names for `nbytes`: those of the figure that `round_up` gives, which is
+    what a user types. They are no fewer."""
+    return int(float(round_up(nbytes / GIB)) * GIB)
 
 
 def _rounded(gb: float, digits: int = 4, rounding: str = ROUND_HALF_UP) -> str:

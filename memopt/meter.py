@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from memopt.compat.dispatch import plain_tensors
-from memopt.compat.host import HOST
-from memopt.compat.profiler import MemoryEvents
-from memopt.compat.storages import storages_of
-from memopt.compat.subclasses import is_wrapper
+from memopt.compat.host import HOST, MemoryEvents
+from memopt.compat.operators import plain_tensors
+from memopt.compat.tensors import is_wrapper, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
 
 GB = 1024**3

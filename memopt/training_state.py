@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +17,9 @@ from torch import nn
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.modules import buffers_in, modules_of
-from memopt.compat.subclasses import has_no_storage, is_wrapper, special_kind, with_memory
+from memopt.compat.tensors import has_no_storage, is_wrapper, special_kind, with_memory
 from memopt.device.devices import device_of
-from passes.ops.fp8_history import histories_state, load_histories
+from passes.ops.fp8_formats import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,6 +123,14 @@ class Attributes:
             for value in values.values() if isinstance(values, dict) else values:
                 if type(value) is torch.Tensor:
                     yield value
+
+    def have_changed(self) -> bool:
+        """Whether any of them was set to another object, or a container has other ones."""
+        tables = [(table, values) for table, values in self._tables]
+        tables += [(container, values) for container, values in self._contents if isinstance(container, dict)]
+        others = [(container, values) for container, values in self._contents if not isinstance(container, dict)]
+        same = all(now.keys() == then.keys() and all(map(is_, now.values(), then.values())) for now, then in tables)
+        return not (same and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in others))
 
     def restore(self) -> None:
         """Set all of them to what they were."""

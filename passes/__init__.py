@@ -13,8 +13,7 @@ from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
 from passes.graph_pass import GraphKind, Observer, Pass, PassError, Pipeline, copy_graph_module, passes_for
 from passes.graphs.edit import erase_unread, new_call, replace_node
-from passes.graphs.graph_diff import GraphDiff, diff_graphs
-from passes.graphs.graph_text import format_graph, format_node
+from passes.graphs.graph_text import GraphDiff, diff_graphs, format_graph, format_node
 from passes.graphs.node_facts import is_pure, is_random
 from passes.graphs.verify import VerifyError
 from passes.hoist_getitems import HoistGetitems

@@ -10,9 +10,8 @@ from torch import fx
 
 from passes.apply_schedule import ApplySchedule, Rewriter
 from passes.graph_pass import PassError
-from passes.graphs.lazy_code import LazyCode
+from passes.graphs.edit import LazyCode, on_stored_values
 from passes.graphs.node_facts import tensors
-from passes.graphs.propagate import on_stored_values
 from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 
 
@@ -79,6 +78,7 @@ class _OffloadRewriter(Rewriter):
         super().__init__(schedule, graph)
         self.stays = schedule.stays
         self.went: dict[HostStay, fx.Node] = {}
+        """By offload the value that was copied out, and below its copy on the host and the one that is fetched."""
         self.host: dict[HostStay, fx.Node] = {}
         self.fetched: dict[HostStay, fx.Node] = {}
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from passes.graph_pass import GraphKind, Pass, PassError
-from passes.graphs.lazy_code import LazyCode
+from passes.graphs.edit import LazyCode
 from passes.graphs.node_facts import is_pure, is_random, may_write
 
 Kwargs = dict[str, Argument]

@@ -1,6 +1,7 @@
 """The cross entropy of a linear layer as one operator, which never holds the logits."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -8,14 +9,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import schema_of
 from passes.graph_pass import Pass
-from passes.graphs.edit import new_call
+from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
-from passes.graphs.propagate import on_stored_values
 from passes.graphs.verify import VerifyError, check_signature
-from passes.patterns.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import NoMatch, Step
+from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from passes.patterns.logits_path import Step
 from passes.patterns.loss_pattern import LossMatch, logits_bytes, losses, match_loss
+from passes.rewrite_pattern import check_named, erase_up_to, judged
 
 aten = torch.ops.aten
 
@@ -42,14 +43,14 @@ class FoundLoss:
 
 def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
     """Returns the cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
-    return tuple(_found(loss, drop_logits) for loss in losses(graph_module.graph))
+    found = judged(losses(graph_module.graph), partial(match_loss, drop_logits=True))
+    return tuple(
+        FoundLoss(loss.name, reason) if match is None else _found(loss, match, drop_logits)
+        for loss, match, reason in found
+    )
 
 
-def _found(loss: Node, drop_logits: bool) -> FoundLoss:
-    try:
-        match = match_loss(loss, drop_logits=True)
-    except NoMatch as mismatch:
-        return FoundLoss(loss.name, str(mismatch))
+def _found(loss: Node, match: LossMatch, drop_logits: bool) -> FoundLoss:
     returned = bool(match.path.returned)
     reason = "its logits are returned as well" if returned and not drop_logits else ""
     weight = match.linear.weight.meta["val"]
@@ -91,24 +92,20 @@ class ChunkLoss(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
+        match_one = partial(match_loss, drop_logits=self.drop_logits)
         with on_stored_values(graph):
-            for loss in list(losses(graph)):
-                if self.losses is not None and loss.name not in self.losses:
-                    continue
-                try:
-                    match = match_loss(loss, drop_logits=self.drop_logits)
-                except NoMatch as reason:
-                    if self.losses is not None:
-                        raise VerifyError(loss.name, str(reason), "name only losses that find_losses matches") from None
-                    continue
-                _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
+            for loss, match, reason in judged(losses(graph), match_one, self.losses):
+                if match is not None:
+                    _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
+                elif self.losses is not None:
+                    raise VerifyError(loss.name, reason, "name only losses that find_losses matches")
         return graph_module
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        missing = (self.losses or frozenset()) - {loss.name for loss in losses(graph_module.graph)}
-        for name in sorted(missing):
-            raise VerifyError(name, "it is no cross entropy of this graph", "name losses as find_losses does")
+        known = {loss.name: "" for loss in losses(graph_module.graph)}
+        mend = "name losses as find_losses does"
+        check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)
 
     def ensures(self, before: GraphModule, after: GraphModule) -> None:
         super().ensures(before, after)
@@ -214,10 +211,4 @@ class _Rewrite:
 
     def _erase(self, node: Node) -> None:
         """Erases a node that nothing reads, and what only it has read, up to the layer's input."""
-        if node.users or node.op != "call_function" or node in self.hidden.values():
-            return
-        inputs = node.all_input_nodes
-        self.graph.erase_node(node)
-        for tensor in inputs:
-            if tensor in self.hidden or is_pure(tensor):
-                self._erase(tensor)
+        erase_up_to(self.hidden.values(), node, lambda _, source: source in self.hidden or is_pure(source))

@@ -8,11 +8,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import viewed_argument
-from passes.graphs.edit import erase_unread, replace_node
-from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write
+from passes.graphs.edit import erase_unread, on_stored_values, refresh, replace_node
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write, same_sizes
 from passes.graphs.op_kinds import is_pointwise
-from passes.graphs.propagate import on_stored_values, refresh
-from passes.patterns.written_out import same_sizes
 
 aten = torch.ops.aten
 

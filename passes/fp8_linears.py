@@ -9,14 +9,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graphs.edit import new_call
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from passes.graphs.op_kinds import is_cast, is_view, op_name
-from passes.graphs.verify import VerifyError
-from passes.ops.fp8_formats import E4M3
-from passes.ops.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_formats import DELAYED_SCALE, E4M3
 from passes.ops.fp8_kernels import why_not
 from passes.ops.fp8_ops import CURRENT, DELAYED, FP8_LINEAR, SCALINGS
-from passes.rewrite_pattern import RewritePattern
+from passes.rewrite_pattern import RewritePattern, check_named
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -113,9 +111,8 @@ class Fp8Linears(RewritePattern[_Match]):
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         reasons = {layer.name: layer.reason for layer in find_fp8_linears(graph_module, self.scaling)}
-        for name in sorted(self.linears):
-            if reason := reasons.get(name, "it is no linear layer"):
-                raise VerifyError(name, reason, "name only layers that find_fp8_linears finds, without a reason")
+        mend = "name only layers that find_fp8_linears finds, without a reason"
+        check_named(self.linears, reasons, "it is no linear layer", mend)
 
     def match(self, node: Node) -> _Match | None:
         return _match(node) if node.name in self.linears else None

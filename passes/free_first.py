@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import size_seen
 from passes.graph_pass import GraphKind, Pass
-from passes.graphs.aliases import Block, find_aliases
+from passes.graphs.aliases import find_aliases
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import is_view
 
@@ -73,14 +73,21 @@ class _Memory:
 
     def __init__(self, graph: Graph) -> None:
         aliases = find_aliases(graph)
-        held = {block for node, blocks in aliases.of.items() if _is_tensor(node) for block in blocks}
-        self.bytes = {block: _bytes(aliases.blocks[block]) for block in held if _is_made_here(aliases.blocks[block])}
+        named = [node for node in aliases.of if isinstance(node.meta.get("val"), torch.Tensor)]
+        held = {block: aliases.blocks[block] for node in named for block in aliases.of[node]}
+        # With symbolic sizes as they were captured; None where a size depends on data.
+        self.bytes = {
+            block: size_seen(made.value.numel() * made.value.element_size())
+            for block, made in held.items()
+            if made.maker.op in ("call_function", "call_module")
+        }
         self.made: dict[Node, list[int]] = {}
         self.read: dict[Node, set[int]] = {}
         self.readers: dict[int, set[Node]] = {}
         self.depends: dict[Node, set[Node]] = {}
         for node in graph.nodes:
-            self.depends[node] = {call for source in node.all_input_nodes for call in self._calls(source)}
+            calls = (self.depends[source] if _follows(source) else {source} for source in node.all_input_nodes)
+            self.depends[node] = set[Node]().union(*calls)
             if _follows(node):
                 continue
             self.made[node] = [block for block in aliases.made_by(node) if block in self.bytes]
@@ -88,22 +95,6 @@ class _Memory:
             for block in self.read[node]:
                 self.readers.setdefault(block, set()).add(node)
         self.returned = self.read[graph.output_node()]
-
-    def _calls(self, node: Node) -> set[Node]:
-        return self.depends[node] if _follows(node) else {node}
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_made_here(block: Block) -> bool:
-    return block.maker.op in ("call_function", "call_module")
-
-
-def _bytes(block: Block) -> int | None:
-    """Returns the bytes of a block, with symbolic sizes as they were captured; None where a size depends on data."""
-    return size_seen(block.value.numel() * block.value.element_size())
 
 
 class _Order:
@@ -118,15 +109,11 @@ class _Order:
         """Moves every call forward as far as it pays; returns whether any was moved."""
         moved = False
         for call in list(self.calls):
-            while self.place[call] and self._pays(call, self.calls[self.place[call] - 1]):
-                self._swap(self.place[call] - 1)
+            while (place := self.place[call]) and self._pays(call, before := self.calls[place - 1]):
+                self.calls[place - 1 : place + 1] = [call, before]
+                self.place[call], self.place[before] = place - 1, place
                 moved = True
         return moved
-
-    def _swap(self, place: int) -> None:
-        self.calls[place : place + 2] = self.calls[place : place + 2][::-1]
-        for moved in (place, place + 1):
-            self.place[self.calls[moved]] = moved
 
     def _pays(self, call: Node, before: Node) -> bool:
         """Returns whether a call should go before its predecessor.
@@ -137,12 +124,13 @@ class _Order:
         if before in memory.depends[call] or not (is_pure(call) and is_pure(before)):
             return False
         own = {block for block in self._freed(call) if before not in memory.readers[block]}
-        counted = (own, memory.made.get(call, ()), self._left(before), self._freed(before))
-        sizes = [self._sum(blocks) for blocks in counted]
-        if None in sizes:
+        # What it makes that something reads or the graph returns.
+        left = {block for block in memory.made.get(before, ()) if block in memory.returned or memory.readers.get(block)}
+        counted: list[Iterable[int]] = [own, memory.made.get(call, ()), left, self._freed(before)]
+        if any(memory.bytes[block] is None for blocks in counted for block in blocks):
             return False
-        freed, made, left, freed_before = (size or 0 for size in sizes)
-        return freed > made and left >= freed_before
+        freed, made, kept, freed_before = (sum(memory.bytes[block] or 0 for block in blocks) for blocks in counted)
+        return freed > made and kept >= freed_before
 
     def _freed(self, call: Node) -> set[int]:
         """Returns the blocks that the call is the last to read."""
@@ -154,15 +142,6 @@ class _Order:
             self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
             for reader in self.memory.readers[block]
         )
-
-    def _left(self, call: Node) -> set[int]:
-        """Returns the blocks that a call makes and that something reads or the graph returns."""
-        made = set(self.memory.made.get(call, ()))
-        return {block for block in made if block in self.memory.returned or self.memory.readers.get(block)}
-
-    def _sum(self, blocks: Iterable[int]) -> int | None:
-        sizes = [self.memory.bytes[block] for block in blocks]
-        return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:

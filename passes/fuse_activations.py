@@ -1,18 +1,28 @@
 """Replaces GELU and SiLU that are written out by one operator, which saves only its input for the backward."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.propagate import on_stored_values
-from passes.graphs.verify import VerifyError
-from passes.patterns.activation_pattern import bounded_calls, match_activation
-from passes.patterns.logits_path import NoMatch
-from passes.patterns.written_out import call_before, erase_inner
+from passes.graphs.edit import on_stored_values
+from passes.graphs.node_facts import is_float, same_sizes
+from passes.graphs.op_kinds import is_cast, op_name
+from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
+from passes.rewrite_pattern import (
+    NoMatch,
+    call_before,
+    check_named,
+    check_only_read_by,
+    check_unwritten,
+    erase_inner,
+    judged,
+)
 
 aten = torch.ops.aten
 
@@ -21,6 +31,28 @@ _OPERATORS: Mapping[str, tuple[Any, Mapping[str, str]]] = {
     "gelu_tanh": (aten.gelu.default, {"approximate": "tanh"}),
     "silu": (aten.silu.default, {}),
 }
+
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_ACTIVATIONS: Mapping[str, tuple[str, Mapping[int, float]]] = {
+    "gelu_tanh": ("tanh", {1: _TANH_SCALE, 3: _TANH_SCALE * 0.044715}),
+    "gelu": ("erf", {1: math.sqrt(0.5)}),
+    "silu": ("tanh", {1: 0.5}),
+}
+"""The polynomial in x that tanh or erf is taken of: coefficients by power of x."""
+
+_COMPLEMENT: Polynomial = {(0, 0): 1.0, (0, 1): -1.0}
+_BOUNDED: Mapping[str, tuple[str, float, Polynomial]] = {
+    "tanh": ("tanh", 1.0, T),
+    "sigmoid": ("tanh", 0.5, {(0, 0): 0.5, (0, 1): 0.5}),
+    "erf": ("erf", 1.0, T),
+    "special_erf": ("erf", 1.0, T),
+    "erfc": ("erf", 1.0, _COMPLEMENT),
+    "special_erfc": ("erf", 1.0, _COMPLEMENT),
+}
+"""By operator: the function t, the factor of its argument, and the operator's result as a polynomial in t."""
+
+_LOW = (torch.bfloat16, torch.float16)
+_MOST_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -40,16 +72,12 @@ class FoundActivation:
 
 def find_activations(graph_module: GraphModule) -> tuple[FoundActivation, ...]:
     """Returns the formulas like GELU or SiLU in an operator graph, in order, as `FuseActivations` finds them."""
-    found = []
-    for bounded in bounded_calls(graph_module.graph):
-        try:
-            match = match_activation(graph_module, bounded)
-        except NoMatch as mismatch:
-            found.append(FoundActivation(bounded.name, reason=str(mismatch)))
-            continue
-        if match is not None:
-            found.append(FoundActivation(bounded.name, match.kind))
-    return tuple(found)
+    found = judged(_bounded_calls(graph_module.graph), partial(_match_activation, graph_module))
+    return tuple(
+        FoundActivation(bounded.name, match.kind if match else "", reason)
+        for bounded, match, reason in found
+        if match or reason
+    )
 
 
 @dataclass(frozen=True)
@@ -74,30 +102,158 @@ class FuseActivations(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        if not self.activations:
-            return
-        reasons = {activation.name: activation.reason for activation in find_activations(graph_module)}
-        for name in sorted(self.activations):
-            if reason := reasons.get(name, "it is in no formula like GELU's"):
-                raise VerifyError(name, reason, "name only activations that find_activations fuses")
+        if self.activations:
+            reasons = {activation.name: activation.reason for activation in find_activations(graph_module)}
+            mend = "name only activations that find_activations fuses"
+            check_named(self.activations, reasons, "it is in no formula like GELU's", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        match_one = partial(_match_activation, graph_module)
         with on_stored_values(graph_module.graph):
-            for bounded in list(bounded_calls(graph_module.graph)):
-                if self.activations is None or bounded.name in self.activations:
-                    _fuse(graph_module, bounded)
+            for _, match, _ in judged(_bounded_calls(graph_module.graph), match_one, self.activations):
+                if match is not None:
+                    target, options = _OPERATORS[match.kind]
+                    fused = call_before(min(match.results), match.inner[-1], target, match.value, **options)
+                    for result in match.results:
+                        result.replace_all_uses_with(fused)
+                    erase_inner({*match.inner, *match.results}, match.value)
         return graph_module
 
 
-def _fuse(graph_module: GraphModule, bounded: Node) -> None:
+@dataclass(frozen=True)
+class _ActivationMatch:
+    """An activation that is written out: `results` are the nodes whose value is `kind` of `value`."""
+
+    kind: str
+    """"gelu", "gelu_tanh" or "silu"."""
+    value: Node
+    results: tuple[Node, ...]
+    inner: tuple[Node, ...]
+    """The calls between, in the graph's order."""
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """A formula 0.5 x (1 + t) of a graph, where t is `function` of the polynomial `inside` (by power of x)."""
+
+    function: str
+    inside: Mapping[int, float]
+    value: Node
+    result: Node
+    inner: tuple[Node, ...]
+
+    @property
+    def kind(self) -> str:
+        """The activation that this is, or "". Constants may be rounded to fp32, except in an fp64 graph."""
+        tolerance = 1e-14 if self.value.meta["val"].dtype == torch.float64 else 1e-7
+        for kind, (function, inside) in _ACTIVATIONS.items():
+            if (function, inside.keys()) == (self.function, self.inside.keys()) and all(
+                math.isclose(self.inside[power], inside[power], rel_tol=tolerance) for power in inside
+            ):
+                return kind
+        return ""
+
+    def __str__(self) -> str:
+        terms = (f"{factor:.8g} x{'' if power == 1 else f'^{power}'}" for power, factor in self.inside.items())
+        return f"0.5 x (1 + {self.function}({' + '.join(terms)}))"
+
+
+def _bounded_calls(graph: Graph) -> Iterator[Node]:
+    """Yields the calls of tanh, erf and sigmoid, from which activations are made, in order."""
+    return (node for node in graph.nodes if op_name(node) in _BOUNDED)
+
+
+def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMatch | None:
+    """Returns the activation that a tanh, erf or sigmoid is a part of, or None if nothing like GELU is.
+
+    Raises `NoMatch`, with the reason, for a formula like GELU's that is another function or cannot be replaced.
+    """
+    formulas = list(_formulas(graph_module, bounded))
+    if not formulas:
+        return None
+    formula = next((other for other in formulas if other.kind), formulas[0])
+    if not formula.kind:
+        raise NoMatch(f"it is {formula}, which is neither GELU nor SiLU")
+    _check(formula)
+    match = _widened(formula)
+    check_only_read_by(match.inner, {*match.inner, *match.results}, match.value)
+    check_unwritten([match.value], match.inner[0], max(match.results))
+    return match
+
+
+def _check(formula: _Formula) -> None:
+    value, result = formula.value.meta["val"], formula.result.meta["val"]
+    steps = [call.meta["val"] for call in formula.inner]
+    if not same_sizes(result.shape, value.shape):
+        raise NoMatch(f"{formula.result.name} has another shape than {formula.value.name}")
+    if {value.dtype, *(step.dtype for step in steps)} != {result.dtype}:
+        raise NoMatch("it casts between its steps")
+    if not all(same_sizes(step.stride(), result.stride()) for step in steps):
+        raise NoMatch("its memory layout changes between its steps")
+
+
+def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
+    """Yields the formulas 0.5 x (1 + t) that the bounded value may be part of, for all choices of x."""
+    function, factor, outer = _BOUNDED[op_name(bounded)]
+    followers = _followers(bounded)
+    for value in _sources(bounded):
+        argument = Reader(graph_module, {value: X})
+        try:
+            inside = argument(bounded.args[0])
+        except Unknown:
+            continue
+        powers = sorted(power for power, _ in inside)
+        if not powers or powers[0] < 1:
+            continue
+        sign = math.copysign(1.0, inside[powers[-1], 0])  # both functions are odd
+        signed = {(x, t): term * sign**t for (x, t), term in outer.items()}
+        by_power = {power: sign * factor * inside[power, 0] for power in powers}
+        for result in followers:
+            reader = Reader(graph_module, {value: X, bounded: signed})
+            if _is_half_of_both(reader, result):
+                inner = sorted({*argument.inner, *reader.inner, bounded} - {result})
+                yield _Formula(function, by_power, value, result, tuple(inner))
+
+
+def _is_half_of_both(reader: Reader, result: Node) -> bool:
+    """Returns whether a polynomial is 0.5 x + 0.5 x t."""
     try:
-        match = match_activation(graph_module, bounded)
-    except NoMatch:
-        return
-    if match is None:
-        return
-    target, options = _OPERATORS[match.kind]
-    fused = call_before(min(match.results), match.inner[-1], target, match.value, **options)
-    for result in match.results:
-        result.replace_all_uses_with(fused)
-    erase_inner({*match.inner, *match.results}, match.value)
+        read = reader(result)
+    except Unknown:
+        return False
+    return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(value, 0.5, rel_tol=1e-9) for value in read.values())
+
+
+def _sources(bounded: Node) -> list[Node]:
+    """Yields the values from which the bounded one may be computed, nearest first."""
+    found: list[Node] = []
+    pending = list(bounded.all_input_nodes)
+    while pending and len(found) < _MOST_STEPS:
+        node = pending.pop(0)
+        if node not in found and is_float(node):
+            found.append(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _followers(bounded: Node) -> list[Node]:
+    """Yields the calls that depend on the bounded value, in the graph's order."""
+    found: set[Node] = set()
+    pending = [bounded]
+    while pending and len(found) < _MOST_STEPS:
+        users = [user for user in pending.pop(0).users if user not in found and op_name(user) and is_float(user)]
+        found.update(users)
+        pending += users
+    return sorted(found)
+
+
+def _widened(formula: _Formula) -> _ActivationMatch:
+    """Moves a match to the 16-bit values around it, where the model widens to fp32 for the formula and casts back: the
+    fused operators compute in fp32 as well."""
+    kind, value, result, inner = formula.kind, formula.value, formula.result, formula.inner
+    source = value.args[0] if is_cast(value) else None
+    if isinstance(source, Node) and source.meta["val"].dtype in _LOW and result.meta["val"].dtype == torch.float32:
+        readers = [user for user in result.users if op_name(user) != "sym_size"]
+        if all(is_cast(user) and user.meta["val"].dtype == source.meta["val"].dtype for user in readers):
+            return _ActivationMatch(kind, source, tuple(readers), (*inner, result))
+    return _ActivationMatch(kind, value, (result,), inner)

@@ -1,21 +1,21 @@
 """Replaces attention that is written out by `scaled_dot_product_attention`, which never holds the probabilities."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.edit import new_call
+from passes.graphs.edit import new_call, on_stored_values, refresh
 from passes.graphs.node_facts import binds_new_symbols
 from passes.graphs.op_kinds import op_name
-from passes.graphs.propagate import on_stored_values, refresh
 from passes.graphs.verify import VerifyError
-from passes.patterns.attention_pattern import AttentionMatch, match_attention, softmaxes
-from passes.patterns.attention_scores import Add, Fill, Scale
-from passes.patterns.logits_path import NoMatch
+from passes.patterns.attention_pattern import Add, AttentionMatch, Fill, Scale, match_attention, softmaxes
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
+from passes.rewrite_pattern import check_named, erase_up_to, judged
 
 aten = torch.ops.aten
 
@@ -37,16 +37,13 @@ def find_attentions(
     graph_module: GraphModule, *, with_dropout: bool = False, whole_rows: bool = False
 ) -> tuple[FoundAttention, ...]:
     """Returns what looks like attention in an operator graph, in order, as `FuseAttention` finds it."""
+    match = _matcher(graph_module, with_dropout, whole_rows)
+    return tuple(FoundAttention(node.name, reason) for node, _, reason in judged(softmaxes(graph_module.graph), match))
+
+
+def _matcher(graph_module: GraphModule, with_dropout: bool, whole_rows: bool) -> Callable[[Node], AttentionMatch]:
     rows = MaskRows(graph_module)
-    found = []
-    for softmax in softmaxes(graph_module.graph):
-        reason = ""
-        try:
-            match_attention(softmax, rows, with_dropout=with_dropout, whole_rows=whole_rows)
-        except NoMatch as mismatch:
-            reason = str(mismatch)
-        found.append(FoundAttention(softmax.name, reason))
-    return tuple(found)
+    return partial(match_attention, rows=rows, with_dropout=with_dropout, whole_rows=whole_rows)
 
 
 @dataclass(frozen=True)
@@ -78,24 +75,19 @@ class FuseAttention(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        missing = (self.attentions or frozenset()) - {softmax.name for softmax in softmaxes(graph_module.graph)}
-        for name in sorted(missing):
-            raise VerifyError(name, "it is no softmax that weighs values", "name attentions as find_attentions does")
+        known = {softmax.name: "" for softmax in softmaxes(graph_module.graph)}
+        mend = "name attentions as find_attentions does"
+        check_named(self.attentions or (), known, "it is no softmax that weighs values", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        graph, rows = graph_module.graph, MaskRows(graph_module)
-        for softmax in list(softmaxes(graph)):
-            if self.attentions is not None and softmax.name not in self.attentions:
-                continue
-            try:
-                match = match_attention(softmax, rows, with_dropout=self.with_dropout, whole_rows=self.whole_rows)
-            except NoMatch as reason:
-                if self.attentions is not None:
-                    mend = "name only attentions that find_attentions matches"
-                    raise VerifyError(softmax.name, str(reason), mend) from None
-                continue
-            with on_stored_values(graph):
-                _Rewrite(match).apply()
+        graph = graph_module.graph
+        match_one = _matcher(graph_module, self.with_dropout, self.whole_rows)
+        for softmax, match, reason in judged(softmaxes(graph), match_one, self.attentions):
+            if match is not None:
+                with on_stored_values(graph):
+                    _Rewrite(match).apply()
+            elif self.attentions is not None:
+                raise VerifyError(softmax.name, reason, "name only attentions that find_attentions matches")
         return graph_module
 
 
@@ -126,7 +118,8 @@ class _Rewrite:
                 result = self._call(aten.to.dtype, result, dtype)
         before = match.result.meta["val"]
         match.result.replace_all_uses_with(result)
-        self._erase(match.result)
+        kept = (match.query, match.key, match.value)
+        erase_up_to(kept, match.result, lambda node, read: node is not match.scores or op_name(read) == "transpose")
         if result.meta["val"].stride() != before.stride():
             _refresh_behind(result)
 
@@ -170,16 +163,6 @@ class _Rewrite:
         whole = self._call(aten.le.Scalar, largest, below)
         query = self._call(aten.masked_fill.Scalar, self.match.query, whole, 0.0)
         return query, self._call(aten.masked_fill.Scalar, mask, whole, 0.0)
-
-    def _erase(self, node: Node) -> None:
-        """Erases a node that nothing reads, and what only it has read, up to query, key and value."""
-        if node.users or node.op != "call_function" or node in (self.match.query, self.match.key, self.match.value):
-            return
-        inputs = node.all_input_nodes
-        self.graph.erase_node(node)
-        for tensor in inputs:
-            if node is not self.match.scores or op_name(tensor) == "transpose":
-                self._erase(tensor)
 
 
 def _refresh_behind(node: Node) -> None:

@@ -1,17 +1,37 @@
 """Replaces LayerNorm that is written out by `layer_norm`, which saves its input and two numbers for each row."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.propagate import on_stored_values
-from passes.graphs.verify import VerifyError
-from passes.patterns.logits_path import NoMatch
-from passes.patterns.norm_pattern import match_norm, roots
-from passes.patterns.written_out import call_before, erase_inner
+from passes.graphs.edit import on_stored_values
+from passes.graphs.node_facts import same_sizes, tensors
+from passes.graphs.op_kinds import op_name
+from passes.patterns.formulas import (
+    Variance,
+    centred_value,
+    constant,
+    find_variance,
+    is_element,
+    is_idle,
+    of_statistics,
+    power_of,
+    same_value,
+)
+from passes.rewrite_pattern import (
+    NoMatch,
+    call_before,
+    check_named,
+    check_only_read_by,
+    check_unwritten,
+    erase_inner,
+    judged,
+)
 
 aten = torch.ops.aten
 
@@ -31,16 +51,8 @@ class FoundNorm:
 
 def find_norms(graph_module: GraphModule) -> tuple[FoundNorm, ...]:
     """Returns what looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` finds it."""
-    found = []
-    for root in roots(graph_module.graph):
-        try:
-            match = match_norm(graph_module, root)
-        except NoMatch as mismatch:
-            found.append(FoundNorm(root.name, str(mismatch)))
-            continue
-        if match is not None:
-            found.append(FoundNorm(root.name))
-    return tuple(found)
+    found = judged(_roots(graph_module.graph), partial(_match_norm, graph_module))
+    return tuple(FoundNorm(root.name, reason) for root, match, reason in found if match or reason)
 
 
 @dataclass(frozen=True)
@@ -67,29 +79,187 @@ class FuseNorms(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        if not self.norms:
-            return
-        reasons = {norm.name: norm.reason for norm in find_norms(graph_module)}
-        for name in sorted(self.norms):
-            if reason := reasons.get(name, "it is no root that a norm divides by"):
-                raise VerifyError(name, reason, "name only norms that find_norms fuses")
+        if self.norms:
+            reasons = {norm.name: norm.reason for norm in find_norms(graph_module)}
+            mend = "name only norms that find_norms fuses"
+            check_named(self.norms, reasons, "it is no root that a norm divides by", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        with on_stored_values(graph_module.graph):
-            for root in list(roots(graph_module.graph)):
-                if self.norms is None or root.name in self.norms:
-                    _fuse(graph_module, root)
+        graph = graph_module.graph
+        with on_stored_values(graph):
+            for root, match, _ in judged(_roots(graph), partial(_match_norm, graph_module), self.norms):
+                if match is not None:
+                    arguments = (match.value, list(match.sizes), match.weight, match.bias, match.eps)
+                    fused = call_before(match.result, root, aten.layer_norm.default, *arguments)
+                    match.result.replace_all_uses_with(fused)
+                    erase_inner({*match.inner, match.result}, match.value)
         return graph_module
 
 
-def _fuse(graph_module: GraphModule, root: Node) -> None:
-    try:
-        match = match_norm(graph_module, root)
-    except NoMatch:
-        return
-    if match is None:
-        return
-    arguments: tuple[Any, ...] = (match.value, list(match.sizes), match.weight, match.bias, match.eps)
-    fused = call_before(match.result, root, aten.layer_norm.default, *arguments)
-    match.result.replace_all_uses_with(fused)
-    erase_inner({*match.inner, match.result}, match.value)
+_STEPS = frozenset({"rsqrt", "sqrt", "std", "std_mean"})
+
+
+@dataclass(frozen=True)
+class _NormMatch:
+    """A LayerNorm that is written out."""
+
+    value: Node
+    sizes: tuple[int, ...]
+    """The sizes of the last dimensions, over which it normalises."""
+    eps: float
+    weight: Node | None
+    bias: Node | None
+    result: Node
+    inner: tuple[Node, ...]
+    """The calls between `value` and `result`, in the graph's order."""
+
+
+def _roots(graph: Graph) -> Iterator[Node]:
+    """Yields the calls that may be the standard deviation of a norm, or its inverse, in order."""
+    return (node for node in graph.nodes if op_name(node) in _STEPS or power_of(node) in (0.5, -0.5))
+
+
+def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
+    """Returns the norm that a root is part of, or None if it is part of nothing like one.
+
+    Raises `NoMatch`, with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced.
+    """
+    variance, eps = _under(graph_module, root)
+    quotient = _quotient(graph_module, root)
+    if variance is None or quotient is None:
+        return None
+    result, numerator, late_eps = quotient
+    weight = None
+    if not _is_numerator(numerator, variance):
+        weight, numerator = _factors(numerator, variance)
+        if numerator is None:
+            return None
+    _check_meaning(variance, late_eps)
+    sizes = _last_sizes(variance)
+    if weight is not None and not _fits(weight, variance, sizes):
+        raise NoMatch("its weight differs in shape or dtype from the normalised dimensions")
+    if weight is None:
+        weight, result = _next_operand("mul", result, variance, sizes)
+    bias, result = _next_operand("add", result, variance, sizes) if weight is not None else (None, result)
+    kept = {variance.value, weight, bias}
+    inner = _between(graph_module, result, kept)
+    _check_layout((*inner, result), variance.value)
+    check_only_read_by(inner, {*inner, result}, variance.value)
+    check_unwritten([operand for operand in kept if operand is not None], inner[0], result)
+    return _NormMatch(variance.value, sizes, eps, weight, bias, result, inner)
+
+
+def _check_meaning(variance: Variance, late_eps: bool) -> None:
+    if not variance.centred:
+        raise NoMatch("it is an RMSNorm: torch's operator is traced into the same calls, and saves as much")
+    if variance.corrected:
+        raise NoMatch("its variance is divided by n - 1")
+    if late_eps:
+        raise NoMatch("its eps is added to the standard deviation, not to the variance")
+
+
+def _check_layout(steps: tuple[Node, ...], value: Node) -> None:
+    """Raises `NoMatch` where dtype or layout would change: `layer_norm` keeps the dtype and is contiguous."""
+    if {tensor.dtype for step in steps for tensor in tensors(step.meta["val"])} != {value.meta["val"].dtype}:
+        raise NoMatch("it casts between its steps")
+    result = steps[-1].meta["val"]
+    if not same_sizes(result.shape, value.meta["val"].shape):
+        raise NoMatch("its result differs in shape from its input")
+    expected = 1
+    for size, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
+        if not same_sizes([stride], [expected]):
+            raise NoMatch("its result is not contiguous")
+        expected = expected * size
+
+
+def _under(graph_module: GraphModule, root: Node) -> tuple[Variance | None, float]:
+    """Returns the variance that a root is taken of, or None, and the eps that is added to it."""
+    if op_name(root) in ("std", "std_mean"):
+        return of_statistics(root), 0.0
+    source = same_value(root.args[0])
+    if op_name(source) == "add" and not source.kwargs and len(source.args) == 2:
+        for variance, number in (source.args, source.args[::-1]):
+            eps = constant(graph_module, number)
+            if eps is not None and isinstance(variance, Node):
+                return find_variance(same_value(variance)), eps
+    return find_variance(source), 0.0
+
+
+def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
+    """Returns the quotient by a root, its numerator, and whether a number is added to the root first; None for none."""
+    inverse, late_eps = op_name(root) == "rsqrt" or power_of(root) == -0.5, False
+    pending = [(user, root) for user in root.users]
+    for reader, node in pending:  # grows
+        name, first = op_name(reader), reader.args[0] if reader.args else None
+        number = constant(graph_module, reader.args[1]) if len(reader.args) == 2 and first is node else None
+        if name == "reciprocal" and not inverse:
+            inverse = True
+        elif name == "add" and number is not None and not inverse:
+            late_eps = True
+        elif name == "div" and not inverse and first is not node and not reader.kwargs:
+            return reader, same_value(first), late_eps
+        elif name == "mul" and inverse and number is None:
+            other = reader.args[1] if first is node else first
+            return reader, same_value(other), late_eps
+        elif not (name == "mul" and number == 1) and not is_idle(reader) and not is_element(reader, 0):
+            continue
+        pending += [(user, reader) for user in reader.users]
+    return None
+
+
+def _is_numerator(node: Any, variance: Variance) -> bool:
+    return bool((centred_value(node, variance.dims) if variance.centred else node) is variance.value)
+
+
+def _factors(node: Any, variance: Variance) -> tuple[Any, Any]:
+    """Returns weight and numerator if they are multiplied before the division."""
+    if isinstance(node, Node) and op_name(node) == "mul":
+        for one, other in (node.args[:2], node.args[1::-1]):
+            if isinstance(other, Node) and isinstance(one, Node) and _is_numerator(same_value(other), variance):
+                return one, other
+    return None, None
+
+
+def _last_sizes(variance: Variance) -> tuple[int, ...]:
+    shape = variance.value.meta["val"].shape
+    if variance.dims != tuple(range(len(shape) - len(variance.dims), len(shape))):
+        raise NoMatch(f"it is over dimension {', '.join(map(str, variance.dims))} of {len(shape)}, not the last")
+    sizes = tuple(shape[dim] for dim in variance.dims)
+    if not all(isinstance(size, int) for size in sizes):
+        raise NoMatch("the normalised size is a symbol")
+    return sizes
+
+
+def _fits(node: Any, variance: Variance, sizes: tuple[int, ...]) -> bool:
+    if not isinstance(node, Node):
+        return False
+    value = node.meta["val"]
+    return same_sizes(value.shape, sizes) and value.dtype == variance.value.meta["val"].dtype
+
+
+def _next_operand(name: str, result: Node, variance: Variance, sizes: tuple[int, ...]) -> tuple[Node | None, Node]:
+    """Returns the weight or bias that the only reader applies, or None, and the result after it."""
+    node = result
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if is_idle(reader):
+            node = reader
+            continue
+        if op_name(reader) == name and len(reader.args) == 2 and not reader.kwargs:
+            other: Any = reader.args[1] if reader.args[0] is node else reader.args[0]
+            if other is not node and _fits(other, variance, sizes):
+                return other, reader
+        break
+    return None, result
+
+
+def _between(graph_module: GraphModule, result: Node, kept: set[Node | None]) -> tuple[Node, ...]:
+    """Returns the calls between the kept values and a result, without constants, in the graph's order."""
+    found: set[Node] = set()
+    pending = [result]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if not {node, same_value(node)} & kept and node not in found and constant(graph_module, node) is None:
+                found.add(node)
+                pending.append(node)
+    return tuple(sorted(found))

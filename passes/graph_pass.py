@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.compat import forget_erased
-from passes.graphs.graph_diff import diff_graphs
-from passes.graphs.lazy_code import LazyCode
+from passes.graphs.edit import LazyCode
+from passes.graphs.graph_text import diff_graphs
 from passes.graphs.verify import VerifyError, check_signature, check_structure, verify
 
 GraphKind: TypeAlias = Literal["operators", "joint"]

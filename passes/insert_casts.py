@@ -1,5 +1,6 @@
 """Inserts the casts that make each operator compute in the dtype that was decided for it."""
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,9 +10,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import schema_of
 from passes.graph_pass import Pass
-from passes.graphs.edit import new_call
-from passes.graphs.node_facts import OPERATOR_OVERLOAD
+from passes.graphs.edit import new_call, on_stored_values, refresh
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, is_float
 from passes.graphs.op_kinds import (
+    CAST_FIRST_ONLY,
     fills_with,
     follows_input,
     is_cast,
@@ -21,11 +23,8 @@ from passes.graphs.op_kinds import (
     op_name,
     promotes,
 )
-from passes.graphs.propagate import on_stored_values, refresh
 from passes.graphs.verify import check_signature
 
-# Parameters and running statistics are not cast: the kernels take a 16-bit input with fp32 ones.
-_CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 # Kernels that read 16 bits and sum in fp32 when asked for an fp32 result: no cast of the input is needed.
 _TAKES_DTYPE = frozenset({"sum", "mean", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"})
 
@@ -80,7 +79,7 @@ class InsertCasts(Pass):
         results = list(output.args[0])  # type: ignore[arg-type]
         cast: dict[tuple[Node, torch.dtype], Node] = {}
         for number, source in enumerate(results):
-            if not (isinstance(source, Node) and _floating(source)):
+            if not (isinstance(source, Node) and is_float(source)):
                 continue
             dtype = given[source].dtype if self.outputs is None else self.outputs[number]
             if dtype not in (None, source.meta["val"].dtype):
@@ -97,23 +96,24 @@ class InsertCasts(Pass):
         elif dtype is not None:
             for operand in _operands(node, dtype):
                 node.replace_input_with(operand, _cast(node.graph, node, operand, dtype))
-        elif not (follows_input(node) or is_new(node) or _is_getitem(node)):
+        elif not (follows_input(node) or is_new(node) or node.target is operator.getitem):
             written = mutated_arguments(node)
             for source in node.all_input_nodes:
                 known: Any = given.get(source, source.meta.get("val"))
-                if _floating(source) and source not in written and source.meta["val"].dtype != known.dtype:
+                if is_float(source) and source not in written and source.meta["val"].dtype != known.dtype:
                     node.replace_input_with(source, _cast(node.graph, node, source, known.dtype))
         changed = (node.args, node.kwargs) != before
         if changed or any(source.meta.get("val") is not given.get(source) for source in node.all_input_nodes):
             refresh(node)
-            _hold_fills(node)
+            if is_float(node) and node.meta["val"].dtype.itemsize < 4:
+                _clamp_fills(node, torch.finfo(node.meta["val"].dtype).max)
 
 
 def _operands(node: Node, dtype: torch.dtype) -> Iterator[Node]:
     """Yields the arguments to cast: floating point, of another dtype, not written to."""
-    inputs = node.all_input_nodes[:1] if op_name(node) in _CAST_FIRST_ONLY else node.all_input_nodes
+    inputs = node.all_input_nodes[:1] if op_name(node) in CAST_FIRST_ONLY else node.all_input_nodes
     written = mutated_arguments(node)
-    tensors = [tensor for tensor in inputs if _floating(tensor)]
+    tensors = [tensor for tensor in inputs if is_float(tensor)]
     if written and promotes(node):
         return  # An in-place kernel casts its operands to what it writes to.
     if promotes(node) and any(tensor.meta["val"].dtype == dtype and tensor.meta["val"].dim() for tensor in tensors):
@@ -146,14 +146,9 @@ def _hold_ancestors(value: Node, largest: float) -> None:
         node = pending.pop()
         _clamp_fills(node, largest)
         if fills_with(node) or moves_data(node) or op_name(node) in ("add", "mul", "masked_fill", "where"):
-            fresh = [source for source in node.all_input_nodes if source not in seen and _floating(source)]
+            fresh = [source for source in node.all_input_nodes if source not in seen and is_float(source)]
             seen.update(fresh)
             pending += fresh
-
-
-def _hold_fills(node: Node) -> None:
-    if _floating(node) and node.meta["val"].dtype.itemsize < 4:
-        _clamp_fills(node, torch.finfo(node.meta["val"].dtype).max)
 
 
 def _clamp_fills(node: Node, largest: float) -> None:
@@ -169,7 +164,7 @@ def _clamp_fills(node: Node, largest: float) -> None:
 
 def _takes_dtype(node: Node, dtype: torch.dtype) -> bool:
     named = node.kwargs.get("dtype") is not None or any(isinstance(argument, torch.dtype) for argument in node.args)
-    return op_name(node) in _TAKES_DTYPE and _floating(node) and (named or dtype == torch.float32)
+    return op_name(node) in _TAKES_DTYPE and is_float(node) and (named or dtype == torch.float32)
 
 
 def _set_dtype(node: Node, dtype: torch.dtype) -> None:
@@ -181,12 +176,3 @@ def _set_dtype(node: Node, dtype: torch.dtype) -> None:
         node.update_arg(names.index("dtype"), dtype)
     elif "dtype" in names:
         node.update_kwarg("dtype", dtype)
-
-
-def _is_getitem(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _floating(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

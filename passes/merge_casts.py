@@ -2,17 +2,15 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
 from passes.graphs.aliases import storages
-from passes.graphs.edit import new_call, replace_node
-from passes.graphs.node_facts import may_write
+from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, result_of, store, values_after
+from passes.graphs.node_facts import is_float, may_write
 from passes.graphs.op_kinds import is_cast, moves_data
-from passes.graphs.propagate import on_stored_values, refresh, result_of, store, values_after
 
 
 @dataclass(frozen=True)
@@ -171,12 +169,8 @@ def _source(node: Node) -> Node | None:
     """Returns the operand whose data a call moves; None if others are floating-point too or it returns no tensor."""
     if not moves_data(node) or not isinstance(node.meta["val"], torch.Tensor) or not isinstance(node.args[0], Node):
         return None
-    floating = [source for source in node.all_input_nodes if _is_floating(source.meta["val"])]
+    floating = [source for source in node.all_input_nodes if is_float(source)]
     return node.args[0] if floating == [node.args[0]] else None
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _numel(node: Node) -> float:

@@ -7,10 +7,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
-from passes.graphs.edit import new_call
+from passes.graphs.edit import new_call, on_stored_values, refresh
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import op_name, promotes
-from passes.graphs.propagate import on_stored_values, refresh
 from passes.graphs.verify import named_nodes
 
 _CAST = torch.ops.aten._to_copy.default
@@ -53,7 +52,8 @@ class NarrowSaved(Pass):
         readers = [node for node in backward if value in node.all_input_nodes]
         if not readers:
             return
-        narrow = next((user for user in value.users if self._rounds(user) and user not in backward), None)
+        rounded = (user for user in value.users if user.target is _CAST and user.kwargs == {"dtype": self.dtype})
+        narrow = next((copy for copy in rounded if copy not in backward), None)
         if narrow is None:
             with value.graph.inserting_after(value):
                 narrow = new_call(value, _CAST, value, dtype=self.dtype, node_name="narrow")
@@ -67,9 +67,6 @@ class NarrowSaved(Pass):
             wide = new_call(readers[0], _CAST, narrow, dtype=value.meta["val"].dtype, node_name="wide")
         for reader in readers:
             reader.replace_input_with(value, wide)
-
-    def _rounds(self, node: Node) -> bool:
-        return node.target is _CAST and node.meta["val"].dtype == self.dtype and set(node.kwargs) == {"dtype"}
 
 
 def _widens(reader: Node, value: Node) -> bool:

@@ -10,10 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
-from passes.graphs.edit import new_call
+from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_view
-from passes.graphs.propagate import on_stored_values
 from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_ops import DEQUANTIZE, QUANTIZE
@@ -53,14 +52,12 @@ class QuantizeSaved(Pass):
         backward = backward_nodes(graph)
         with on_stored_values(graph):
             for value in named_nodes(graph, self.values):
-                if value.op == "placeholder" or not _has_rows(value.meta["val"]):
+                stored = value.meta["val"]
+                has_rows = isinstance(stored, torch.Tensor) and stored.dim() > 0 and stored.is_contiguous()
+                if value.op == "placeholder" or not has_rows:
                     raise VerifyError(value.name, "it has no rows to quantise", "name contiguous results of calls")
                 _quantize(value, [node for node in graph.nodes if node in backward])
         return graph_module
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.is_contiguous()
 
 
 def _quantize(value: Node, backward: list[Node]) -> None:
@@ -82,7 +79,9 @@ def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] 
     copies = [user for user in value.users if user not in backward and user.target is QUANTIZE and user.args[1] == E4M3]
     if copies:
         # Of two copies, the one that is saved for the backward anyway.
-        return _elements(max(copies, key=lambda copy: _is_read_in(backward, copy)))
+        copy = max(copies, key=lambda copy: any(not backward.isdisjoint(element.users) for element in copy.users))
+        by_index: dict[Any, Node] = {user.args[1]: user for user in copy.users}
+        return (by_index[0], by_index[1]) if {0, 1} <= by_index.keys() else None
     for user in value.users:
         if user in backward:
             continue
@@ -92,15 +91,6 @@ def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] 
             if found is not None:
                 return found
     return None
-
-
-def _is_read_in(backward: frozenset[Node], copy: Node) -> bool:
-    return any(reader in backward for element in copy.users for reader in element.users)
-
-
-def _elements(copy: Node) -> tuple[Node, Node] | None:
-    by_index: dict[Any, Node] = {user.args[1]: user for user in copy.users}
-    return (by_index[0], by_index[1]) if {0, 1} <= by_index.keys() else None
 
 
 def _new_copy(value: Node) -> tuple[Node, Node]:

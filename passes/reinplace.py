@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import Aliases, find_cautious_aliases
+from passes.graphs.node_facts import same_sizes
+from passes.graphs.op_kinds import InplaceVariant, inplace_variants
 from passes.graphs.verify import VerifyError, named_nodes
-from passes.ops.inplace_ops import InplaceVariant, inplace_variants
-from passes.patterns.written_out import same_sizes
 
 
 @dataclass(frozen=True)

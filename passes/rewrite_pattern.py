@@ -1,17 +1,30 @@
-"""The base class of peephole passes, which find a small pattern that ends at a node, and replace it."""
+"""What passes that replace patterns share: a base class for small patterns, and tools for large ones.
+
+A large pattern has a matcher, a function of a node: it returns a match, or None where nothing looks like the pattern,
+and raises `NoMatch`, with the reason, where something does that must not be replaced.
+"""
 
 import abc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.edit import erase_unread, replace_node
-from passes.graphs.propagate import on_stored_values
+from passes.graphs.aliases import storages
+from passes.graphs.edit import erase_unread, new_call, on_stored_values, replace_node
+from passes.graphs.node_facts import same_sizes
+from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.graphs.verify import VerifyError
 
 Found = TypeVar("Found")
+Match = TypeVar("Match")
+
+
+class NoMatch(Exception):
+    """A part of a graph is not the pattern that a pass looks for; the message continues `cross_entropy_loss: `."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +71,105 @@ class RewritePattern(Pass, Generic[Found]):
                     replace_node(node, replacement)
                     erase_unread(sources)
         return graph_module
+
+
+def judged(
+    nodes: Iterable[Node], match: Callable[[Node], Match | None], names: Collection[str] | None = None
+) -> Iterator[tuple[Node, Match | None, str]]:
+    """Yields each of the nodes that is in `names` (None: each), with its match, and the reason if it has none for one.
+
+    Nodes are matched one after the other, so that the graph may be rewritten in between.
+    """
+    for node in list(nodes):
+        if names is None or node.name in names:
+            found, reason = None, ""
+            try:
+                found = match(node)
+            except NoMatch as mismatch:
+                reason = str(mismatch)
+            yield node, found, reason
+
+
+def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str, mend: str) -> None:
+    """Raises `VerifyError` for a name that is not in `reasons`, or that has a reason there not to be replaced.
+
+    `unknown` says what is wrong with a name that is not there, and `mend` how to mend both.
+    """
+    for name in sorted(names):
+        if reason := reasons.get(name, unknown):
+            raise VerifyError(name, reason, mend)
+
+
+def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
+    """Raises `NoMatch` where anything but `readers` reads one of the inner values.
+
+    Reading a size does not count if the value is as large as `like`.
+    """
+    for node in inner:
+        value = node.meta["val"]
+        sized = isinstance(value, torch.Tensor) and same_sizes(value.shape, like.meta["val"].shape)
+        for user in node.users:
+            if user not in readers and not (sized and op_name(user) == "sym_size"):
+                read = "returned" if user.op == "output" else f"read by {user.name}"
+                raise NoMatch(f"{node.name} is {read} as well")
+
+
+def check_unwritten(
+    values: Collection[Node], first: Node, last: Node, what: str = "what it is computed from before its end"
+) -> None:
+    """Raises `NoMatch` where a call behind `first`, up to `last`, writes to the memory of one of the values.
+
+    `what` names the values in the message.
+    """
+    held = frozenset[Any]().union(*(storages(value) for value in values))
+    node = first
+    while node is not last:
+        node = node.next
+        if any(storages(argument) & held for argument in mutated_arguments(node)):
+            raise NoMatch(f"{node.name} writes to {what}")
+
+
+def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Returns `new_call(like, target, ...)`, made in front of `place`."""
+    with place.graph.inserting_before(place):
+        return new_call(like, target, *args, **kwargs)
+
+
+def erase_inner(inner: Collection[Node], like: Node) -> None:
+    """Erases the inner calls that nothing reads any more, with the constants and casts that only they read.
+
+    Calls that read their sizes read those of `like` instead.
+    """
+    pending = sorted(inner)
+    erased: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        for user in [measure for measure in node.users if op_name(measure) == "sym_size" and node in inner]:
+            user.replace_input_with(node, like)
+        if node.users or node is like or node in erased or node.op not in ("call_function", "get_attr"):
+            continue
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
+        pending += [source for source in sources if is_cast(source) or source.op == "get_attr" or _is_scalar(source)]
+
+
+def _is_scalar(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def erase_up_to(
+    stop: Collection[Node], node: Node, follows: Callable[[Node, Node], bool] = lambda node, source: True
+) -> None:
+    """Erases a call that nothing reads, unless it is in `stop`, and then its inputs that have become so.
+
+    `follows` says of a call and one of its inputs whether that may go with it.
+    """
+    if node.users or node.op != "call_function" or node in stop:
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        if follows(node, source):
+            erase_up_to(stop, source, follows)

@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from passes.graph_pass import GraphKind
+from passes.graphs.edit import refresh
 from passes.graphs.op_kinds import is_cast, is_view
-from passes.graphs.propagate import refresh
 from passes.rewrite_pattern import RewritePattern
 
 _SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})

@@ -14,16 +14,24 @@ import torch
 from memopt.account.elsewhere import Found
 from memopt.capture.region import RecordedRegion
 
-# Plans that an earlier run kept would hide what planning does now; the tests of the cache switch it on.
-os.environ["MEMOPT_CACHE"] = "0"
-
-# A step that fits runs as the plain model does; tests of plans want plans, and test_plain_calls.py switches it off.
-os.environ["MEMOPT_PLAN"] = "always"
+# The tests run by a user's defaults, whatever is set where they are started.
+for name in ("MEMOPT_CACHE", "MEMOPT_PLAN"):
+    os.environ.pop(name, None)
 
 # `make test` runs a worker a core: more threads would only wait for each other.
 ON_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if ON_WORKER:
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Have tests that are marked `plans_always`, with their fixtures of every scope, plan each training call: a step
+    that fits the budget would run as the plain model does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("plans_always"):
+            patch.setenv("MEMOPT_PLAN", "always")
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -59,9 +67,10 @@ def nothing_elsewhere() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the tests away from the user's cache: nothing is read from it or written to it."""
+    """Give each file of tests a cache of its own, which is empty at first: plans come from disk within a file, as in a
+    second run of the same job, but do not depend on which other files ran before. The user's cache is not touched."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.errors import GIB, BudgetError, round_up, would_do
+from memopt.errors import GIB, BudgetError, as_text_has_it, round_up, would_do
+from memopt.planning.options import budget_bytes
 
 
 @pytest.mark.parametrize(
@@ -11,6 +12,13 @@ from memopt.errors import GIB, BudgetError, round_up, would_do
 def test_rounding_up_never_gives_too_little(gb: float, text: str) -> None:
     assert round_up(gb) == text
     assert float(text) >= gb
+
+
+@pytest.mark.parametrize("nbytes", [1, 1023, 10**6 + 7, 2_651_234_567, 80 * 1024**3 - 1])
+def test_the_bytes_of_a_figure_in_a_message_are_what_a_user_types(nbytes: int) -> None:
+    named = as_text_has_it(nbytes)
+    assert nbytes <= named <= 1.0001 * nbytes + 1
+    assert budget_bytes(float(round_up(named / GIB))) == named == as_text_has_it(named)
 
 
 def test_the_message_names_both_budgets_and_what_would_help() -> None:

@@ -29,7 +29,7 @@ def printed_by(example: str, *arguments: str) -> str:
 
 
 def printed_by_command(*command: str) -> str:
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEMOPT_CACHE": "0"}
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True, env=surroundings, cwd=ROOT
     ).stdout

@@ -25,6 +25,7 @@ def default_thresholds() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("ahead", [True, slow(False)], ids=["ahead", "at the first step"])
 def test_while_a_step_is_planned(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []

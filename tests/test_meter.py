@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from memopt.compat.profiler import LEGACY_PROFILER, MemoryEvents, profiler_is_active
+from memopt.compat.host import LEGACY_PROFILER, MemoryEvents, profiler_is_active
 from memopt.meter import GB, measure_peak, resident_cpu_blocks
 
 KB = 1024

@@ -9,7 +9,7 @@ from torch import nn
 
 from memopt.meter import measure_peak
 from memopt.training_state import TrainingState, generator_states, set_generators
-from passes.ops.fp8_history import histories_of
+from passes.ops.fp8_formats import histories_of
 
 CPU = torch.device("cpu")
 

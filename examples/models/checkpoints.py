@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memopt.solver import RematProblem, Schedule
-from memopt.solver.baselines import forward_blocks
+from memopt.solver.protocol import forward_blocks
 
 NOTHING, SELECTIVE, FULL = "nothing", "selective", "full"
 

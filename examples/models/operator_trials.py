@@ -20,12 +20,12 @@ import memopt
 from examples.models import twins
 from examples.models.twins import REFUSALS, said, verdict_of, where
 from memopt.account.account import Account
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.planning import make_plan
 from memopt.planning.joined import Joined
 from memopt.planning.planner import Request
 from memopt.solver import Solution, simulate
-from memopt.solver.cut_schedules import just_in_time
+from memopt.solver.min_cut import just_in_time
 
 EXACT: dict[str, Any] = {**twins.EXACT, "optimizer": None}
 ROOMY_GB = 1000.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 
 MATMUL_FLOPS, MEMORY_BYTES, LAUNCH_SECONDS = 553e12, 4.3e12, 5e-6
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
-from memopt.compat.settled_gloo import gather_of, reduce_scatter, settle, settling
+from memopt.compat.exchanges import gather_of, reduce_scatter, settle_gloo, settling
 
 
 def settled(model: nn.Module) -> None:
     """Have a plain model exchange as memopt has one that it plans, so that peaks do not depend on gloo's threads."""
-    settle(model)
+    settle_gloo(model)
 
 
 def counted(model: nn.Module) -> list[None]:
     """Have all parts of a model count their gathers; returns a list that grows by one with each of them."""
-    settle(model)
+    settle_gloo(model)
     calls: list[None] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):

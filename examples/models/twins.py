@@ -15,7 +15,7 @@ from torch import nn
 
 import memopt
 from memopt.account.account import distinct_bytes
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.meter import measure_peak
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}

@@ -14,7 +14,7 @@ from memopt.account.caching_allocator import rounded_bytes
 from memopt.account.card_state import CardState, HeldSegment, Kind, merged
 from memopt.account.live_optimizer import steps_any
 from memopt.account.optimizer_state import state_tensors
-from memopt.compat.subclasses import with_memory
+from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
 from memopt.meter import blocks_of, live_objects
 from memopt.training_state import CallState

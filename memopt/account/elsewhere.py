@@ -14,7 +14,7 @@ from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import allocated_bytes
 from memopt.account.live_optimizer import LiveOptimizer, steps_any
 from memopt.account.optimizer_copy import held_tensors
-from memopt.compat.subclasses import with_memory
+from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
 from memopt.meter import blocks_of, live_objects
 from memopt.units import size

@@ -15,11 +15,10 @@ from memopt.account.eager_bytes import EagerBytes, MetaBytes
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of, step
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST
-from memopt.compat.pytree import tree_leaves
-from memopt.compat.subclasses import shard_of
+from memopt.compat.operators import plain_tensors, tree_leaves
+from memopt.compat.tensors import shard_of
 from memopt.device.devices import device_of
 from memopt.device.workspace_rules import SCALARS
 

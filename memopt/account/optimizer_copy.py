@@ -13,10 +13,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.host import is_on_host
-from memopt.compat.optim import wrapped_by_scheduler
-from memopt.compat.subclasses import shard_of, with_memory
+from memopt.compat.modules import wrapped_by_scheduler
+from memopt.compat.operators import plain_tensors
+from memopt.compat.tensors import shard_of, with_memory
 
 Fakes: TypeAlias = dict[int, torch.nn.Parameter]
 """Stand-ins by the `id` of the parameter that they stand for, each with a gradient where that one gets one."""

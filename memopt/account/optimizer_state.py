@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memopt.compat.host import HOST
-from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.operators import tree_leaves, tree_map
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_copy import Fakes, OptimizerCopy, bare_copy
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.host import HOST
-from memopt.compat.optim import eager_optimizers
-from memopt.compat.subclasses import shard_of
+from memopt.compat.modules import eager_optimizers
+from memopt.compat.operators import plain_tensors
+from memopt.compat.tensors import shard_of
 
 OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimizer] | str | None"
 

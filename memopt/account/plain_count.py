@@ -17,13 +17,11 @@ from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, ten
 from memopt.capture.rehearsal import without_gradients
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
-from memopt.compat.host import is_on_host
+from memopt.compat.host import is_on_host, reads_raise, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
-from memopt.compat.pytree import tree_leaves
-from memopt.compat.storages import storages_of
-from memopt.compat.subclasses import special_kind
-from memopt.compat.true_strides import correct_strides
-from memopt.compat.uncomputed import reads_raise, same_memory
+from memopt.compat.operators import tree_leaves
+from memopt.compat.tensors import special_kind, storages_of
+from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.training_state import undone
@@ -157,7 +155,8 @@ def count_on_values(
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
             step = _counted(count, own, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), others_too=False)
-        return step and replace(step, depends_on_values=True)
+        count.measure()
+        return step and replace(step, peak_bytes=count.peak_bytes, depends_on_values=True)
     except Exception:  # whatever it is, the real call will say it
         return None
     finally:

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 
 from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.host import HOST
-from memopt.compat.operators import makes_unknown_bytes, schema_of
-from memopt.compat.pytree import tree_flatten, tree_unflatten
-from memopt.compat.true_strides import correct_strides, may_differ
-from memopt.compat.uncomputed import protected, uncomputed
+from memopt.compat.host import HOST, protected, uncomputed
+from memopt.compat.operators import makes_unknown_bytes, plain_tensors, schema_of, tree_flatten, tree_unflatten
+from memopt.compat.true_results import correct_strides, may_differ
 from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
 from memopt.device.workspace import estimate_workspace
 

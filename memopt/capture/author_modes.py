@@ -8,20 +8,21 @@ from typing import Any
 
 import torch
 
-from memopt.compat.dispatch import (
+from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
+from memopt.compat.host import HOST
+from memopt.compat.operators import (
     TorchDispatchMode,
     autocast_kernel,
     composite_kernel,
     plain_tensors,
+    schema_of,
+    tree_leaves,
+    tree_map,
     without_torch_functions,
 )
-from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
-from memopt.compat.host import HOST
-from memopt.compat.operators import schema_of
-from memopt.compat.pytree import tree_leaves, tree_map
-from memopt.compat.storages import is_view, storage_key
+from memopt.compat.tensors import is_view, storage_key
 from memopt.device.devices import DEVICES, device_of
-from passes.ops.data_attribute import DATA
+from passes.graphs.op_kinds import DATA
 
 aten = torch.ops.aten
 

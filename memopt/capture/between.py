@@ -15,10 +15,11 @@ from torch import fx
 from memopt.compat.autograd import hooks_left_out
 from memopt.compat.fakes import device_type_of
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
-from memopt.compat.subclasses import is_wrapper
+from memopt.compat.tensors import is_wrapper
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import eager_workspace_bytes
+from memopt.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class EagerBytes:
     def scaled(self, factor: float) -> EagerBytes:
         """As many bytes more."""
         return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
+
+
+class TooMuchBetweenError(CaptureError):
+    """Code between regions holds more bytes than a step may."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +73,17 @@ class Passed:
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operators make, except in `planned()` blocks and gathered ones."""
+    """Counts the bytes of storages that operators make, except in `planned()` blocks and gathered ones. Raises
+    `TooMuchBetweenError` where they hold more than `most_bytes`."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """True: Dynamo captures nothing while a mode of another kind is active."""
         return True
 
-    def __init__(self, gathered: Gathered = NOTHING_GATHERED) -> None:
+    def __init__(self, gathered: Gathered = NOTHING_GATHERED, most_bytes: float = math.inf) -> None:
         super().__init__()
-        self.gathered = gathered
+        self.gathered, self.most_bytes = gathered, most_bytes
         self._waiting_bytes = 0
         self._planned = 0
         self.runs: list[EagerBytes] = []
@@ -115,6 +121,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         before, self._waiting_bytes = self._waiting_bytes, self.gathered.waiting_bytes
         self.live_bytes += self._waiting_bytes - before
         super().raise_peak(workspace_bytes)
+        if self.live_bytes > self.most_bytes:
+            raise TooMuchBetweenError("code between the regions of the forward holds more than the budget leaves")
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """What the operator's kernel may hold, outside of `planned()` blocks. This run does not tell: with some kernels

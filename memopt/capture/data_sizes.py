@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.capture.inputs import Call, tensors_in
-from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
 from memopt.training_state import undone, values_restored
 

@@ -25,9 +25,9 @@ from memopt.compat.dynamo import (
     fails_to_compile,
     without_propagated_marks,
 )
-from memopt.compat.mask_branches import eager_mask_branches
+from memopt.compat.dynamo_rules import keeping_requires_grad
+from memopt.compat.eager_mode import eager_mask_branches
 from memopt.compat.modules import plain_call
-from memopt.compat.traced_methods import keeping_requires_grad
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -172,7 +172,7 @@ def compile_call(
             if not whole:
                 raise
             reason = in_brief_with_line(failure)
-        except (IndexError, AttributeError, AssertionError) as failure:
+        except Exception as failure:
             if not fails_to_compile(failure):
                 raise
             reason = f"torch.compile ends in {type(failure).__name__}: {in_brief(failure)}"

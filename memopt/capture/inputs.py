@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode, to_fake
 from memopt.compat.modules import Parts
-from memopt.compat.pytree import tree_leaves, tree_map
-from memopt.compat.subclasses import special_kind
+from memopt.compat.operators import tree_leaves, tree_map
+from memopt.compat.tensors import special_kind
 from memopt.errors import CaptureError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,13 +45,15 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     )
 
 
-def tensors_in(call: Call) -> Iterator[torch.Tensor]:
+def tensors_in(call: Call) -> list[torch.Tensor]:
     """The tensors among the arguments, in order, from nested containers too."""
+    found = []
     for value in (*call[0], *call[1].values()):
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif type(value) not in _NO_CONTAINERS:
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
 
 
 def tensor_numbers(call: Call) -> dict[int, int]:

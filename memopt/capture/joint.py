@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
-from memopt.device.fusion import can_inline, fused_away
-from memopt.device.storages import StorageInfo, find_storages
+from memopt.device.storages import StorageInfo, can_inline, find_storages, fused_away
 from memopt.errors import CaptureError
 from passes import CANONICAL, FoundReuse, FreeFirst, PassError, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent

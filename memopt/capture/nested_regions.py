@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from memopt.compat.graph_calls import is_nested_region
+from memopt.compat.operators import is_nested_region
 
 
 def inline_nested_regions(graph_module: fx.GraphModule) -> None:

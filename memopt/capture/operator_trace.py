@@ -9,14 +9,20 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
-from memopt.compat.dispatch import without_torch_functions
 from memopt.compat.dynamo import copy_source
 from memopt.compat.fakes import FakeTensorMode, fresh_fakes
-from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, reads_data, sets_grad_mode
-from memopt.compat.operators import HigherOrderOperator
+from memopt.compat.operators import (
+    HigherOrderOperator,
+    enters_autocast,
+    is_checkpoint,
+    leaves_autocast,
+    reads_data,
+    sets_grad_mode,
+    without_torch_functions,
+)
 from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
-from passes.ops.data_attribute import DATA
+from passes.graphs.op_kinds import DATA
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
 _REGISTER_HOOK = "register_hook"

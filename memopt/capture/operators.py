@@ -13,8 +13,7 @@ from torch import fx
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.graph_calls import enters_autocast
-from memopt.compat.operators import HigherOrderOperator
+from memopt.compat.operators import HigherOrderOperator, enters_autocast
 from passes import Pass, Pipeline, copy_graph_module
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 

@@ -25,8 +25,8 @@ from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
-from memopt.compat.subclasses import is_sharded, is_wrapper, special_kind
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
+from memopt.compat.tensors import is_sharded, is_wrapper, special_kind
 from memopt.device.storages import storage_bytes
 from memopt.errors import CaptureError
 from memopt.units import size
@@ -116,7 +116,7 @@ class RecordedRegion:
     def differentiable(self) -> bool:
         """Whether any of its outputs requires a gradient."""
         (results,) = self.graph_module.graph.output_node().args
-        values = (node.meta.get("example_value") for node in results if isinstance(node, fx.Node))  # type: ignore[union-attr]
+        values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     @cached_property
@@ -182,7 +182,7 @@ class RecordedRegion:
 
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
         """The changing sizes of a run on these inputs."""
-        return tuple(inputs[number] for number in self.changing)
+        return tuple([inputs[number] for number in self.changing])
 
     def allows(self, sizes: Sizes) -> bool:
         """Whether the region's graphs are valid for these sizes."""

@@ -4,6 +4,7 @@ bytes that the eager code between them holds."""
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.together import together
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 
@@ -40,9 +41,10 @@ class Rehearsal:
         real_ids: Mapping[int, int] | None = None,
         forward_of: Callable[[RecordedRegion], Callable[..., Any]] | None = None,
         gathered: Gathered = NOTHING_GATHERED,
+        most_bytes: float = math.inf,
     ) -> None:
         self.real_ids, self.forward_of = real_ids, forward_of
-        self.between = Between(gathered)
+        self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
         self._values: list[_ValuesOfRun] = []
         """The inputs and outputs of each run, in the order of the runs."""

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.errors import CaptureError
 
 _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")

@@ -25,12 +25,12 @@ from memopt.capture.operators import (
     to_differentiate,
 )
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat.dispatch import without_autocast
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.host import HOST
 from memopt.compat.joint_trace import AotTrace, trace_region
-from memopt.compat.refused_dtypes import RaisingForRefusedDtypes
+from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import data_symbols_of
+from memopt.compat.true_results import RaisingForRefusedDtypes
 from memopt.errors import CaptureError
 from memopt.recent import Recent
 from passes import is_random

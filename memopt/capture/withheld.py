@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memopt.compat.dispatch import TorchDispatchMode
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.graph_calls import enters_autocast, leaves_autocast, sets_grad_mode
-from memopt.compat.operators import schema_of
+from memopt.compat.operators import TorchDispatchMode, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
 from memopt.compat.symbols import data_symbols_of, upper_bound
 
 SMALLEST_BYTES = 16 * 1024

@@ -51,22 +51,22 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, optimizer)
-    model = planned.model  # out of DDP, whose gradients would be exchanged
     calls = planned.with_loss or planned.forward
     call = as_call(batch, with_targets=planned.with_loss is not None)
-    check_device(call, model)
+    check_device(call, planned.model)
     with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
-        return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
+        return _checked_step(planned, calls, optimizer, call, set_to_none=set_to_none)
 
 
 def _checked_step(
+    planned: Session,
     calls: TrainingCalls,
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     call: Call,
     *,
     set_to_none: bool,
 ) -> AccountCheck:
+    model = planned.model  # out of DDP, whose gradients would be exchanged
     start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
     try:
         with torch.enable_grad():
@@ -80,8 +80,9 @@ def _checked_step(
         start.restore()
         start.restore_gradients()
         kept.restore()
-    assert calls.latest is not None
-    predicted = predicted_rows(calls.latest)
+    plan = planned.latest
+    assert plan is not None
+    predicted = predicted_rows(plan)
     rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
     return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
 

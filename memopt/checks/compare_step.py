@@ -19,7 +19,7 @@ from memopt.checks.reference_step import Exact, NoReference, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
 from memopt.device.devices import device_of
 from memopt.progress import stage
-from memopt.rewrite.precision.plan import dtype_name
+from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState, values_restored
 from memopt.units import size

@@ -15,7 +15,7 @@ from memopt.account.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import Run
 from memopt.meter import measure_peak
-from memopt.rewrite.precision.plan import dtype_name
+from memopt.rewrite.policy import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, TrainingState, generator_states
 

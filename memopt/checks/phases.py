@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from memopt.compat.profiler import MemoryEvents
+from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
 from memopt.meter import resident_cpu_blocks
 

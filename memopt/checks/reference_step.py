@@ -12,9 +12,7 @@ from torch import nn
 
 from memopt.capture.dynamo import in_brief, loss_call
 from memopt.capture.inputs import Call
-from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode, without_autocast
-from memopt.compat.operators import schema_of
-from memopt.compat.pytree import tree_map
+from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, schema_of, tree_map, without_autocast
 from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 

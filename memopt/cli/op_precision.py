@@ -9,7 +9,7 @@ from torch import fx
 
 from memopt.planning.graph_facts import operator_name
 from memopt.planning.plan_networkx import source_line
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 
-from passes.private import private
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
-    *private("torch._C", "_will_engine_execute_node", "_current_autograd_node", "_current_graph_task_id"),
+    *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
-    *private("torch", "Tensor._backward_hooks", "Tensor._post_accumulate_grad_hooks"),
+    *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
-
-__all__ = [
-    "Fate",
-    "WatchingHook",
-    "backward_hooks",
-    "current_backward",
-    "current_leaf",
-    "current_leaf_nodes",
-    "current_region",
-    "depends_on_earlier",
-    "fate_at",
-    "fate_of_gradient",
-    "free_saved_tensors",
-    "gradients_kept",
-    "has_hooks",
-    "hook_tables",
-    "hooks_left_out",
-    "keeps_graph",
-    "leaves_of",
-    "next_node_number",
-    "note_reached",
-    "post_accumulate_hooks",
-    "reached_outputs",
-    "saved_tensors",
-    "watching_hooks",
-    "with_hooks",
-]
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
 
@@ -70,24 +43,24 @@ def fate_at(node: Any) -> Fate:
         return Fate.RETURNED
 
 
-def current_leaf(position: int) -> torch.Tensor | None:
-    """The tensor that was input `position` of the autograd node now running, or None if it was not a leaf.
+def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
+    """For each tensor input of the captured region whose backward runs: the leaf that it was, and what autograd does
+    with its gradient; None and `RETURNED` where it was no leaf.
 
-    To be called inside the backward of a captured region; positions count the region's tensor inputs.
+    This is asked in every backward for all inputs at once, since a call for each of them takes longer than all else.
     """
-    return getattr(current_leaf_nodes()[position], "variable", None)
-
-
-def current_leaf_nodes() -> list[Any]:
-    """The nodes behind the inputs of the autograd node now running; those of leaves have them as `variable`. This
-    takes time for each input, whichever of them are wanted."""
-    edges: Any = torch._C._current_autograd_node().next_functions
-    return [edge for edge, _ in edges]
-
-
-def current_region() -> tuple[int, int]:
-    """Numbers that identify the running backward pass and the autograd node now running in it, while it runs."""
-    return current_backward(), id(torch._C._current_autograd_node())
+    nodes: list[Any] = [node for node, _ in current_node().next_functions]
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    executes = torch._C._will_engine_execute_node
+    try:
+        return [
+            (leaf, Fate.RETURNED if leaf is None else Fate.ACCUMULATED if executes(node) else Fate.DROPPED)
+            for leaf, node in zip(leaves, nodes, strict=True)
+        ]
+    except RuntimeError:  # autograd.grad() refuses the question for the leaves whose gradients it returns
+        return [
+            (leaf, Fate.RETURNED if leaf is None else fate_at(node)) for leaf, node in zip(leaves, nodes, strict=True)
+        ]
 
 
 def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
@@ -102,16 +75,18 @@ def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
 
 def reached_outputs() -> tuple[bool, ...] | None:
     """What `note_reached` noted for the autograd node that runs; None where it noted nothing."""
-    node: Any = torch._C._current_autograd_node()
+    node = current_node()
     return None if node is None else node.metadata.get(_REACHED)
 
 
 _REACHED = "memopt reached"
 
 
-def current_backward() -> int:
-    """A number that identifies the running backward pass, -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns a number that identifies the running backward pass, -1 outside of one."""
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Returns the autograd node that runs now, None outside of a backward pass."""
 
 
 def keeps_graph() -> bool:
@@ -131,22 +106,14 @@ def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
     ]  # fmt: skip
 
 
-@contextmanager
-def hooks_left_out() -> Iterator[None]:
+def hooks_left_out() -> AbstractContextManager[None]:
     """Context in which the calls of `Tensor.register_hook` that Dynamo wrote into a graph do nothing, for a run of the
     graph without gradients: a tensor that requires none takes no hook."""
     try:
         from torch._higher_order_ops.register_hook import RegisterHookOp
     except ImportError:  # before torch 2.13 Dynamo writes no such calls
-        yield
-        return
-    owner: Any = RegisterHookOp
-    own = owner.__call__
-    owner.__call__ = lambda self, tensor, body, *values: tensor
-    try:
-        yield
-    finally:
-        owner.__call__ = own
+        return nullcontext()
+    return replaced(RegisterHookOp, "__call__", lambda self, tensor, body, *values: tensor)
 
 
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
@@ -226,7 +193,7 @@ def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
 def saved_tensors(node: Any) -> tuple[torch.Tensor, ...]:
     """The tensors that an `autograd.Function`'s node has saved; none for other nodes, and after their backward."""
     try:
-        return tuple(tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, torch.Tensor))
+        return tuple([tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, torch.Tensor)])
     except RuntimeError:  # freed, or changed since
         return ()
 

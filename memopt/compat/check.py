@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 
-from memopt.compat.profiler import libc10
+from memopt.compat.host import libc10
 from memopt.errors import TorchNamesError
-from passes.private import Private
-
-__all__ = ["check", "missing_names"]
+from passes.compat import Private
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The first and the last version of torch that were tested; pyproject.toml bounds torch by the same."""

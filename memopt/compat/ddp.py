@@ -11,43 +11,27 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.compat.autograd import current_backward
-from passes.private import private
+from passes.compat import private
 
 # DDP's own mixed precision calls the reducer's hooks from Python, and DDP itself queues callbacks so.
 PRIVATE_NAMES = (
     *private(
         "torch.nn.parallel.distributed",
-        "DistributedDataParallel._get_active_ddp_module",
-        "DistributedDataParallel._build_params_for_reducer",
+        "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._build_params_for_reducer "
         "DistributedDataParallel._get_ddp_logging_data",
     ),
     *private(
         "torch.nn.parallel.distributed",
-        "DistributedDataParallel._delay_all_reduce_all_params",
-        "DistributedDataParallel._use_python_reducer",
-        "DistributedDataParallel._ddp_sink_clone",
-        "DistributedDataParallel._static_graph_delay_allreduce_enqueued",
+        "DistributedDataParallel._delay_all_reduce_all_params DistributedDataParallel._use_python_reducer "
+        "DistributedDataParallel._ddp_sink_clone DistributedDataParallel._static_graph_delay_allreduce_enqueued "
         "DistributedDataParallel._join_config",
         needed=False,
     ),
-    *private("torch._C._distributed_c10d", "Reducer._autograd_hook", "Reducer._remove_autograd_hooks"),
+    *private("torch._C._distributed_c10d", "Reducer._autograd_hook Reducer._remove_autograd_hooks"),
     *private("torch.distributed.distributed_c10d", "_get_default_store"),
     *private("torch.autograd", "Variable._execution_engine.queue_callback"),
     *private("torch", "Tensor._is_view"),
 )
-
-__all__ = [
-    "ReducerHooks",
-    "active_wrapper",
-    "check_wrapper",
-    "clones_outputs",
-    "defers_exchange",
-    "is_bucket_view",
-    "reducer_hooks",
-    "shared_store",
-    "takes_uneven_inputs",
-    "unwrapped",
-]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

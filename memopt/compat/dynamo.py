@@ -19,50 +19,31 @@ import torch
 from torch import fx
 
 from memopt.compat.check import check
+from memopt.compat.dynamo_rules import outputs_without_gradients, scaled_operators_kept, strided_outs_captured
 from memopt.compat.fakes import broadcast_masks
-from memopt.compat.strided_outs import strided_outs_captured
-from memopt.compat.subclasses import is_wrapper
-from memopt.compat.traced_methods import scaled_operators_kept
-from memopt.compat.written_backwards import outputs_without_gradients
-from passes.private import private
+from memopt.compat.tensors import is_wrapper
+from passes.compat import private, replaced
 
 if TYPE_CHECKING:
-    from torch._dynamo.exc import BackendCompilerFailed
-    from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
-    from torch._dynamo.exc import TorchDynamoException as DynamoError
+    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    RecompileLimit = FailOnRecompileLimitHit
+    DynamoError = TorchDynamoException
 
 # Dynamo itself refuses settings that it does not have. Attributes that it sets on objects of others are seen only
 # there: `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
 PRIVATE_NAMES = (
-    *private("torch._dynamo.exc", "BackendCompilerFailed", "FailOnRecompileLimitHit", "TorchDynamoException"),
+    *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
     *private("torch._dynamo.eval_frame", "cached_backends"),
     *private("torch._dynamo.convert_frame", "input_codes.seen"),
     *private("torch._dynamo", "maybe_mark_dynamic"),
-    *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list", "reset_code"),
-    *private("torch._guards", "TracingContext.get", "tracing"),
+    *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list reset_code"),
+    *private("torch._guards", "TracingContext.get tracing"),
     *private("torch._dynamo.variables.torch", "tracing_state_functions", call=""),
-    *private("torch._dynamo.pgo", "_CODE_STATE", "CodeState"),
+    *private("torch._dynamo.pgo", "_CODE_STATE CodeState"),
     *private("torch.compiler", "_is_exporting_flag"),
 )
-
-__all__ = [
-    "BackendCompilerFailed",
-    "DynamoError",
-    "RecompileLimit",
-    "SeenSizes",
-    "capture_settings",
-    "compile_with",
-    "compiled_several_times",
-    "copy_source",
-    "drop_compilations",
-    "fails_to_compile",
-    "is_exporting",
-    "keep_nodes",
-    "marked_changing",
-    "tracing_again",
-    "user_stack",
-    "without_propagated_marks",
-]
 
 _ERRORS = {
     "BackendCompilerFailed": "BackendCompilerFailed",
@@ -229,12 +210,8 @@ class SeenSizes:
         settings: Any = torch.compiler.config
         if self._noted is None:
             self._noted = defaultdict(state.CodeState)
-        before, state._CODE_STATE = state._CODE_STATE, self._noted
-        try:
-            with settings.patch(job_id=None):
-                yield
-        finally:
-            state._CODE_STATE = before
+        with replaced(state, "_CODE_STATE", self._noted), settings.patch(job_id=None):
+            yield
 
 
 @contextmanager

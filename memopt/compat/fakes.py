@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-from passes.private import private
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
-    *private("torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"),
+    *private("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
     *private(
-        "torch._subclasses.fake_tensor", "FakeTensor.fake_device", "FakeTensorMode.fake_tensor_converter", needed=False
+        "torch._subclasses.fake_tensor", "FakeTensor.fake_device FakeTensorMode.fake_tensor_converter", needed=False
     ),
     *private(
         "torch._subclasses.fake_tensor", "FakeTensorConverter.from_meta_and_device", call="self, mode, tensor, device"
@@ -27,23 +28,9 @@ PRIVATE_NAMES = (
     ),
     *private("torch._subclasses.fake_impls", "op_implementations_dict"),
     *private("torch._guards", "TracingContext.get"),
-    *private("torch._guards", "TracingContext.fake_mode", "TracingContext.tensor_to_context", needed=False),
+    *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
     *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
 )
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "broadcast_masks",
-    "device_asked_for",
-    "device_type_of",
-    "failing_on_fakes",
-    "forget_dispatches",
-    "fresh_fakes",
-    "new_fake_mode",
-    "to_fake",
-    "traced_mode",
-]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -134,12 +121,6 @@ def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     return mode, [fake(value) for value in inputs]
 
 
-@contextmanager
-def failing_on_fakes() -> Iterator[None]:
+def failing_on_fakes() -> AbstractContextManager[None]:
     """Context for calls on fakes that may fail, in which torch does not log each failure with its stack."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from memopt.compat.host import is_on_host
-from memopt.compat.subclasses import is_sharded
-from passes.private import private
+from memopt.compat.modules import modules_of
+from memopt.compat.tensors import is_sharded
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
     *private("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),
@@ -25,36 +26,22 @@ PRIVATE_NAMES = (
     ),
     *private(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "FSDPParamGroup._all_gather_comm",
-        "FSDPParamGroup._reduce_scatter_comm",
-        "FSDPParamGroup._partial_reduce_output",
+        "FSDPParamGroup._all_gather_comm FSDPParamGroup._reduce_scatter_comm FSDPParamGroup._partial_reduce_output",
         needed=False,
     ),
     *private(
         "torch.distributed.fsdp._fully_shard._fsdp_param",
-        "FSDPParam._unsharded_param",
-        "FSDPParam.unsharded_accumulated_grad",
-        "FSDPParam.is_dtensor",
+        "FSDPParam._unsharded_param FSDPParam.unsharded_accumulated_grad FSDPParam.is_dtensor",
         needed=False,
     ),
 )
-
-__all__ = [
-    "NOTHING_GATHERED",
-    "Gathered",
-    "exchange_in_words",
-    "groups_of",
-    "is_fully_sharded",
-    "is_sharded_otherwise",
-    "sharding_in_words",
-]
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or a part of it."""
     # Importing it takes a second; whoever shards by it has done so.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    return fsdp is not None and bool([one for one in modules_of(model) if isinstance(one, fsdp.FSDPModule)])
 
 
 def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:
@@ -197,13 +184,13 @@ class Gathered:
             stack.callback(self._whole.clear)
             for group, whole in zip(self._groups, self._whole, strict=True):
                 gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
-                stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(gather)))
-                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce, whole)))
-                stack.enter_context(_set(group, "all_reduce_grads", False))
-                stack.enter_context(_set(group, "_partial_reduce_output", None))
+                stack.enter_context(replaced(group, "_all_gather_comm", _OwnGather(gather)))
+                stack.enter_context(replaced(group, "_reduce_scatter_comm", _OwnReduce(reduce, whole)))
+                stack.enter_context(replaced(group, "all_reduce_grads", False))
+                stack.enter_context(replaced(group, "_partial_reduce_output", None))
             for parameter in self._parameters:
-                stack.enter_context(_set(parameter, "unsharded_accumulated_grad", None))
-                stack.enter_context(_set(parameter.sharded_param, "grad", None))
+                stack.enter_context(replaced(parameter, "unsharded_accumulated_grad", None))
+                stack.enter_context(replaced(parameter.sharded_param, "grad", None))
                 stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
             try:
                 yield
@@ -249,13 +236,3 @@ def _abandon(model: nn.Module) -> None:
         if reset is not None:
             reset()
             return  # that of the root is for all parts
-
-
-@contextmanager
-def _set(holder: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)

@@ -1,18 +1,20 @@
-"""Inductor: a region compiled with a partition and with fusions of memopt's choice."""
+"""Inductor: a region compiled with a partition and with fusions of memopt's choice, and the timing of its kernels."""
 
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from memopt.compat.check import check
-from memopt.compat.inductor_fallbacks import FALLBACKS, make_fallbacks_known
-from memopt.compat.inductor_random import order_of_random_kernels
-from passes.private import private
+from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels
+from passes.compat import private
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -24,9 +26,8 @@ PRIVATE_NAMES = (
     *private("torch._inductor.exc", "InductorError"),
     *private("torch._inductor.virtualized", "V.set_choices_handler"),
     *private("torch._inductor.choices", "InductorChoices"),
+    *private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),
 )
-
-__all__ = ["InductorFailed", "compile_by_inductor"]
 
 
 class InductorFailed(Exception):
@@ -148,3 +149,43 @@ def __getattr__(name: str) -> Any:
 
 
 _MOST_PASSED = 3
+
+
+_PAGE = 20 * 1024**2
+"""No segment is larger than its blocks by this many bytes or more, expandable or not."""
+
+
+@contextmanager
+def autotuning_within(limit_bytes: int) -> Iterator[None]:
+    """A block in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
+
+    Before each run a kernel's timing fills a buffer of the size of the card's cache, which would be allocated beside
+    all that the step holds then. It is left out where there is no room for it. What a timing allocates is returned to
+    the card, so that later blocks lie as if no kernel had been timed. Of a kernel for which there is no memory to be
+    timed the first configuration runs.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    attributes = vars(benchmarker)
+    before, whole = dict(attributes), torch.cuda.get_device_properties().L2_cache_size
+    timed = benchmarker.benchmark_gpu
+
+    def benchmark_gpu(*args: Any, **kwargs: Any) -> Any:
+        attributes["L2_cache_size"] = whole if _fits(whole, limit_bytes) else 0
+        try:
+            with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+                return timed(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            return math.inf
+
+    attributes["benchmark_gpu"] = benchmark_gpu
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
+
+
+def _fits(nbytes: int, limit_bytes: int) -> bool:
+    """Whether a new segment for a block of this size is within the limit of what the allocator holds."""
+    return torch.cuda.memory_reserved() + -(-nbytes // _PAGE) * _PAGE <= limit_bytes

@@ -18,11 +18,10 @@ from torch import fx
 from torch._logging._internal import getArtifactLogger
 
 from memopt.compat.check import check
-from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
+from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
-from memopt.compat.true_strides import correct_strides
-from passes.compat import erase_all, forget_erased
-from passes.private import private
+from memopt.compat.true_results import correct_strides
+from passes.compat import erase_all, forget_erased, private
 
 PRIVATE_NAMES = (
     *private(
@@ -38,24 +37,13 @@ PRIVATE_NAMES = (
     *private("torch._dynamo.compiled_autograd", "_disable"),
     *private("torch._dynamo.utils", "preserve_rng_state"),
     *private("torch._dispatch.python", "enable_python_dispatcher"),
-    *private("torch._functorch._aot_autograd.schemas", "OutputType.alias_of_input", "OutputType.is_input"),
+    *private("torch._functorch._aot_autograd.schemas", "OutputType.alias_of_input OutputType.is_input"),
     *private(
         "torch._functorch._aot_autograd.schemas",
-        "JointWithDescriptors._aot_state",
-        "JointWithDescriptors._aot_graph_capture",
-        "AOTState.needs_autograd",
-        "AOTState.fw_metadata",
-        "AOTState.aot_config",
-        "AOTState.fake_mode",
-        needed=False,
-    ),
-    *private(
-        "torch._functorch._aot_autograd.schemas",
-        "ViewAndMutationMeta.output_info",
-        "ViewAndMutationMeta.input_info",
-        "ViewAndMutationMeta.dynamic_saved_tensors_idxs",
-        "ViewAndMutationMeta.subclass_inp_meta",
-        "ViewAndMutationMeta.bw_donated_idxs",
+        "JointWithDescriptors._aot_state JointWithDescriptors._aot_graph_capture AOTState.needs_autograd "
+        "AOTState.fw_metadata AOTState.aot_config AOTState.fake_mode ViewAndMutationMeta.output_info "
+        "ViewAndMutationMeta.input_info ViewAndMutationMeta.dynamic_saved_tensors_idxs "
+        "ViewAndMutationMeta.subclass_inp_meta ViewAndMutationMeta.bw_donated_idxs",
         needed=False,
     ),
     *private("torch._logging._internal", "getArtifactLogger"),

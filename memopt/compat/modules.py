@@ -1,7 +1,9 @@
-"""Modules: what a call of a model goes through."""
+"""Modules, optimizers and gradient scalers: what stands in for a module's calls, its hooks and parts, and how
+optimizers take fakes and gradients that are not finite."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,44 +15,32 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.hooks import BackwardHook
 
 from memopt.compat.autograd import hook_tables
-from memopt.compat.subclasses import special_kind
-from passes.private import private
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST
+from memopt.compat.tensors import special_kind
+from passes.compat import private, replaced
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
 PRIVATE_NAMES = (
-    *private("torch.nn", "Module._call_impl", "Module._compiled_call_impl"),
+    *private("torch.nn", "Module._call_impl Module._compiled_call_impl"),
     *private(
         "torch.nn",
-        "Module._buffers",
-        "Module._modules",
-        "Module._parameters",
-        "Module._forward_hooks",
-        "Module._forward_pre_hooks",
+        "Module._buffers Module._modules Module._parameters Module._forward_hooks Module._forward_pre_hooks",
         needed=False,
     ),
     *private("torch.utils.hooks", "BackwardHook.__init__", call="self, module, full, before"),
+    *private("torch.amp", "GradScaler._found_inf_per_device", call="self, optimizer"),
+    *private(
+        "torch.optim.optimizer", "_foreach_supported_types _global_optimizer_pre_hooks _global_optimizer_post_hooks"
+    ),
+    *private("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", call=""),
+    *private("torch.compiler", "_is_compiling_flag"),
 )
-
-__all__ = [
-    "CurrentParts",
-    "Parts",
-    "buffers_in",
-    "compiled_call",
-    "forward_hook_tables",
-    "forward_hooks",
-    "inside_compiled",
-    "modules_of",
-    "own_tp_plan",
-    "parameters_in",
-    "plain_call",
-    "reset_compiled_call",
-    "set_compiled_call",
-    "without_backward_hooks",
-]
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
@@ -95,11 +85,10 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
 
     for table in tables:
         table.clear()
-    BackwardHook.__init__ = begin_without  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with replaced(BackwardHook, "__init__", begin_without):
+            yield
     finally:
-        BackwardHook.__init__ = begin  # type: ignore[method-assign]
         for table, found in zip(tables, hooks, strict=True):
             table.update(found)
 
@@ -199,3 +188,50 @@ def own_tp_plan(model: nn.Module) -> Any:
     """The plan for tensor parallelism that a model of transformers brings (`_tp_plan`): patterns of paths with styles;
     None for other models."""
     return getattr(model, "_tp_plan", None)
+
+
+def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The flags that `scaler.unscale_(optimizer)` set: a scalar tensor for each device, 1 if a gradient is not finite.
+
+    These are the tensors from which `scaler.step(optimizer)` decides whether to step and `scaler.update()` the scale.
+    """
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own kernel skips a step with gradients that are not finite, as with `fused=True`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def wrapped_by_scheduler(step: Any) -> Any | None:
+    """The function of an optimizer's step around which a scheduler has put its own; None for any other value."""
+    return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
+
+
+@contextmanager
+def eager_optimizers(*, foreach: bool) -> Iterator[None]:
+    """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
+
+    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. Functions
+    that the user has compiled run as written, and hooks on the steps of all optimizers are not called. With `foreach`,
+    their default on the CPU is the foreach implementation, as it is on a GPU.
+    """
+    types: list[Any] = _foreach_supported_types
+    module: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it
+    devices = module._get_foreach_kernels_supported_devices
+    types.append(FakeTensor)
+    try:
+        with (
+            replaced(torch.compiler, "_is_compiling_flag", False),
+            replaced(
+                module,
+                "_get_foreach_kernels_supported_devices",
+                (lambda: [*devices(), HOST.type]) if foreach else devices,
+            ),
+            replaced(module, "_global_optimizer_pre_hooks", {}),
+            replaced(module, "_global_optimizer_post_hooks", {}),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield
+    finally:
+        types.remove(FakeTensor)

@@ -1,31 +1,98 @@
-"""Operators: their types, schemas and overload names."""
+"""Operators: their types, schemas, and kernels by dispatch key; dispatch modes; nested containers (pytrees) of
+arguments; and the functions that Dynamo writes as calls in its graphs."""
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from torch._ops import HigherOrderOperator, OpOverload
+import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from passes.private import private
+from passes.compat import overload_name as overload_name
+from passes.compat import private
+from passes.compat import schema_of as schema_of
 
 PRIVATE_NAMES = (
-    *private("torch._ops", "OpOverload", "HigherOrderOperator"),
-    *private("torch._ops", "OpOverload._schema", "OpOverload._overloadname", needed=False),
+    *private("torch.utils._python_dispatch", "TorchDispatchMode _disable_current_modes"),
+    *private(
+        "torch._C",
+        "DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey "
+        "_dispatch_has_kernel_for_dispatch_key _dispatch_get_registrations_for_dispatch_key "
+        "_ForceDispatchKeyGuard _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set _set_grad_enabled",
+    ),
+    *private("torch._ops", "OpOverload._op_dk OpOverload._schema OpOverload._overloadname", needed=False),
+    *private("torch._ops", "OpOverload HigherOrderOperator"),
+    *private("torch.utils._pytree", "tree_flatten tree_leaves tree_map tree_unflatten"),
+    *private("torch.amp.autocast_mode", "_enter_autocast _exit_autocast"),
+    *private("torch._C._autograd", "_get_data_attr"),
 )
 
-__all__ = [
-    "HigherOrderOperator",
-    "OpOverload",
-    "makes_unknown_bytes",
-    "overload_name",
-    "schema_of",
-    "takes_unknown_bytes",
-]
+
+def plain_tensors() -> ExitStack:
+    """Context without dispatch modes and without the `__torch_function__` of tensor subclasses.
+
+    Torch function modes still act, so that factories see the default device.
+    """
+    stack = ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+    stack.enter_context(_disable_current_modes())
+    return stack
 
 
-def schema_of(operator: Any) -> Any:
-    """The schema of an operator overload: its name, arguments and returns, and whether it mutates an argument."""
-    return operator._schema
+def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
+    """Context for the operators that a dispatch mode runs on real values: their kernels see that a tensor is a
+    conjugate or a negative. Inside of a mode torch leaves these keys out, and a kernel that makes such views itself
+    (`linalg_pinv` of complex numbers) reads their memory as it is, and computes with other values."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    excluded = excluded.remove(DispatchKey.Conjugate).remove(DispatchKey.Negative)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Context with autocast off for all devices: a captured graph holds its casts and must get no others."""
+    return torch._C._DisableAutocast()
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Context in which torch functions run their implementation and no torch function mode sees them."""
+    return torch._C.DisableTorchFunction()
+
+
+def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
+    """The function by which autocast replaces an operator overload on a device type, which casts and then calls the
+    operator; None without a rule."""
+    return _kernel(operator, f"Autocast{device.upper()}")
+
+
+@functools.cache
+def cuda_autocast_names() -> frozenset[str]:
+    """The names of the ATen operators that autocast has a rule for on CUDA in the installed torch, with a card or not:
+    torch 2.13 lists `rms_norm`, torch 2.11 does not."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in registered)
+
+
+def composite_kernel(operator: Any) -> Callable[..., Any] | None:
+    """The decomposition of an operator overload into other operators; None if it has kernels or a derivative."""
+    return _kernel(operator, "CompositeImplicitAutograd")
+
+
+def _kernel(operator: Any, name: str) -> Callable[..., Any] | None:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), name):
+        return None
+    return functools.partial(operator._op_dk, getattr(DispatchKey, name))
 
 
 def makes_unknown_bytes(operator: Any) -> bool:
@@ -39,9 +106,55 @@ def takes_unknown_bytes(operator: Any) -> bool:
     return schema_of(operator).name.removesuffix("_backward") in _OF_LIBRARIES and not makes_unknown_bytes(operator)
 
 
-def overload_name(operator: OpOverload) -> str:
-    """The overload's name within its packet: "default", "Tensor", "out"."""
-    return operator._overloadname
-
-
 _OF_LIBRARIES = frozenset(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"))
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    leaves = _pytree.tree_leaves(tree)
+    if not any(isinstance(leaf, UserDict) for leaf in leaves):
+        return leaves
+    return [one for leaf in leaves for one in (tree_leaves(leaf.data) if isinstance(leaf, UserDict) else (leaf,))]
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with `function` of each leaf."""
+
+    def mapped(leaf: Any) -> Any:
+        if not isinstance(leaf, UserDict):
+            return function(leaf)
+        same = copy.copy(leaf)
+        same.data = tree_map(function, leaf.data)
+        return same
+
+    return _pytree.tree_map(mapped, tree)
+
+
+def sets_grad_mode(target: Any) -> bool:
+    """Whether a node's target is `torch.set_grad_enabled`."""
+    return target is torch._C._set_grad_enabled
+
+
+def enters_autocast(target: Any) -> bool:
+    """Whether a node's target opens a `torch.autocast` block."""
+    return target is torch.amp.autocast_mode._enter_autocast
+
+
+def leaves_autocast(target: Any) -> bool:
+    """Whether a node's target closes a `torch.autocast` block."""
+    return target is torch.amp.autocast_mode._exit_autocast
+
+
+def reads_data(target: Any) -> bool:
+    """Whether a node's target is the attribute `data` of a tensor."""
+    return target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+def is_checkpoint(target: Any) -> bool:
+    """Whether a node's target is `torch.utils.checkpoint.checkpoint`."""
+    return target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def is_nested_region(target: Any) -> bool:
+    """Whether a node's target calls a function under `torch.compiler.nested_compile_region`."""
+    return target is torch.ops.higher_order.invoke_subgraph

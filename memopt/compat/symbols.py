@@ -13,53 +13,27 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.errors import CaptureError
-from passes.private import private
+from passes.compat import private
 
 # No underscores, but undocumented.
 PRIVATE_NAMES = (
     *private("torch", "SymInt.node", needed=False),
     *private(
         "torch.fx.experimental.sym_node",
-        "SymNode.has_hint",
-        "SymNode.hint",
-        "SymNode.expr",
-        "SymNode.shape_env",
-        "SymNode.maybe_as_float",
+        "SymNode.has_hint SymNode.hint SymNode.expr SymNode.shape_env SymNode.maybe_as_float",
         needed=False,
     ),
     *private(
         "torch.fx.experimental.symbolic_shapes",
-        "ShapeEnv.bound_sympy",
-        "ShapeEnv.produce_guards_expression",
-        "ShapeEnv.evaluate_guards_expression",
-        "free_unbacked_symbols",
-        "rebind_unbacked",
+        "ShapeEnv.bound_sympy ShapeEnv.produce_guards_expression ShapeEnv.evaluate_guards_expression "
+        "free_unbacked_symbols rebind_unbacked",
     ),
     *private(
         "torch.fx.experimental.symbolic_shapes",
-        "ShapeEnv.guards",
-        "ShapeEnv.replacements",
-        "ShapeEnv.replacements_slocs",
+        "ShapeEnv.guards ShapeEnv.replacements ShapeEnv.replacements_slocs",
         needed=False,
     ),
 )
-
-__all__ = [
-    "AssumedSizes",
-    "data_symbols_of",
-    "fixed_float",
-    "is_symbolic",
-    "known_sizes",
-    "limit_of",
-    "line_that_fixed",
-    "plain_symbol",
-    "rebind_data_sizes",
-    "shape_symbols",
-    "sizes_up_to",
-    "symbol_values",
-    "upper_bound",
-    "with_values",
-]
 
 
 @dataclass(frozen=True)
@@ -190,7 +164,7 @@ def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any,
 
 def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) -> tuple[int, ...]:
     """The sizes as numbers, where symbols have these values."""
-    return tuple(size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes)
+    return tuple([size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes])
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:

@@ -1,13 +1,11 @@
 """Costs on a device: bytes by storage, seconds by the device's rates, workspaces of kernels, and their measurement."""
 
-from memopt.device.calibrate import measure_hardware
-from memopt.device.calibration import calibrated_hardware
+from memopt.device.calibration import calibrated_hardware, measure_hardware
 from memopt.device.cpu import CPU
 from memopt.device.cuda import CUDA
 from memopt.device.device import Device
-from memopt.device.devices import DEVICES, device_here, device_of
+from memopt.device.devices import DEVICES, device_here, device_of, hardware, hardware_of, known_hardware
 from memopt.device.hardware import Hardware
-from memopt.device.hardware_table import hardware, hardware_of, known_hardware
 from memopt.device.time_model import node_bytes, node_flops, node_seconds, op_seconds
 
 __all__ = [

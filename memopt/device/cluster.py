@@ -1,16 +1,109 @@
-"""A cluster that a step is planned for: the mesh of its cards, what joins them, and the time of their collectives."""
+"""A cluster that a step is planned for: the mesh of its cards, the rates of the links that join them (a table from
+their makers' figures), and the time of their collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from memopt.device.interconnect import BEGIN_SECONDS, Interconnect, interconnect_named
+from memopt.device.hardware import PCIE
+
+CARDS_PER_NODE = 8
+_MICRO = 1e-6
 
 
 @dataclass(frozen=True)
-class Mesh:
+class _LinkRate:
+    """One kind of link, as the rates of one card that sends and receives at the same time."""
+
+    bytes_per_second: float
+    """In one direction."""
+    step_seconds: float
+    """The latency of one step of a ring through this link."""
+    efficiency: float
+    """The share of the rate that large collectives reach."""
+    source: str
+
+    @property
+    def reached_bytes_per_second(self) -> float:
+        """The rate that large collectives reach."""
+        return self.bytes_per_second * self.efficiency
+
+
+# Steps of a ring with the protocol "Simple", the one for large messages: NCCL's own model of its times, `hwLat` in its
+# src/graph/tuning.cc.
+_NVLINK_STEP, _PCIE_STEP, _NETWORK_STEP = 3.4 * _MICRO, 5.7 * _MICRO, 9.6 * _MICRO
+BEGIN_SECONDS = 8.4 * _MICRO
+"""What a collective takes beside the steps of its ring: `baseLat` of the same table."""
+# A bus bandwidth of 230 to 250 GB/s of 300 is reported for all-reduce on eight A100 with NVSwitch, and 350 to 390 of
+# 450 on eight H100 without reductions in the switch: about 0.8. On a network what is left is the frames' overhead and
+# what switches lose: an assumption.
+_SWITCHED, _ON_NETWORK, _ON_BUS = 0.8, 0.85, 0.7
+
+
+def _nvlink(total_gigabytes: float, card: str) -> _LinkRate:
+    source = f"NVIDIA {card} datasheet: {total_gigabytes:,.0f} GB/s in both directions together, half in each"
+    return _LinkRate(total_gigabytes / 2 * 1e9, _NVLINK_STEP, _SWITCHED, source)
+
+
+def _network(gigabits: float, name: str) -> _LinkRate:
+    source = f"{name}: {gigabits:.0f} Gb/s in each direction, one adapter for each card"
+    return _LinkRate(gigabits / 8 * 1e9, _NETWORK_STEP, _ON_NETWORK, source)
+
+
+def _pcie(generation: int) -> _LinkRate:
+    source = f"PCIe {generation}.0, 16 lanes"
+    return _LinkRate(PCIE[generation], _PCIE_STEP, _ON_BUS, source)
+
+
+WITHIN_NODES = {
+    "nvlink3": _nvlink(600, "A100"),
+    "nvlink4": _nvlink(900, "H100"),
+    "nvlink5": _nvlink(1800, "B200"),
+    "pcie4": _pcie(4),
+    "pcie5": _pcie(5),
+}
+BETWEEN_NODES = {
+    "ib-hdr": _network(200, "InfiniBand HDR"),
+    "ib-ndr": _network(400, "InfiniBand NDR"),
+    "ib-xdr": _network(800, "InfiniBand XDR"),
+    "roce-200": _network(200, "Ethernet with RoCE"),
+    "roce-400": _network(400, "Ethernet with RoCE"),
+}
+
+
+@dataclass(frozen=True)
+class _Interconnect:
+    """How cards are joined: links within a node, and the network between nodes (None for a single node)."""
+
+    name: str
+    within: _LinkRate
+    between: _LinkRate | None
+    cards_per_node: int = field(default=CARDS_PER_NODE)
+
+
+def interconnect_named(name: str) -> _Interconnect:
+    """The interconnect of a name such as "nvlink4+ib-ndr", or "nvlink4" for a single node.
+
+    Raises `TypeError`, and `ValueError` for an unknown name.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"interconnect must be a name such as 'nvlink4+ib-ndr', not {name!r}")
+    within, plus, between = name.partition("+")
+    if within not in WITHIN_NODES:
+        raise ValueError(
+            f"unknown interconnect {within!r} within a node in {name!r}; known are {', '.join(WITHIN_NODES)}"
+        )
+    if plus and between not in BETWEEN_NODES:
+        raise ValueError(
+            f"unknown interconnect {between!r} between nodes in {name!r}; known are {', '.join(BETWEEN_NODES)}"
+        )
+    return _Interconnect(name, WITHIN_NODES[within], BETWEEN_NODES[between] if plus else None)
+
+
+@dataclass(frozen=True)
+class _Mesh:
     """The sizes of a mesh of cards, named as torchtitan names its dimensions, the outermost first."""
 
     dp_replicate: int = 1
@@ -36,7 +129,7 @@ class Ring:
 
     cards: int
     in_node: int
-    interconnect: Interconnect
+    interconnect: _Interconnect
 
     def gather_seconds(self, nbytes: int) -> float:
         """Seconds to gather `nbytes` on each card, of which each card has its share; as long as to scatter the sum of
@@ -67,8 +160,8 @@ class Ring:
 class Cluster:
     """A mesh of equal cards and what joins them. Neighbours in a node are those of `tp`, then those of `dp_shard`."""
 
-    mesh: Mesh
-    interconnect: Interconnect
+    mesh: _Mesh
+    interconnect: _Interconnect
 
     @property
     def tp(self) -> Ring:
@@ -117,15 +210,15 @@ def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> C
     return Cluster(sizes, joined)
 
 
-def _checked_mesh(mesh: Mapping[str, int]) -> Mesh:
-    known = [field.name for field in fields(Mesh)]
+def _checked_mesh(mesh: Mapping[str, int]) -> _Mesh:
+    known = [field.name for field in fields(_Mesh)]
     if not isinstance(mesh, Mapping):
         raise TypeError(f"mesh must map names of dimensions to numbers of cards, {{'dp_shard': 64}} say, not {mesh!r}")
     for name, size in mesh.items():
         if name not in known:
             raise ValueError(f"unknown dimension {name!r} in mesh; known are {', '.join(known)}")
         _check_size(name, size)
-    sizes = Mesh(**mesh)
+    sizes = _Mesh(**mesh)
     if sizes.cards == 1:
         raise ValueError("mesh has one card; leave mesh and interconnect out to plan for that")
     return sizes

@@ -1,7 +1,11 @@
-"""The CPU: its memory is the host's, and its kernels are run to be measured."""
+"""The CPU: its memory is the host's, and its kernels are run to be measured, or estimated by upper bounds.
+
+The rules for their workspaces give bytes, and are tested against measurements.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,11 +16,197 @@ from typing import Any
 import torch
 
 from memopt.compat.host import HOST
+from memopt.compat.operators import schema_of
 from memopt.device.device import Device
 from memopt.device.hardware import LARGE, Chip, Hardware, physical_bytes
-from memopt.device.op_call import OpCall
-from memopt.device.workspace_cpu import CPU_RULES, converted, promoted
-from memopt.device.workspace_rules import SCALARS, by_rules
+from memopt.device.op_call import OpCall, TensorSpec
+from memopt.device.workspace_rules import (
+    KB,
+    SCALARS,
+    Rule,
+    all_bytes,
+    by_rules,
+    chunked_loss,
+    class_vectors,
+    copies,
+    first,
+    for_each,
+    fp8_scales,
+    index,
+    input_bytes,
+    nothing,
+    one_input,
+    output_bytes,
+)
+from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
+
+
+def promoted(call: OpCall) -> int:
+    """Pointwise kernels: the CPU copies every argument whose dtype is not the common one, where CUDA converts as it
+    reads."""
+    values = [s for s in call.inputs if s.dtype != torch.bool] if "where" in str(call.op) else list(call.inputs)
+    common = values[0].dtype
+    for spec in values[1:]:
+        common = torch.promote_types(common, spec.dtype)
+    copies = sum(spec.numel * common.itemsize for spec in values if spec.dtype != common)
+    results = sum(spec.numel * common.itemsize for spec in call.outputs if spec.dtype not in (common, torch.bool))
+    return copies + results
+
+
+def converted(call: OpCall) -> int:
+    """Reductions and scans that accumulate in another dtype than their input's: integers in int64, 16 bits in fp32."""
+    spec = first(call)
+    accumulator = 4 if spec.dtype.is_floating_point else 8
+    outputs = sum(out.numel for out in call.outputs)
+    if spec.dtype.itemsize >= accumulator and spec.dtype == call.outputs[0].dtype:
+        return SCALARS
+    return (spec.numel + outputs) * max(accumulator, call.outputs[0].dtype.itemsize) + SCALARS
+
+
+def _cpu_softmax(call: OpCall) -> int:
+    """A copy of what is not contiguous, for which a transpose takes a block of its own."""
+    return copies(call) + (_TRANSPOSED * first(call).dtype.itemsize if copies(call) else 0)
+
+
+_TRANSPOSED = 60 * 60
+"""Elements of the block in which a copy transposes a matrix."""
+
+
+_BLOCK = 16
+"""The channels that oneDNN computes together with vectors of 512 bits."""
+
+
+def _cpu_safe_softmax(call: OpCall) -> int:
+    """It finds the rows that are masked whole, by a mask of the input's size and two values for each row."""
+    spec = first(call)
+    rows = spec.numel // max(1, spec.size[call.argument(1)]) if spec.size else 1
+    return spec.numel + 4 * rows + SCALARS + _cpu_softmax(call)
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _cpu_layer_norm_backward(call: OpCall) -> int:
+    row = math.prod(call.argument(2)) if isinstance(call.argument(2), tuple) else first(call).size[-1]
+    return 2 * _threads() * row * 4 + copies(call)
+
+
+def _cpu_group_norm(call: OpCall) -> int:
+    samples, channels = first(call).size[:2]
+    return 4 * samples * channels * 4 + _threads() * channels * 8 + copies(call)
+
+
+def _cpu_flash(call: OpCall) -> int:
+    """Scores of a block of 256 queries by 512 keys for each thread; in 16 bits also packed copies of keys and
+    values."""
+    query = first(call)
+    keys = max(spec.size[-2] for spec in call.inputs[:3])
+    rows, columns = min(256, query.size[-2]), min(512, keys)
+    elements = rows * columns + 2 * rows + rows * query.size[-1]
+    packed = 0 if query.dtype.itemsize >= 4 else 2 * sum(s.dense_bytes for s in call.inputs[1:3]) + 64 * KB
+    return _threads() * elements * (4 if packed == 0 else 6) + packed
+
+
+def _cpu_flash_backward(call: OpCall) -> int:
+    query, key = call.inputs[1:3]
+    rows, columns = min(256, query.size[-2]), min(512, key.size[-2])
+    return 2 * _threads() * (2 * rows * columns + 2 * rows) * 4 + 8 * KB + copies(call) // 4
+
+
+def _cpu_convolution(call: OpCall) -> int:
+    """oneDNN copies all arguments to layouts of its own, in which the channels of each group fill blocks of 16, in
+    16 bits beside fp32; for fp64, which it does not take, torch makes columns for a matmul."""
+    backward = "backward" in schema_of(call.op).name
+    weight, groups = call.argument(2 if backward else 1), call.argument(9 if backward else 8)
+    channels = [-(-weight.size[0] // groups // _BLOCK) * _BLOCK, -(-weight.size[1] // _BLOCK) * _BLOCK]
+    bytes_each = 4 if weight.dtype.itemsize >= 4 else 4 + weight.dtype.itemsize
+    blocks = bytes_each * groups * math.prod([*channels, *weight.size[2:]])
+    columns = first(call).size[0] * math.prod(weight.size[1:]) * max(math.prod(s.size[2:]) for s in call.inputs[:2]) * 8
+    return 2 * all_bytes(call) + 64 * KB + blocks + (columns if first(call).dtype == torch.float64 else 0)
+
+
+def _cpu_matmul(call: OpCall) -> int:
+    """In 16 bits, oneDNN reorders transposed operands, and without bfloat16 units it sums into a float32 buffer of the
+    size of the result."""
+    return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 4 * call.outputs[0].numel + 256 * KB
+
+
+def _cpu_chunked_loss(call: OpCall) -> int:
+    """There are numbers for each class only where there is a bias, or class weights."""
+    by_class = call.argument(2) is not None or call.argument(4) is not None
+    return chunked_loss(call) + _cpu_matmul(call) + (class_vectors(call) if by_class else 0)
+
+
+def _cpu_fp8(call: OpCall) -> int:
+    """Two fp32 copies of a part of the matrix, and where there are tiles the scale of each element of that part."""
+    spec = first(call)
+    rows = min(spec.size[0], max(LONGEST, PART_ELEMENTS // max(1, spec.size[1]) + LONGEST))
+    return 12 * rows * spec.size[1] + fp8_scales(call) + copies(call)
+
+
+def _cpu_fp8_matmul(call: OpCall) -> int:
+    """The operands are converted to fp32 one after the other, part by part, before they are multiplied."""
+    a, a_scale, b = call.inputs[:3]
+
+    def making(spec: TensorSpec) -> int:
+        part = min(spec.numel, PART_ELEMENTS + LONGEST * spec.size[1])
+        return (12 if a_scale.size else 8) * part + (4 * spec.numel if part < spec.numel else 0)
+
+    wide = 4 * (a.numel + b.numel + call.outputs[0].numel)
+    return max(making(a), 4 * a.numel + making(b), wide) + fp8_scales(call) + 64 * KB
+
+
+def _cpu_batch_norm(call: OpCall) -> int:
+    return 2 * first(call).size[1] * 8 + copies(call)
+
+
+def _cpu_scatter(call: OpCall) -> int:
+    """In 16 bits the values are converted to fp32; an expanded index is copied."""
+    narrow = first(call).dtype.itemsize < 4
+    return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + copies(call)
+
+
+def _cpu_resize(call: OpCall) -> int:
+    return all_bytes(call) + 64 * KB
+
+
+CPU_RULES: dict[str, Rule] = {
+    **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", _cpu_fp8),
+    "fp8_matmul": _cpu_fp8_matmul,
+    "native_dropout": one_input,
+    "native_dropout_backward": one_input,
+    **for_each("_softmax _log_softmax", _cpu_softmax),
+    "_safe_softmax": _cpu_safe_softmax,
+    **for_each("native_layer_norm rms_norm _fused_rms_norm embedding gelu", copies),
+    "gelu_backward": lambda call: 2 * copies(call),
+    "_softmax_backward_data": lambda call: 0,
+    **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cpu_layer_norm_backward),
+    **for_each("native_group_norm native_group_norm_backward", _cpu_group_norm),
+    "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward,
+    **for_each("convolution _convolution convolution_backward", _cpu_convolution),
+    **for_each("mm bmm addmm baddbmm addbmm _grouped_mm", _cpu_matmul),
+    **for_each("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _cpu_batch_norm),
+    "native_batch_norm_backward": lambda call: first(call).dense_bytes + _cpu_batch_norm(call),
+    **for_each("gather scatter scatter_add scatter_reduce index_add index_reduce", _cpu_scatter),
+    "index_put": index,
+    "embedding_dense_backward": copies,
+    **for_each("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa", _cpu_resize),
+    **for_each("sum mean var var_mean std cumsum cumprod linalg_vector_norm prod", converted),
+    **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
+    "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel,
+    "histc": lambda call: 64 * KB,
+    # By gloo, beside its results: a gather has a second buffer for them, a reduce-scatter a copy of its input.
+    **for_each("all_reduce all_to_all_single wait_tensor", nothing),
+    "all_gather_into_tensor": output_bytes,
+    **for_each("reduce_scatter_tensor shard_dim_alltoall", input_bytes),
+    **for_each(
+        "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
+        _cpu_chunked_loss,
+    ),
+}
+
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -1,4 +1,5 @@
-"""CUDA cards: rates by name, rules for their kernels, and torch's caching allocator."""
+"""CUDA cards: torch's caching allocator, the order in which kernels allocate their results, and CUDA's autocast applied
+to CPU tensors, since plans for a card that is not present need the casts that it would make."""
 
 from __future__ import annotations
 
@@ -9,20 +10,89 @@ from typing import Any
 
 import torch
 
+from memopt.compat.operators import (
+    composite_kernel,
+    cuda_autocast_names,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    without_autocast,
+)
 from memopt.device.context_probe import measure_context_bytes
-from memopt.device.cuda_autocast import cuda_autocast_kernel
-from memopt.device.cuda_cards import CARDS, card_reported, reported_chip
+from memopt.device.cuda_libraries import library_run, start_libraries
 from memopt.device.device import Device
-from memopt.device.hardware import LARGE, Chip, Hardware, physical_bytes
-from memopt.device.libraries import start_libraries
-from memopt.device.library_run import library_run
+from memopt.device.hardware import CARDS, LARGE, Chip, Hardware, card_reported, physical_bytes, reported_chip
+from memopt.device.live_bytes import Rehearsal
 from memopt.device.op_call import OpCall
-from memopt.device.op_rehearsal import Rehearsal
-from memopt.device.result_order import calls_in_order
 from memopt.device.workspace_cuda import CUDA_BY_CHIP, CUDA_RULES, library_workspaces
 from memopt.device.workspace_reductions import reduction_bytes
 from memopt.device.workspace_rules import MB, by_rules, rule_name
 from memopt.solver.problem import BlockCall
+from passes.graphs.op_kinds import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
+
+# Composite operators that call an operator of these lists; the others only view or copy.
+_REACH_A_LIST = frozenset(
+    {
+        "cross_entropy_loss", "nll_loss_nd", "ctc_loss", "std", "var", "norm", "nuclear_norm", "frobenius_norm",
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
+    }
+)  # fmt: skip
+
+
+def _casting(operator: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """The operator with `cast` applied to each floating-point tensor argument except fp64 ones."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with without_autocast():
+            args, kwargs = tree_map(lambda value: cast(value) if _eligible(value) else value, (args, kwargs))
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _with_dtype(operator: Any) -> Callable[..., Any]:
+    """The operator with `dtype=torch.float32` unless the caller gives a dtype."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        names = [argument.name for argument in schema_of(operator).arguments]
+        given = kwargs.get("dtype") or (args[names.index("dtype")] if names.index("dtype") < len(args) else None)
+        with without_autocast():
+            if given is None and _eligible(args[0]):
+                kwargs = {**kwargs, "dtype": torch.float32}
+                args = args[: names.index("dtype")]
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _promoting(operator: Any) -> Callable[..., Any]:
+    """The operator with its tensor arguments cast to fp32 where one of them is in fp32."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        types = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
+        if torch.float32 not in types:
+            with without_autocast():
+                return operator(*args, **kwargs)
+        return _casting(operator, lambda value: value.to(torch.float32))(*args, **kwargs)
+
+    return kernel
+
+
+def _takes_dtype(operator: Any) -> bool:
+    return any(argument.name == "dtype" for argument in schema_of(operator).arguments)
+
+
+def _eligible(value: Any) -> bool:
+    """Whether autocast casts a value: a floating-point tensor that is not fp64."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+ORDER: dict[str, tuple[int, ...]] = {
+    "native_dropout": (1, 0),  # aten/src/ATen/native/cuda/Dropout.cu: the mask comes first
+    "_fused_dropout": (1, 0),
+    "_thnn_fused_lstm_cell": (2, 0, 1),  # aten/src/ATen/native/cuda/RNN.cu: the workspace for the backward comes first
+}
+"""The positions of an operator's results, in the order in which its kernel allocates them."""
 
 BLOCK_BYTES = 512
 """Every block of torch's caching allocator is a multiple of this (`kMinBlockSize`)."""
@@ -40,20 +110,39 @@ class _Cuda(Device):
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
 
     def library_run(self, call: OpCall, chip: Chip) -> Rehearsal | None:
-        """Of cuDNN's operators."""
+        """Of cuDNN's operators, and of torch's own that allocate more than their results."""
         return library_run(call, chip)
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
-        """As `calls_in_order` has them."""
-        return calls_in_order(call, workspace_bytes)
+        """Those of a kernel that is in `ORDER`, whose workspace comes after its results."""
+        order = ORDER.get(schema_of(call.op).name.split("::")[-1], ())
+        if len(order) != len(call.outputs):
+            return ()
+        results = tuple(BlockCall(True, place, call.outputs[place].bytes) for place in order)
+        if not workspace_bytes:
+            return results
+        workspace = (BlockCall(allocates, len(order), workspace_bytes) for allocates in (True, False))
+        return (*results, *workspace)
 
     def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
         """Those of cuBLAS and cuBLASLt."""
         return library_workspaces(card.major)
 
     def autocast_kernel(self, operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
-        """As `cuda_autocast_kernel` has it."""
-        return cuda_autocast_kernel(operator, low)
+        """Casts and then the operator, or the operators that it decomposes into. None also for what is not an ATen
+        operator."""
+        name = operator.overloadpacket.__name__
+        if operator.namespace != "aten":
+            return None
+        if name in LOWER_PRECISION:
+            return _casting(operator, lambda value: value.to(low))
+        if name in FP32 & cuda_autocast_names():
+            return _casting(operator, lambda value: value.to(torch.float32))
+        if name in FP32_SET_DTYPE and _takes_dtype(operator):
+            return _with_dtype(operator)
+        if name in PROMOTE:
+            return _promoting(operator)
+        return composite_kernel(operator) if name in _REACH_A_LIST else None
 
     def available(self) -> bool:
         return torch.cuda.is_available()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from memopt.device.hardware import LARGE, Chip, Hardware
+from memopt.device.live_bytes import Rehearsal
 from memopt.device.op_call import OpCall
-from memopt.device.op_rehearsal import Rehearsal
 from memopt.device.workspace_rules import by_rules
 from memopt.solver.problem import BlockCall
 
@@ -49,8 +49,8 @@ class Device:
         return by_rules(call, {})
 
     def library_run(self, call: OpCall, chip: Chip) -> Rehearsal | None:
-        """The allocator's calls of an operator whose workspace a library chooses, seen in a run of it on this
-        machine's card; None for other operators, and where there is no card with that `chip`."""
+        """The allocator's calls of an operator whose kernels have a workspace, seen in a run of it on this machine's
+        card; None for other operators, and where there is no card with that `chip`."""
         return None
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:

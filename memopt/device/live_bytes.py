@@ -1,22 +1,64 @@
-"""Counts the bytes of the storages that operators make while a dispatch mode is active, until they are freed."""
+"""Counts the bytes of the storages that operators make while a dispatch mode is active, until they are freed, and lists
+the allocator's calls: which blocks are allocated, and when each is freed.
+
+States of the CPU's random generator count too, which no operator makes. An operator written in Python is rehearsed: it
+runs on tensors without memory.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode
-from memopt.compat.fakes import FakeTensor, device_asked_for, device_type_of
+from memopt.compat.fakes import FakeTensor, FakeTensorMode, device_asked_for, device_type_of
 from memopt.compat.host import HOST
-from memopt.compat.storages import storages_of
-from memopt.device.generator_states import states_reported
-from memopt.device.op_call import tensors_in
+from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
+from memopt.compat.tensors import storages_of
+from memopt.device.op_call import OpCall, describe, tensors_in
+from memopt.solver.problem import BlockCall
+from passes.compat import replaced
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
+
+
+@contextmanager
+def states_reported(report: Callable[[torch.Tensor], None], *, during_captures: bool = False) -> Iterator[None]:
+    """Context in which `report` gets every state that `torch.get_rng_state` returns.
+
+    `torch.utils.checkpoint` and `torch.random.fork_rng` hold one such state each. Dispatch modes do not see them.
+
+    Args:
+        report: called with the state.
+        during_captures: whether Dynamo captures code in the context. It must not capture the reports.
+    """
+    functions: Any = torch.random
+    reporting = _Reporting(functions.default_generator, report)
+    if during_captures:
+        disable: Any = torch.compiler.disable
+        reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
+    with replaced(functions, "default_generator", reporting):
+        yield
+
+
+class _Reporting:
+    """A generator, for the functions of `torch.random`, whose states are reported."""
+
+    def __init__(self, generator: Any, report: Callable[[torch.Tensor], None]) -> None:
+        self._generator, self._report = generator, report
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._generator.get_state()
+        self._report(state)
+        return state
 
 
 class LiveBytes(TorchDispatchMode):
@@ -157,3 +199,109 @@ def _no_collections() -> Iterator[None]:
 @dataclass
 class _Bytes:
     nbytes: int = 0
+
+
+class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts as `LiveBytes` does, and lists the allocations and frees of all storages and workspaces, in blocks that
+    are numbered as they are allocated."""
+
+    def __init__(self, *, block_bytes: int = 1) -> None:
+        super().__init__(block_bytes=block_bytes)
+        self.calls: list[BlockCall] = []
+        self.sizes: list[int] = []
+        """The bytes of each block."""
+        self.number: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        """The blocks of the storages that are alive."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result. What is written to a given tensor needs no run, which torch lacks for some dtypes."""
+        return kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else func(*args, **kwargs)
+
+    def count(self, tensors: Any) -> None:
+        """Count and list the storages of these tensors that are new."""
+        for tensor in tensors_in(tensors):
+            before = self.live_bytes
+            super().count(tensor)
+            if self.live_bytes > before:
+                storage = tensor.untyped_storage()
+                self.number[storage] = self._allocated(self.live_bytes - before)
+                weakref.finalize(storage, self._freed, self.number[storage])
+
+    def raise_peak(self, workspace_bytes: int) -> None:
+        """Raise the peak, and list the workspace as a block that is freed at once."""
+        super().raise_peak(workspace_bytes)
+        if workspace_bytes:
+            self._freed(self._allocated(workspace_bytes))
+
+    def list_within(self, calls: Sequence[BlockCall], workspace_bytes: int, results: Sequence[torch.Tensor]) -> None:
+        """Count the results of an operator, and list them and its workspace as its `calls` say (`Op.calls`)."""
+        workspace: dict[int, int] = {}
+        for allocates, block, nbytes in calls:
+            if not allocates:
+                self._freed(workspace[block])
+            elif block < len(results):
+                self.count(results[block])
+            else:
+                workspace[block] = self._allocated(nbytes)
+        self.count(results)
+        super().raise_peak(workspace_bytes)
+
+    def _allocated(self, nbytes: int) -> int:
+        self.sizes.append(nbytes)
+        self.calls.append(BlockCall(True, len(self.sizes) - 1, nbytes))
+        return len(self.sizes) - 1
+
+    def _freed(self, number: int) -> None:
+        self.calls.append(BlockCall(False, number, self.sizes[number]))
+
+
+NOTABLE = 1024**2
+"""Workspace blocks of fewer bytes have a pool of their own, and make no holes in which larger ones would lie."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The allocator's calls while an operator runs, and the most bytes alive beside its results."""
+
+    calls: tuple[BlockCall, ...]
+    """Without those of small workspace blocks."""
+    workspace_bytes: int
+
+
+def rehearse(
+    call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
+) -> Rehearsal | None:
+    """The operator run on the CPU or on "meta", which stands for a card whose allocator rounds blocks up to multiples
+    of `block_bytes`; None for operators that are not written in Python. `kernel_bytes` says what the kernel of a call
+    within the operator holds beside its inputs and outputs."""
+    implementation = IMPLEMENTATIONS.get(call.op)
+    if implementation is None:
+        return None
+    record = _Record(kernel_bytes, block_bytes)
+    with plain_tensors(), torch.no_grad(), FakeTensorMode() if device == "cpu" else nullcontext():
+        args, kwargs = call.make_arguments(device)
+        with record:
+            results = list(tensors_in(implementation(*args, **kwargs)))
+        return record.seen_from_outside(results)
+
+
+class _Record(BlockCalls):  # type: ignore[no-untyped-call]
+    """Lists the calls of the operators that run on meta tensors, the workspaces of kernels included."""
+
+    def __init__(self, kernel_bytes: Callable[[OpCall], int], block_bytes: int) -> None:
+        super().__init__(block_bytes=block_bytes)
+        self.kernel_bytes, self.block_bytes = kernel_bytes, block_bytes
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """The bytes of the kernel's workspace."""
+        nbytes = self.kernel_bytes(describe(func, args, kwargs, result))
+        return -(-nbytes // self.block_bytes) * self.block_bytes
+
+    def seen_from_outside(self, results: Sequence[torch.Tensor]) -> Rehearsal:
+        """The calls with the results' blocks first in number, and without the workspace's small ones."""
+        storages = [tensor.untyped_storage() for tensor in results]
+        made = {self.number[storage]: at for at, storage in enumerate(storages) if storage in self.number}
+        named = [(made.get(number, len(results) + number), makes, nbytes) for makes, number, nbytes in self.calls]
+        shown = (BlockCall(makes, at, size) for at, makes, size in named if at < len(results) or size > NOTABLE)
+        alive = accumulate(nbytes if makes else -nbytes for makes, _, nbytes in self.calls)
+        return Rehearsal(tuple(shown), max(alive, default=0) - sum(self.sizes[number] for number in made))

@@ -1,16 +1,18 @@
 """An operator call without values: the operator, and shapes, strides and dtypes of its tensors. Equal calls cost the
-same, so a call is the key under which a kernel's price is kept."""
+same, so a call is the key under which a kernel's price is kept. Floating-point operations are counted by the formulas
+of torch's flop counter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, schema_of
@@ -166,3 +168,28 @@ def _specs(frozen: Any) -> Iterator[TensorSpec]:
     elif isinstance(frozen, tuple):
         for element in frozen:
             yield from _specs(element)
+
+
+_NOT_IN_FORMULAS = ("out", "out_dtype")
+"""Arguments that formulas do not take: as a positional argument, the dtype of a matmul's result would be taken for its
+shape."""
+
+
+def flop_formula(op: Any) -> Callable[..., Any] | None:
+    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives the call's operations,
+    two for a multiply-add; None for what has no formula.
+
+    Tensors may be on "meta" or fake; symbolic sizes give a symbolic number.
+    """
+    formula = flop_registry.get(op.overloadpacket) if isinstance(op, OpOverload) else None
+    if formula is None:
+        return None
+    declared = schema_of(op).arguments
+
+    def operations(*args: Any, out_val: Any, **kwargs: Any) -> Any:
+        given = zip(args, declared, strict=False)
+        shapes = [value for value, argument in given if argument.name not in _NOT_IN_FORMULAS]
+        named = {name: value for name, value in kwargs.items() if name not in _NOT_IN_FORMULAS}
+        return formula(*shapes, **named, out_val=out_val)
+
+    return operations

@@ -1,17 +1,26 @@
-"""The bytes of the memory that every node of a joint graph makes, by `passes.graphs.aliases`."""
+"""The bytes of the memory that every node of a joint graph makes, by `passes.graphs.aliases`, and the values that a
+fusing compiler never holds, since every reader's kernel computes them.
+
+The rules of fusing are those of inductor (`torch/_inductor/graph.py` `run_node`, `ir.py` `mark_reuse`); in doubt a
+value counts as held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import fx
 
+from memopt.compat.host import is_on_host
+from memopt.compat.operators import OpOverload
 from memopt.compat.symbols import upper_bound
-from passes import FoundReuse
+from passes import FoundReuse, is_pure
 from passes.graphs.aliases import Aliases, find_aliases, results_of, viewed_argument
+from passes.graphs.node_facts import backward_nodes
+from passes.graphs.op_kinds import is_pointwise, mutated_arguments, op_name
 
 tensors_of = results_of
 
@@ -80,3 +89,123 @@ def storage_bytes(value: torch.Tensor) -> int:
     """Returns the bytes of the memory behind a tensor, at most: sizes that depend on data count as the largest ones."""
     nbytes = value.untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else upper_bound(nbytes)
+
+
+# Elementwise, though torch does not tag them so.
+_ELEMENTWISE = frozenset({"_to_copy", "embedding", "full", "gather", "index", "index_select", "scalar_tensor"})
+_ELEMENTWISE_PRIMS = frozenset({"convert_element_type", "fma", "inductor_lookup_seed", "inductor_random", "iota"})
+_REDUCTIONS = frozenset({"all", "amax", "amin", "any", "argmax", "argmin", "mean", "prod", "sum", "var", "var_mean"})
+# They write their operands into parts of the result.
+_ASSEMBLERS = frozenset({"cat", "constant_pad_nd"})
+# Random numbers from a seed are pure, but expensive: not repeated unless a plan says so.
+_DRAWS = "inductor_random"
+# Too expensive on a CPU to be computed in several kernels.
+_EXPENSIVE_ON_CPU = frozenset({"exp", "sigmoid"})
+# Inductor holds a value that is computed from more values than this, if several kernels read it, or one.
+_MOST_READ, _MOST_READ_ONCE = 4, 8
+# It also holds one that takes more operators than this.
+_MOST_OPERATORS = 24
+# The values that it is computed from may be larger by this factor, for statistics of rows and biases.
+_MARGIN = 1.05
+
+
+@dataclass(frozen=True)
+class _Inlined:
+    """The cost of computing a value in a kernel that reads it."""
+
+    reads: frozenset[fx.Node] = frozenset()
+    """The held values that it reads."""
+    operators: int = 0
+    draws: bool = False
+
+
+def fused_away(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Returns the nodes of a canonical joint graph whose values are never held.
+
+    They are elementwise, and all readers, perhaps behind views, are elementwise operators or reductions, which can
+    compute them in their kernels. One that both halves read, or several kernels of one half, must also be no smaller
+    than the values that it is computed from, so that holding those instead costs no memory.
+    """
+    return _Fusion(graph).run()
+
+
+@dataclass
+class _Fusion:
+    graph: fx.Graph
+    inlined: dict[fx.Node, _Inlined] = field(default_factory=dict)
+
+    def run(self) -> frozenset[fx.Node]:
+        self.backward = backward_nodes(self.graph)
+        self.mutated = {argument for node in self.graph.nodes for argument in mutated_arguments(node)}
+        for node in self.graph.nodes:
+            if self.may_fuse(node) and self.is_worth(node, cost := self.cost(node)):
+                self.inlined[node] = cost
+        return frozenset(self.inlined)
+
+    def may_fuse(self, node: fx.Node) -> bool:
+        """Returns whether the node is elementwise, and all its readers are elementwise or reductions."""
+        if not (is_elementwise(node) and is_pure(node) and isinstance(node.meta.get("val"), torch.Tensor)):
+            return False
+        return all(can_inline(reader) for reader in _readers(node))
+
+    def is_worth(self, node: fx.Node, cost: _Inlined) -> bool:
+        if self.mutated.intersection(cost.reads) or cost.operators > _MOST_OPERATORS:
+            return False
+        readers = list(_readers(node))
+        same_half = all((reader in self.backward) == (node in self.backward) for reader in readers)
+        if same_half and len(readers) == 1:
+            return len(cost.reads) <= _MOST_READ_ONCE
+        value = node.meta["val"]
+        if cost.draws or (is_on_host(value) and op_name(node) in _EXPENSIVE_ON_CPU):
+            return False
+        held = sum(storage_bytes(read.meta["val"]) for read in cost.reads if read.op != "placeholder")
+        return len(cost.reads) <= _MOST_READ and held <= _MARGIN * storage_bytes(value)
+
+    def cost(self, node: fx.Node) -> _Inlined:
+        """Returns the cost of computing a value from held ones."""
+        reads: set[fx.Node] = set()
+        operators, draws = 1, op_name_of(node) == _DRAWS
+        for argument in map(_behind_views, node.all_input_nodes):
+            if argument in self.inlined:
+                behind = self.inlined[argument]
+                reads |= behind.reads
+                operators, draws = operators + behind.operators, draws or behind.draws
+            elif isinstance(argument.meta.get("val"), torch.Tensor):
+                reads.add(argument)
+        return _Inlined(frozenset(reads), operators, draws)
+
+
+def op_name_of(node: fx.Node) -> str:
+    """Returns the name of an operator of aten or prims without its namespace; "" for anything else."""
+    target = node.target
+    if isinstance(target, OpOverload) and target.namespace in ("aten", "prims"):
+        return target.overloadpacket.__name__
+    return ""
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Returns whether every element of the node's result is computed separately from elements of its arguments."""
+    name = op_name_of(node)
+    if op_name(node):
+        return name not in _ASSEMBLERS and (is_pointwise(node) or name in _ELEMENTWISE)
+    return name in _ELEMENTWISE_PRIMS
+
+
+def can_inline(node: fx.Node) -> bool:
+    """Returns whether a fusing compiler can compute the node's arguments in its kernel."""
+    return is_elementwise(node) or (op_name_of(node) in _REDUCTIONS | _ASSEMBLERS and bool(op_name(node)))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the readers of a value, also behind views; the graph's output is one."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -19,7 +19,7 @@ from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware, scaled_rate
-from memopt.device.op_flops import flop_formula
+from memopt.device.op_call import flop_formula
 from memopt.device.storages import is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned
 

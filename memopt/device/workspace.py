@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,17 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.compat.dispatch import plain_tensors
-from memopt.compat.host import HOST
-from memopt.compat.operators import OpOverload, takes_unknown_bytes
-from memopt.compat.profiler import MemoryEvents
+from memopt.compat.host import HOST, MemoryEvents
+from memopt.compat.operators import OpOverload, plain_tensors, takes_unknown_bytes
 from memopt.device.devices import device_of
 from memopt.device.hardware import LARGE, Chip
-from memopt.device.op_call import OpCall, op_call, tensors_in
-from memopt.device.op_flops import flop_formula
-from memopt.device.op_rehearsal import Rehearsal, rehearse
+from memopt.device.live_bytes import Rehearsal, rehearse
+from memopt.device.op_call import OpCall, flop_formula, op_call, tensors_in
 from memopt.device.workspace_rules import SCALARS
-from passes.ops.fp8_history import DELAYED_SCALE
+from memopt.recent import Recent
+from passes.ops.fp8_formats import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
 MAX_RUN_FLOPS = 20 * 10**9
@@ -47,27 +44,6 @@ class Measured:
     """Bytes of the storages that it made and returned, without views of its inputs; None if it was not run."""
     seconds: float | None
     """Seconds of a run on this machine's CPU, the median of three more runs if the first is short; None if not run."""
-
-
-class _Memory:
-    """The results of the latest measured calls, in order of their last use; holds at most `limit`."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._results: OrderedDict[Any, Measured] = OrderedDict()
-
-    def get(self, key: Any) -> Measured | None:
-        """The result that was put under this key; None if there is none any more."""
-        if key in self._results:
-            self._results.move_to_end(key)
-        return self._results.get(key)
-
-    def put(self, key: Any, result: Measured) -> None:
-        """Keep a result, and drop the one that was not used for longest where there are too many."""
-        self._results[key] = result
-        self._results.move_to_end(key)
-        if len(self._results) > self.limit:
-            self._results.popitem(last=False)
 
 
 def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
@@ -132,13 +108,13 @@ def _measured(calls: Iterable[OpCall]) -> dict[OpCall, Measured]:
             results = worker.submit(_measure_all, fresh, torch.get_num_threads()).result()
         for call, result in results.items():
             found[call] = result
-            _latest.put(_key(call), result)
+            _latest[_key(call)] = result
     return {call: result for call, result in found.items() if result is not None}
 
 
 _NOTHING = Measured(0, None, None)
 # A model has a few thousand distinct calls at most; a result and its key take about a kilobyte.
-_latest = _Memory(limit=2**15)
+_latest: Recent[tuple[OpCall, int], Measured] = Recent(2**15)
 
 
 def _key(call: OpCall) -> tuple[OpCall, int]:
@@ -171,7 +147,7 @@ def _kernel_bytes(call: OpCall) -> int:
     if result is None:
         with plain_tensors():  # the operator runs on fake tensors, its kernels run on real ones
             result = _price(call)
-        _latest.put(_key(call), result)
+        _latest[_key(call)] = result
     return result.workspace_bytes
 
 

@@ -263,36 +263,14 @@ CUDA_RULES: dict[str, Rule] = {
 
 CUDA_BY_CHIP: dict[str, Callable[[OpCall, Chip], int]] = {
     "convolution_backward": _cuda_convolution_backward,
-    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _cuda_norm_backward),
-    **dict.fromkeys(
-        [
-            "sum",
-            "nansum",
-            "mean",
-            "var",
-            "var_mean",
-            "std",
-            "std_mean",
-            "prod",
-            "linalg_vector_norm",
-            "amax",
-            "amin",
-            "argmax",
-            "argmin",
-            "max",
-            "min",
-            "any",
-            "all",
-        ],
+    **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cuda_norm_backward),
+    **for_each(
+        "sum nansum mean var var_mean std std_mean prod linalg_vector_norm amax amin argmax argmin max min any all",
         reduction_bytes,
     ),
-    **dict.fromkeys(
-        (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-        ),
+    **for_each(
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
         _cuda_flash,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from passes.ops.chunked_cross_entropy import chunk_rows
 from passes.ops.fp8_formats import E8M0
 
 Rule = Callable[[OpCall], int]
+AnyRule = TypeVar("AnyRule", bound=Callable[..., int])
 
 KB, MB = 1024, 1024**2
 MASKS = (torch.bool, torch.uint8)
@@ -20,7 +22,7 @@ SCALARS = 64
 """Bytes of Python numbers that operators wrap in tensors."""
 
 
-def for_each(names: str, rule: Rule) -> dict[str, Rule]:
+def for_each(names: str, rule: AnyRule) -> dict[str, AnyRule]:
     """The same rule for each of the operators whose names are in a text, separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,10 @@ from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import first_runs_as_later_ones
-from memopt.emit.aten import compile_as_aten
-from memopt.emit.emitted import Emitted
-from memopt.emit.exchanges import exchanges_of
-from memopt.emit.gradients import Accumulation
+from memopt.compat.tracing import boxed, first_runs_as_later_ones
+from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend
-from memopt.emit.partition import partition
+from memopt.emit.partition import Cut, Emitted, exchanges_of, partition
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 
@@ -54,7 +51,7 @@ def emit_region(
 
     exchanges = 0
 
-    def cut() -> tuple[fx.GraphModule, fx.GraphModule]:
+    def cut(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         nonlocal exchanges
         forward, backward = partition(joint, schedule, accumulation if adds else None)
         guard_sizes(forward, allowed_sizes)
@@ -79,3 +76,17 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
         return run(*(value.detach() if at in positions else value for at, value in enumerate(inputs)))
 
     return run_detached
+
+
+def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
+    """The region with its halves as plain ATen operators; `accumulation` is told of a backward that has no memory left.
+
+    It must be called in the context of the region's trace."""
+
+    def forward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return boxed(module)
+
+    def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return telling(withholding(boxed(module), joint), accumulation)
+
+    return Emitted(joint.trace.aot.compile(cut, forward, backward))

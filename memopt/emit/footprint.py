@@ -1,8 +1,10 @@
-"""The bytes that a compiled region holds in its forward and backward, found by a dry run of the generated code."""
+"""The bytes that a compiled region holds in its forward and backward, found by a dry run: the code that inductor wrote
+runs on fake tensors, so that it allocates and frees, but no kernel runs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import ast
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +14,16 @@ from torch import fx
 from memopt.account.caching_allocator import SMALL_BYTES
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.host import HOST
-from memopt.device.devices import device_of
-from memopt.device.op_call import tensors_in
-from memopt.emit.dry_run import Ledger, dry_run
+from memopt.compat.operators import HigherOrderOperator, plain_tensors
+from memopt.device.devices import DEVICES, device_of
+from memopt.device.hardware import LARGE, Chip
+from memopt.device.live_bytes import BlockCalls
+from memopt.device.op_call import describe, tensors_in
+from memopt.device.workspace import call_workspace_bytes, rehearsal
 from memopt.planning.footprint import Footprint
 from passes.graphs.node_facts import is_tangent
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
+from passes.ops.offload_ops import COPY_OUT
 
 
 @dataclass(frozen=True)
@@ -92,3 +99,109 @@ def _fresh(value: Any, mode: FakeTensorMode) -> Any:
         return value
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
+    """Counts and lists the storages that inductor's code makes, as the allocator of `device` hands them out, and the
+    workspaces of the operators that it calls, on a card with that `chip`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: str, chip: Chip = LARGE) -> None:
+        super().__init__(block_bytes=device_of(device).block_bytes)
+        self.device, self.chip = device_of(device), chip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return self.draw(func, args, kwargs or {})
+        if func in IMPLEMENTATIONS and not self.device.is_host:
+            return self.follow(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result; a copy to the host is left out of the count of the device's bytes."""
+        result = super().run(func, args, kwargs)
+        if func is COPY_OUT:
+            self.exclude(result)
+        return result
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Bytes of the kernel's own temporaries; 0 for views and for allocations."""
+        if func.is_view or "empty" in func.name():
+            return 0
+        call = describe(func, args, kwargs, result)
+        seen = self.device.library_run(call, self.chip)
+        return call_workspace_bytes(call, self.device.type, self.chip) if seen is None else seen.workspace_bytes
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""
+        result = func(*args, **kwargs)
+        self.exclude((args, list(kwargs.values())))
+        rehearsed = rehearsal(describe(func, args, kwargs, result), self.device.type, self.chip)
+        assert rehearsed is not None
+        self.list_within(rehearsed.calls, rehearsed.workspace_bytes, list(tensors_in(result)))
+        return result
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a random operator that saves the generator's state, or one that draws from a saved state."""
+        saves = func is torch.ops.higher_order.run_and_save_rng_state
+        assert saves or func is torch.ops.higher_order.run_with_rng_state, func
+        with self:
+            state = torch.empty(self.device.generator_state_bytes, dtype=torch.uint8)
+            operator, operands = (args[0], args[1:]) if saves else (args[1], args[2:])
+            drawn = operator(*operands, **kwargs)
+        return (state, drawn) if saves else drawn
+
+
+def dry_run(source: str, inputs: list[Any], mode: FakeTensorMode, ledger: Ledger) -> Sequence[Any]:
+    """Run inductor's code on fake `inputs`, a list that the code empties, while `ledger` counts; return its results."""
+    call = _load(source)
+    with plain_tensors(), torch.no_grad(), mode, ledger:
+        return call(inputs)
+
+
+def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
+    """The `call` that the source defines, with kernels that do nothing."""
+    module = ast.parse(source)
+    module.body = [kept for statement in module.body if (kept := _without_kernel(statement)) is not None]
+    names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": _NoKernel()}
+    exec(compile(ast.fix_missing_locations(module), "<inductor>", "exec"), names)
+    names |= {f"empty_strided_{device}": _allocator(device) for device in DEVICES}
+    names.update(reinterpret_tensor=_reinterpret, assert_size_stride=_nothing, assert_alignment=_nothing)
+    return names["call"]
+
+
+def _without_kernel(statement: ast.stmt) -> ast.stmt | None:
+    """The statement, with a stand-in where it compiles a kernel into a name; None for one that only compiles."""
+    if "async_compile" not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:
+        return statement
+    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+        target = statement.targets[0]
+        if isinstance(target, ast.Name) and target.id != "async_compile":
+            return ast.Assign([target], ast.Name("_no_kernel", ast.Load()))
+    return None
+
+
+class _NoKernel:
+    """Stands in for a compiled C++ or Triton kernel."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def run(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _allocator(device: str) -> Callable[..., torch.Tensor]:
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

@@ -1,4 +1,4 @@
-"""Adds gradients to `.grad` inside the backward graph, as soon as each is computed."""
+"""How the gradients of a region reach `.grad` in its backward: one by one, in place, as soon as each is computed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from memopt.capture.joint import JointGraph
 from memopt.compat.autograd import (
     Fate,
     backward_hooks,
-    current_leaf,
-    current_leaf_nodes,
-    current_region,
-    fate_at,
-    fate_of_gradient,
+    current_backward,
+    current_node,
     has_hooks,
     post_accumulate_hooks,
+    reached_outputs,
+    receivers,
 )
+from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
@@ -50,20 +51,17 @@ class Accumulation:
     of them, at the end of a region's backward, or there is one rank."""
     failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
     """Called when the device has no memory left in a backward; returns the error to raise."""
-    _region: tuple[int, int] | None = None
-    _nodes: list[Any] = field(default_factory=list)
+    region: tuple[int, int] | None = None
+    """The backward pass, and the autograd node of a region in it, to which the receivers belong."""
+    receivers: list[tuple[torch.Tensor, Fate] | None] = field(default_factory=list)
+    """The parameters among the inputs of that region, with what autograd does with their gradients. No other input is
+    held when the backward is over."""
 
-    def node_of(self, position: int) -> Any:
-        """The autograd node of the parameter that was input `position` of the region whose backward runs; None where
-        the input was no parameter, so that no input is held when the backward is over."""
-        region = current_region()
-        if region != self._region:
-            nodes = current_leaf_nodes()
-            self._nodes = [
-                node if isinstance(getattr(node, "variable", None), nn.Parameter) else None for node in nodes
-            ]
-            self._region = region
-        return self._nodes[position]
+    def enter(self, region: tuple[int, int]) -> None:
+        """Note the receivers of the region whose backward runs."""
+        found = receivers()
+        self.receivers = [(leaf, fate) if isinstance(leaf, nn.Parameter) else None for leaf, fate in found]
+        self.region = region
 
 
 class AccumulateGradient(nn.Module):
@@ -82,55 +80,46 @@ class AccumulateGradient(nn.Module):
         position: int,
         *,
         own_memory: bool = False,
-        reached: Callable[[], bool] = lambda: True,
+        reached: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self.accumulation, self.position, self.own_memory, self.reached = accumulation, position, own_memory, reached
 
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return self.take(gradient, *self.receiver())
-
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """As `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest."""
-        return self.forward(gradient)
+        """In place of `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest."""
+        return self.take(gradient, *self.receiver())
 
     def receiver(self) -> tuple[torch.Tensor | None, Fate]:
         """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
         the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
-        if not self.reached():
+        if self.reached is not None and not self.reached():
             return None, Fate.DROPPED
-        if (node := self.accumulation.node_of(self.position)) is not None:
-            return node.variable, fate_at(node)
-        parameter = current_leaf(self.position)
-        return parameter, Fate.RETURNED if parameter is None else fate_of_gradient(parameter)
+        accumulation = self.accumulation
+        if (region := (current_backward(), id(current_node()))) != accumulation.region:
+            accumulation.enter(region)
+        return accumulation.receivers[self.position] or receivers()[self.position]
 
     def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
         """None where the gradient is dropped or added to `.grad`; else the gradient."""
         if fate is Fate.DROPPED:
             return None
-        if (
-            parameter is not None
-            and fate is Fate.ACCUMULATED
-            and self.accumulation.allowed
-            and _only_added(parameter, gradient)
-        ):
-            assert parameter.grad is not None
-            parameter.grad.add_(gradient)
-            if (exchange := self.accumulation.exchange) is not None and exchange.takes(parameter):
-                exchange.ready(parameter)
-            return None
-        if parameter is not None and fate is Fate.ACCUMULATED and self._exchange_first(parameter, gradient):
-            return None
-        return gradient
+        exchange = self.accumulation.exchange
+        if parameter is None or fate is not Fate.ACCUMULATED or not self.accumulation.allowed:
+            return gradient
+        if parameter.grad is None:
+            return None if exchange is not None and self._exchange_first(exchange, parameter, gradient) else gradient
+        if not _only_added(parameter, gradient):
+            return gradient
+        parameter.grad.add_(gradient)
+        if exchange is not None and exchange.takes(parameter):
+            exchange.ready(parameter)
+        return None
 
-    def _exchange_first(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _exchange_first(self, exchange: Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
         it; returns whether it was done."""
-        exchange = self.accumulation.exchange
         if (
-            exchange is None
-            or not (exchange.views or self.own_memory)
-            or not self.accumulation.allowed
+            not (exchange.views or self.own_memory)
             or not exchange.takes(parameter)
             or is_hooked(parameter)
             or not _can_be_grad(parameter, gradient)
@@ -232,7 +221,7 @@ def accumulate_in_place(
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
         kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
-        own, asked = position in own_memory, (reached or {}).get(position, lambda: True)
+        own, asked = position in own_memory, (reached or {}).get(position)
         backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=asked))
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):
             node = graph.call_module(f"{name}_{number}", (gradient,))
@@ -273,3 +262,37 @@ def _raise_views(gradient: fx.Node) -> fx.Node:
 def _is_chained(node: fx.Node) -> bool:
     """Whether a node only views or selects a result of its input."""
     return is_view(node) or node.target is operator.getitem
+
+
+def is_reached(tangents: Collection[int], number: int) -> bool:
+    """Whether the running backward reaches any of these outputs of the region, counted among the `number` outputs that
+    have a gradient. True where autograd's graph does not tell: the region returns views of its inputs."""
+    reached = reached_outputs()
+    return reached is None or len(reached) != number or any(reached[tangent] for tangent in tangents)
+
+
+def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
+    """A compiled backward that returns None for the gradients that come from no output that a backward reaches."""
+    partial = joint.partial_gradients
+    if not partial:
+        return backward
+
+    def run(arguments: list[Any]) -> Any:
+        unreached = [at for at, tangents in partial.items() if not is_reached(tangents, joint.tangents)]
+        results = backward(arguments)
+        return [None if at in unreached else result for at, result in enumerate(results)] if unreached else results
+
+    return mark_boxed(run)
+
+
+def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
+    """A compiled backward that calls `accumulation.failed` where an allocation fails in it, and raises what that
+    returns."""
+
+    def run(arguments: list[Any]) -> Any:
+        try:
+            return backward(arguments)
+        except torch.OutOfMemoryError as failure:
+            raise accumulation.failed(failure) from None
+
+    return mark_boxed(run)

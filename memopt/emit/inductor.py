@@ -8,22 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import mark_boxed
-from memopt.compat.autotuning import autotuning_within
-from memopt.compat.dispatch import without_autocast
-from memopt.compat.inductor import InductorFailed, compile_by_inductor
-from memopt.emit.casts import spell_casts
-from memopt.emit.emitted import Cut, Emitted
-from memopt.emit.failures import telling
+from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
+from memopt.compat.operators import without_autocast
+from memopt.compat.tracing import mark_boxed
+from memopt.device.storages import can_inline, is_view
 from memopt.emit.footprint import Half, Outputs, footprint
-from memopt.emit.gradients import Accumulation
+from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor_gradients import Handing
-from memopt.emit.keep_order import keep_products_early
-from memopt.emit.reached import withholding
+from memopt.emit.partition import Cut, Emitted
 from memopt.planning.footprint import Footprint
 from passes import copy_graph_module, format_graph
 
@@ -149,3 +146,49 @@ def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
             return compiled(arguments)
 
     return mark_boxed(run)
+
+
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+def spell_casts(half: fx.GraphModule) -> None:
+    """Replace the `aten._to_copy` casts that passes insert into joint graphs by `prims.convert_element_type`, into
+    which inductor decomposes them; at this stage inductor no longer does so itself. Edits the graph."""
+    for node in half.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+        if set(node.kwargs) == {"dtype"}:
+            node.target, node.args, node.kwargs = _CAST, (node.args[0], node.kwargs["dtype"]), {}
+    half.recompile()
+
+
+aten = torch.ops.aten
+
+
+def keep_products_early(half: fx.GraphModule) -> None:
+    """Prevent inductor from fusing an `add` with a matrix product that is computed much earlier. Edits the graph.
+
+    Inductor would replace both by one `addmm` in the position of the add, which keeps both operands of the product
+    alive until then: for the gradient of a weight that is used twice, through the whole backward. It looks for an add
+    that reads a product directly, so here the add reads the product through two views, which cost nothing.
+    """
+    place = {node: number for number, node in enumerate(half.graph.nodes)}
+    barriers = [place[node] for node in half.graph.nodes if _is_barrier(node)]
+    for add in half.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for product in add.all_input_nodes:
+            if product.target is aten.mm.default and any(place[product] < barrier < place[add] for barrier in barriers):
+                add.replace_input_with(product, _transposed_twice(product, add))
+    half.recompile()
+
+
+def _transposed_twice(product: fx.Node, before: fx.Node) -> fx.Node:
+    """The product transposed twice, by views inserted before the node `before`."""
+    for _ in range(2):
+        with before.graph.inserting_before(before):
+            transposed = before.graph.call_function(aten.permute.default, (product, [1, 0]))
+        transposed.meta.update(product.meta, val=product.meta["val"].t())
+        product = transposed
+    return product
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    """Whether the node runs as a kernel of its own."""
+    return node.op == "call_function" and not (can_inline(node) or is_view(node))

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import extract_halves
-from memopt.emit.gradients import Accumulation, accumulate_in_place
-from memopt.emit.reached import is_reached
-from memopt.emit.stepping import nodes_before_steps
+from memopt.compat.operators import OpOverload
+from memopt.compat.tensors import storage_key
+from memopt.compat.tracing import extract_halves
+from memopt.device.storages import find_storages
+from memopt.device.workspace import COLLECTIVES
+from memopt.emit.gradients import Accumulation, accumulate_in_place, is_reached
+from memopt.planning.footprint import Footprint
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from memopt.price.parameter_steps import MemoryUses
 from passes import Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent
+
+Cut: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+"""Returns the forward and the backward module of a region, whatever it is given: what torch gives a partitioner."""
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """A region that can be called with its inputs."""
+
+    run: Callable[..., Any] = field(repr=False)
+    footprint: Footprint | None = None
+    """The bytes that its compiled halves hold; None where these are the plan's own figures."""
+    exchanges: int = 0
+    """Equal on two ranks if the region's halves run the same collectives in the same order; 0 if they run none."""
 
 
 def partition(
@@ -66,3 +89,69 @@ _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 def _is_backward(node: fx.Node) -> bool:
     """Whether the schedule puts a node into the backward."""
     return node.meta.get("partitioner_tag") == BACKWARD
+
+
+def nodes_before_steps(
+    joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
+) -> dict[int, set[str]]:
+    """Position of a gradient among the backward's results → names of the backward's nodes that read the storage of the
+    parameter or of the gradient through any alias, recomputed nodes included.
+
+    `numbers` are those of the inputs to step. `backward` is the half extracted from the scheduled graph. The names come
+    from the scheduled graph alone, so that an error of the planner cannot go unnoticed.
+    """
+    if not numbers:
+        return {}
+    named = {node.name: node.target for node in scheduled.graph.nodes}
+    calls = [node for node in backward.graph.nodes if node.op == "call_function"]
+    assert all(named.get(node.name) == node.target for node in calls), "a node has another name in the backward"
+    uses = MemoryUses(scheduled.graph, find_storages(scheduled.graph))
+    found: dict[int, set[str]] = {}
+    for position, number in joint.parameter_gradients.items():
+        before = uses.before_step(position, number) if number in numbers else None
+        if before is not None:
+            late = {node.name for node in before if node.meta.get("partitioner_tag") == BACKWARD}
+            found[position - joint.forward_outputs] = late
+    assert len(found) == len(numbers), "a plan steps a parameter that its schedule cannot step"
+    return found
+
+
+def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Raise `ValueError` where a parameter that is stepped in the backward shares storage with another input of the
+    region: nodes that read that input are not known to read the parameter."""
+    if not numbers:
+        return
+    held = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
+    for number in numbers:
+        assert isinstance(inputs[number], nn.Parameter)
+        if held[storage_key(inputs[number])] > 1:
+            raise ValueError(
+                f"a parameter of shape {tuple(inputs[number].shape)} shares its memory with another tensor that the "
+                "model reads, and the plan counts on stepping it within the backward; give the model a copy, or leave "
+                "optimizer_in_backward out of allow"
+            )
+
+
+def sharing_memory(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that share their storage with another parameter or a buffer."""
+    tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
+    held = Counter(storage_key(tensor) for tensor in tensors)
+    return [parameter for parameter in model.parameters() if held[storage_key(parameter)] > 1]
+
+
+_BYTES = 7
+"""The bytes of a digest, which is an int64."""
+
+
+def exchanges_of(*graphs: fx.Graph) -> int:
+    """A digest of the collectives in graphs that run one after the other: their operators and shapes, in order. 0 where
+    there are none."""
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function" and _is_collective(node)]
+    if not calls:
+        return 0
+    text = repr([(str(node.target), tuple(node.meta["val"].shape), str(node.meta["val"].dtype)) for node in calls])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_BYTES], "big")
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace in COLLECTIVES

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from memopt.planning.keywords import takes_options
 from memopt.planning.options import DEFAULTS, StepOptions, check_options
-from memopt.run.planned_schedule import PlannedSchedule, planned_schedule_of
+from memopt.run.pipeline import PlannedSchedule, planned_schedule_of
 
 Schedule = TypeVar("Schedule")
 _BY_SCHEDULE = ("loss_fn", "forwards", "outputs", "dynamic")

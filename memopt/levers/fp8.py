@@ -7,9 +7,9 @@ from functools import partial
 from memopt.capture.operators import Rewriting
 from memopt.device import Hardware
 from memopt.levers.lever import Deciders, GraphChange, Lever
-from memopt.rewrite.precision import DecidePrecision
-from memopt.rewrite.precision.fp8 import DecideFp8, has_units
-from memopt.rewrite.precision.rules import Rules
+from memopt.rewrite import DecidePrecision
+from memopt.rewrite.narrow import DecideFp8, has_units
+from memopt.rewrite.policy import Rules
 
 
 def _lever(name: str, scaling: str, scales: str) -> Lever:

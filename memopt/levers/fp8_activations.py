@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memopt.levers.lever import GraphChange, Lever
-from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS as NAME
-from memopt.rewrite.precision.fp8 import note_activations, quantizing
+from memopt.rewrite.narrow import FP8_ACTIVATIONS as NAME
+from memopt.rewrite.narrow import note_activations, quantizing
 
 FP8_ACTIVATIONS = Lever(
     NAME,

@@ -14,7 +14,7 @@ from memopt.levers.lever import Lever, OptimizerChange
 from memopt.levers.training_facts import TrainingFacts
 from memopt.levers.training_price import TrainingPrice, price_training
 from memopt.optimizers import Stepping
-from memopt.optimizers.wrapped_optimizer import check_inner
+from memopt.optimizers.parameterwise import check_inner
 from memopt.units import duration, size
 
 Wanted: TypeAlias = Callable[[Collection[str]], bool]

@@ -13,8 +13,8 @@ from torch import nn
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_trial import OptimizerLike
 from memopt.compat.host import HOST
+from memopt.device.devices import hardware
 from memopt.device.hardware import Hardware
-from memopt.device.hardware_table import hardware
 from memopt.optimizers.bf16_parameters import kept_wide
 from memopt.solver.problem import Link
 

@@ -16,11 +16,11 @@ from memopt.optimizers import Where
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import (
     OptimizerStepPrice,
+    Stepping,
     nbytes,
     optimizer_step_price,
     prices_of_each,
 )
-from memopt.optimizers.stepping import Stepping
 
 
 @dataclass(frozen=True)

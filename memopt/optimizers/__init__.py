@@ -1,15 +1,14 @@
 """Optimisers around others, which hold parameters, gradients or state in less memory, and the price of their steps."""
 
 from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer, Rounding, kept_wide, use_bf16_parameters
-from memopt.optimizers.low_bit_optimizer import LowBitOptimizer, check_adam
-from memopt.optimizers.offload_optimizer import OffloadedOptimizer, Where, check_update
 from memopt.optimizers.optimizer_in_backward import (
     OptimizerInBackward,
     SteppingHook,
     refuse_what_needs_all_gradients,
     stepping_hooks,
 )
-from memopt.optimizers.stepping import Stepping
+from memopt.optimizers.optimizer_step_price import Stepping
+from memopt.optimizers.state_optimizers import LowBitOptimizer, OffloadedOptimizer, Where, check_adam, check_update
 
 __all__ = [
     "BF16ParametersOptimizer",

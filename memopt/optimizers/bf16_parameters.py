@@ -1,4 +1,8 @@
-"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost."""
+"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost.
+
+A bfloat16 is the upper half of a float32. Rounding works on the bits, with one int32 for each element: stochastically,
+or with the other 16 bits kept beside the value.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,79 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import nn, optim
 
-from memopt.optimizers.generators import Generators
 from memopt.optimizers.one_parameter import Piece
-from memopt.optimizers.parameterwise import Parameterwise
-from memopt.optimizers.rounding import joined, round_stochastically, split, widened
-from memopt.optimizers.wrapped_optimizer import State, is_per_element
+from memopt.optimizers.parameterwise import Parameterwise, State, is_per_element
+
+_HALF = 0x8000
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """A new float32 tensor with the values of a bfloat16 tensor."""
+    return value.detach().to(torch.float32, copy=True)
+
+
+def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
+    """Round float32 `value` to one of the two nearest bfloat16 values, into `out`; the nearer one is the likelier, so
+    that the result is right in expectation.
+
+    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)
+    """
+    bits = _bits(value)
+    bits.add_(torch.empty_like(bits).random_(0, 2 * _HALF, generator=generator)).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(bits)
+
+
+def split(value: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> None:
+    """Write the nearest bfloat16 of float32 `value` to `upper`, and the remaining bits as int16 to `lower`.
+
+    `joined` restores the value bit for bit. `value` is overwritten. NaN stays NaN.
+    """
+    bits = _bits(value)
+    nearest = (bits + _HALF).bitwise_right_shift_(16)
+    upper.view(torch.int16).copy_(nearest)
+    lower.copy_(bits.sub_(nearest.bitwise_left_shift_(16)))
+
+
+def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the float32 values that `split` divided."""
+    bits = upper.detach().view(torch.int16).to(torch.int32)
+    return bits.bitwise_left_shift_(16).add_(lower).view(torch.float32)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """The bits of the values, with the same NaN for all NaNs: adding to the bits of others could overflow into a
+    number."""
+    nan, infinity = float("nan"), float("inf")
+    return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
+
+
+class Generators:
+    """A generator for each device, made at its first use, all with the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._made: dict[str, torch.Generator] = {}
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """The generator of a device."""
+        name = str(device)
+        if name not in self._made:
+            self._made[name] = torch.Generator(device).manual_seed(self.seed)
+        return self._made[name]
+
+    def states(self) -> dict[str, Any]:
+        """The seed, and for each device name the generator's state, a tensor of bytes in the host's memory."""
+        return {"seed": self.seed, "devices": {name: made.get_state() for name, made in self._made.items()}}
+
+    def set_states(self, saved: dict[str, Any]) -> None:
+        """Set the seed and the generators back to what `states` returned."""
+        self.seed = saved["seed"]
+        self._made = {}
+        for name, state in saved["devices"].items():
+            self.on(torch.device(name)).set_state(state.cpu())
+
+    __getstate__, __setstate__ = states, set_states  # copies and pickles
+
 
 Rounding = Literal["stochastic", "compensated"]
 # The kernels of these modules take parameters in the dtype of their statistics, which are buffers in float32.

@@ -10,8 +10,7 @@ import torch
 from torch import optim
 
 from memopt.compat.autograd import post_accumulate_hooks
-from memopt.optimizers.parameterwise import Parameterwise
-from memopt.optimizers.wrapped_optimizer import refuse_closure
+from memopt.optimizers.parameterwise import Parameterwise, refuse_closure
 
 
 class OptimizerInBackward(Parameterwise):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -23,6 +23,39 @@ from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
 from memopt.optimizers.parameterwise import Parameterwise, goes_in_pieces
+
+Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a parameter; parameters of the same kind cost the same."""
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """The bytes that stepping parameters within the backward takes, where a call is captured as one region."""
+
+    temporaries: tuple[tuple[Kind, int], ...]
+    """For each kind of parameter the most bytes alive at once that its step makes and frees."""
+    left: frozenset[int] = frozenset()
+    """Numbers of the inputs that are stepped at the backward's end, although an earlier step is possible."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
+        """Returns the value for parameters, each with the dtype it is stepped in and its step's temporary bytes."""
+        most: dict[Kind, int] = {}
+        for parameter, dtype, nbytes in parameters:
+            kind = tuple(parameter.shape), parameter.stride(), dtype
+            most[kind] = max(most.get(kind, 0), nbytes)
+        return cls(tuple(most.items()))
+
+    def leaving(self, left: Iterable[int]) -> Stepping:
+        """Returns a copy by which these inputs, too, are stepped at the backward's end."""
+        return replace(self, left=self.left | frozenset(left))
+
+    def workspace_bytes(self, value: Any) -> int | None:
+        """Bytes of temporaries of stepping a graph's input, given its fake tensor; None where it is no parameter."""
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+            return None
+        return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))
+
 
 Wraps: TypeAlias = tuple[Callable[[Any], optim.Optimizer], ...]
 """What is put around an optimiser, from the inside out."""

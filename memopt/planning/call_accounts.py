@@ -164,7 +164,7 @@ class CallAccounts(ModelTerms):
         the forward gives them gradients."""
         optimizer = self.options.optimizer
         state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else ()
-        return frozenset(id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)) - self.reached
+        return frozenset([id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)]) - self.reached
 
     def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
         """Whether a plan that was kept on disk fits beside what lies on the device now."""

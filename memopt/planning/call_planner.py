@@ -45,8 +45,8 @@ from memopt.planning.sharded_call import ShardedCall
 from memopt.planning.situation import Situation
 from memopt.progress import say, stage
 from memopt.recent import Recent
-from memopt.rewrite.precision import DecidePrecision, check_rules
-from memopt.rewrite.precision.screenings import Screenings
+from memopt.rewrite import DecidePrecision, check_rules
+from memopt.rewrite.screenings import Screenings
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: the memory that it takes is not planned; give optimize the loss_fn, or "

@@ -13,7 +13,7 @@ from torch import fx
 
 from memopt.planning.change import Change
 from passes.graphs.graph_text import format_target
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -20,7 +20,7 @@ import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
-from memopt.compat.subclasses import is_opaque, spread_of
+from memopt.compat.tensors import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever

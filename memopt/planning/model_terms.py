@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.account.sharded import Sharding
 from memopt.capture.operators import Rewriting
-from memopt.compat.dispatch import without_autocast
+from memopt.compat.operators import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.device.devices import device_here
 from memopt.levers import lever_sets
@@ -19,9 +19,9 @@ from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
 from memopt.planning.proposing import Proposing
 from memopt.progress import stage
-from memopt.rewrite.precision import precision_rewriting
-from memopt.rewrite.user_passes import with_passes
-from passes.ops.fp8_history import histories_of
+from memopt.rewrite import precision_rewriting
+from memopt.rewrite.pipeline import with_passes
+from passes.ops.fp8_formats import histories_of
 
 
 class ModelTerms:

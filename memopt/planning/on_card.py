@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -17,6 +17,7 @@ from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
 from memopt.account.step_calls import step_ways
+from memopt.errors import as_text_has_it
 from memopt.planning.joined import Joined
 from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
@@ -30,13 +31,17 @@ must, the gaps that it leaves may be others than those of the replay, and `SPARE
 UNSPLIT = 3, 1000
 """The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
 out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
+_NEXT = 1, 1024
+"""The share of a budget, as a fraction, by which the next one that is tried is larger."""
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
     """The account with the least overhead of the allocator with which the step completes; without any on the CPU.
 
     A process with that much memory and no more completes its steps, because an allocator on a full card returns free
-    segments. `expandable` says whether segments are expandable; None takes the setting from the environment.
+    segments. `within` gives an account for the peak that follows: it is the budget that a refusal names, and no budget
+    passes the replay because a smaller one does. `expandable` says whether segments are expandable; None takes the
+    setting from the environment.
     """
     bare = without_allocator(account)
     if not account.caching:
@@ -44,26 +49,48 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     setting = expandable_segments() if expandable is None else expandable
     if setting != expandable_segments():
         bare = replace(bare, card_state=None)  # another process would have that setting
-    key = (schedule, replace(bare, lowering=0), setting)
+    bare = replace(bare, lowering=0)
+    key = (schedule, bare, setting)
     if key not in joined.on_cards:
-        blocks = _step_blocks(joined, bare)
-        ways = step_ways(joined.problem, schedule)
-        least, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
-        asked = _asked(joined, schedule, replace(bare, lowering=0))
-        joined.on_cards[key] = _with_overhead(bare, asked, peaks, least)
+        joined.on_cards[key] = _least_replayed(joined, schedule, bare, expandable=setting)
     found = joined.on_cards[key]
     return replace(account, rounding=found.rounding, fragmentation=found.fragmentation)
 
 
-def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
+def _least_replayed(joined: Joined, schedule: Schedule, bare: Account, *, expandable: bool) -> Account:
+    """The result of `on_card`."""
+    ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
+    least, peaks = least_limit(ways, blocks, SPARE, expandable_segments=expandable)
+    found = _with_overhead(bare, _asked(joined, schedule, bare), peaks, least)
+
+    def passes(budget_bytes: int) -> bool:
+        return within(joined, schedule, bare, budget_bytes, expandable=expandable) is not None
+
+    return _raised_until(passes, joined, schedule, found)
+
+
+def _raised_until(passes: Callable[[int], bool], joined: Joined, schedule: Schedule, account: Account) -> Account:
+    """The account with so much more fragmentation that its peak is a budget that `passes`, and that is as its text has
+    it: the first of larger and larger ones."""
+    needed = breakdown(joined.problem, schedule, account).peak_bytes
+    budget_bytes, (share, whole) = as_text_has_it(needed), _NEXT
+    while not passes(budget_bytes):
+        budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
+    return replace(account, fragmentation=account.fragmentation + budget_bytes - needed)
+
+
+def within(
+    joined: Joined, schedule: Schedule, account: Account, budget_bytes: int, *, expandable: bool | None = None
+) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns no
-    segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed."""
+    segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed;
+    `expandable` is as for `on_card`."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
     limit = budget_bytes - account.context - account.lowering
-    blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    ways = step_ways(joined.problem, schedule)
+    setting = expandable_segments() if expandable is None else expandable
+    ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
     try:
         peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
@@ -83,14 +110,26 @@ def compiled_within(
     if not account.caching:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    limit, asked = budget_bytes - account.context, _asked(joined, schedule, bare)
-    for spare, may_release in ((SPARE_COMPILED, False), (SPARE, True)):
-        with suppress(CardFullError):
-            peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
-            if may_release or not peaks.releases:
-                return _with_overhead(bare, asked, peaks, spare.added_to(peaks.reserved_bytes))
+    asked = _asked(joined, schedule, bare)
+
+    def fitted(budget_bytes: int) -> Account | None:
+        for spare, may_release in ((SPARE_COMPILED, False), (SPARE, True)):
+            with suppress(CardFullError):
+                limit = budget_bytes - account.context
+                peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
+                if may_release or not peaks.releases:
+                    return _with_overhead(bare, asked, peaks, spare.added_to(peaks.reserved_bytes))
+        return None
+
+    def passes(budget_bytes: int) -> bool:
+        found = fitted(budget_bytes)
+        return found is not None and breakdown(joined.problem, schedule, found).peak_bytes <= budget_bytes
+
+    if found := fitted(budget_bytes):
+        return found
     held, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
-    return _with_overhead(bare, asked, peaks, max(held, limit + 1))
+    above = max(held, budget_bytes - account.context + 1)
+    return _raised_until(passes, joined, schedule, _with_overhead(bare, asked, peaks, above))
 
 
 def without_allocator(account: Account) -> Account:

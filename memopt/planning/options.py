@@ -14,14 +14,13 @@ import torch
 from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import optimizer_account, refuse
-from memopt.device.devices import device_of
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
 from memopt.levers.allow import check_allow, recompute_note
 from memopt.planning.cluster_terms import ClusterTerms, check_cluster_terms
 from memopt.planning.keywords import takes_options
-from memopt.rewrite.precision import Policy, check_policy
+from memopt.rewrite import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
 from passes import Pass

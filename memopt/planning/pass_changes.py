@@ -15,8 +15,7 @@ from memopt.planning.graph_facts import GraphFacts, operator_name
 from memopt.units import size
 from passes import diff_graphs
 from passes.graphs.graph_text import format_dtype
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, tensors
+from passes.graphs.node_facts import backward_nodes, module_path, tensors
 from passes.graphs.op_kinds import follows_input, is_cast, op_name
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from memopt.capture.joint import JointGraph
 from memopt.device.storages import is_view, storage_bytes
 from memopt.planning.module_rows import forward_evaluations, held_storages
 from memopt.solver import Schedule
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, is_tangent
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
-from memopt.errors import GIB, BudgetError
+from memopt.errors import GIB, BudgetError, as_text_has_it
 from memopt.planning.captured import Captured
 from memopt.planning.frontier import Recipe
 from memopt.planning.joined import Joined
@@ -178,10 +178,9 @@ def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int
     """A budget above this one at which the schedule with the smallest peak completes on a card."""
     taken, solution = _smallest_peak(joined)
     share, whole = _NEXT
-    while (
-        within(taken, solution.schedule, account, budget_bytes := budget_bytes + budget_bytes * share // whole) is None
-    ):
-        pass
+    budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
+    while within(taken, solution.schedule, account, budget_bytes) is None:
+        budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
     return budget_bytes
 
 

@@ -16,8 +16,7 @@ from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import PricedGraph
 from passes import diff_graphs
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, is_tangent
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path
 from passes.graphs.op_kinds import is_cast
 
 if TYPE_CHECKING:

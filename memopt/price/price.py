@@ -20,8 +20,7 @@ from memopt.price.reductions import PlacedReduction, place_reductions
 from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import binds_new_symbols, is_tangent
+from passes.graphs.node_facts import binds_new_symbols, is_tangent, module_path
 
 # Where the argument at this position says that they train, these ignore the running statistics that they read, and the
 # new statistics that they return are used only once: they may be recomputed although the step writes to what they read.

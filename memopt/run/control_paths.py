@@ -1,14 +1,30 @@
-"""The control-flow paths through a model's regions that the forwards of one kind of call have taken."""
+"""The control-flow paths that forwards have taken through a model's regions, and the plans of calls that take them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from memopt.capture.inputs import Call
-from memopt.capture.region import CapturedCall
+from torch import nn
+
+from memopt.capture.author_modes import autocast_state
+from memopt.capture.inputs import Call, call_kind
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Rewriting
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.together import MARGIN, known_places, together, with_eager_bytes
-from memopt.run.largest_sizes import LargestSizes
+from memopt.compat.fsdp import exchange_in_words
+from memopt.errors import BudgetError
+from memopt.planning.kept_step import beside_freed
+from memopt.planning.plan import Plan
+from memopt.planning.situation import Situation
+from memopt.recent import Recent
+from memopt.run.executable import Executable
+from memopt.run.fitting import CallInProgress
+from memopt.run.road import Road
+from memopt.run.sharding import Keeping
+from memopt.run.sizes import LargestSizes
 
 _MOST = 4
 """The number of paths that are kept: those that were taken last."""
@@ -90,3 +106,125 @@ def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
     numbers = known_places(one.runs, other.runs)
     pairs = ((one.runs[at], run) for at, run in zip(numbers, other.runs, strict=True) if at is not None)
     return any(ours.shapes != theirs.shapes for ours, theirs in pairs)
+
+
+_Kind = tuple[str, int, CapturedCall | None]
+_MOST_PLANS = 64
+"""The number of plans that are kept, one for each signature and situation of a call."""
+
+
+class PlansOfPaths:
+    """The plans of calls in several regions, by the control-flow path and the situation.
+
+    The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
+    region for several of them (a block that is called in a loop). A forward may leave out runs that are planned. One
+    that has others, or larger ones, is captured by `capture`, and planned together with those before it, so that after
+    a few steps one plan serves every path through the model's code. Sizes that differ between runs are symbols of one
+    region.
+    """
+
+    def __init__(
+        self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
+    ) -> None:
+        self.model, self.road, self.keeping, self.capture = model, road, keeping, capture
+        self.paths: Recent[_Kind, ControlPaths] = Recent(_MOST_PLANS)
+        """The paths that calls of a kind were seen to take."""
+        self._plans: Recent[tuple[CapturedCall, Situation], Executable] = Recent(_MOST_PLANS)
+        self._plans_freed = 0
+        """The number of plans that were made when solvers were last freed."""
+
+    def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
+        """Have further calls of the kind of this one run by a plan in that situation."""
+        paths = self.paths.get(self._kind(call))
+        if paths is None:
+            self.paths[self._kind(call)] = ControlPaths.of(captured, call)
+        else:
+            paths.calls.insert(0, captured)
+        self._plans[captured, situation] = self._with_runs(captured, plan)
+
+    def use_road(self, road: Road) -> None:
+        """Have calls planned again, by another road."""
+        self.road, self._plans_freed = road, 0
+        self._plans.clear()
+
+    def forget(self, but: Plan | None = None) -> None:
+        """Drop all plans but one."""
+        kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
+        self._plans.clear()
+        for key, planned in kept:
+            self._plans[key] = planned
+
+    def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
+        """The paths known for calls of the kind of this one, among them one for sizes as large as its own; `first`
+        captures the call where it is the first of its kind."""
+        paths = self.paths.get(self._kind(call))
+        if paths is None:
+            paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call)
+        elif not paths.sizes.cover(call):
+            paths.add(self.capture(call, paths.calls[0].break_reason), call)
+        return paths
+
+    def _kind(self, call: Call) -> _Kind:
+        """Equal for calls that may share a plan: all but their sizes, the state of autocast, what is exchanged between
+        ranks, and what is kept gathered. Calls that keep blocks are captured again where those that free them were:
+        Dynamo's graphs may be others since then."""
+        text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+        return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
+
+    def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
+        """The plan for a call that fits beside what else is on the device. `freed` is the one that frees all blocks,
+        where this one may keep some. Raises `BudgetError`, `CaptureError`."""
+        try:
+            make = partial(self._plan_for, in_progress.call, paths, freed)
+            return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
+        except BudgetError:  # those that follow must not be planned to be as large as this one
+            self.paths.drop(self._kind(in_progress.call))
+            raise
+        finally:
+            if self.road.plans != self._plans_freed:  # their solvers' tables would stay for the whole training
+                self._plans_freed = self.road.plans
+                self.road.planner.forget_solvers()
+
+    def _plan_for(self, call: Call, paths: ControlPaths, freed: Plan | None, situation: Situation) -> Executable:
+        """The plan for the first of these paths; for the one that was captured last alone where their runs together do
+        not fit."""
+        refused: BudgetError | None = None
+        for captured in paths.smaller():
+            planned = self._plans.get((captured, situation))
+            if planned is not None:
+                return planned
+            try:
+                plan = self._extended(paths.before(captured), captured, call, situation)
+                plan = plan or self.road.plan(captured, call, situation, advise=False)
+            except BudgetError as error:
+                refused = error.with_traceback(None)
+                continue
+            plan = beside_freed(plan, freed) if freed else plan
+            planned = self._plans[captured, situation] = self._with_runs(captured, plan)
+            paths.take(captured)
+            return planned
+        assert refused is not None
+        raise refused
+
+    def _extended(
+        self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
+    ) -> Plan | None:
+        """The plan of a call by the schedules of the runs that were planned before; None where a search is needed."""
+        planned = None if before is None else self._plans.get((before, situation))
+        if planned is None:
+            return None
+        runs = self._scheduled(captured, planned.rewriting)
+        return self.road.extend(planned.plan, captured, call, situation, known_places(planned.runs, runs))
+
+    def _with_runs(self, captured: CapturedCall, plan: Plan) -> Executable:
+        """The plan of a captured call with the runs that it schedules: not those of views alone."""
+        step = plan.captured
+        assert step is not None
+        return Executable(captured, plan, self._scheduled(captured, step.rewriting_of_regions))
+
+    def _scheduled(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[RegionRun, ...]:
+        return tuple(run for run in captured.runs if self.trace(run.region, rewriting).differentiated)
+
+    def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
+        """The joint graph of a region under a rewriting."""
+        return self.road.planner.traces.of(region, rewriting)

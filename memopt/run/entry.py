@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memopt.account.elsewhere import Found
-from memopt.compat.storages import WeakStorage
+from memopt.compat.tensors import WeakStorage
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
 

@@ -17,8 +17,8 @@ from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found
-from memopt.compat.profiler import profiler_is_active
-from memopt.compat.storages import weak_storages
+from memopt.compat.host import profiler_is_active
+from memopt.compat.tensors import weak_storages
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
 from memopt.planning.plan import Plan

@@ -6,16 +6,16 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from memopt.capture.region import RecordedRegion
 from memopt.capture.withheld import Group, Piece
-from memopt.compat.pytree import tree_leaves, tree_map
-from memopt.compat.subclasses import as_implemented, needs_memory, reads_no_values, wrapper_tensor
+from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
+from memopt.compat.tensors import as_implemented, needs_memory, reads_no_values, wrapper_tensor
 from memopt.errors import StaleOutputError
 from memopt.training_state import generator_states, set_generators
 from memopt.units import size
@@ -100,7 +100,7 @@ class _Later:
         self.group, self.dtypes, self.start, self.generators, self.notice = group, dtypes, start, generators, notice
         read = {number for piece in (group.head, group.forward) if piece for number in piece.inputs}
         self.inputs = {number: inputs[number] for number in read}
-        self.states = {number: _state(value) for number, value in self.inputs.items()}
+        self.states = self._states(read)
         self.device = group.examples[0].device
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -126,7 +126,15 @@ class _Later:
     @property
     def is_stale(self) -> bool:
         """Whether anything that it reads was changed since the forward."""
-        return any(_state(self.inputs[number]) != self.states[number] for number in self.piece.inputs)
+        return any(state != self.states[number] for number, state in self._states(self.piece.inputs).items())
+
+    def _states(self, numbers: Collection[int]) -> dict[int, Any]:
+        """A key for each of these inputs, which changes when a tensor is written to or gets other memory."""
+        inputs = [(number, self.inputs[number]) for number in numbers]
+        return {
+            number: (value._version, value.data_ptr()) if isinstance(value, torch.Tensor) else value
+            for number, value in inputs
+        }
 
     def compute(self) -> None:
         """Compute the outputs, and give each to those who hold it. Raises `StaleOutputError`."""
@@ -154,11 +162,6 @@ class _Later:
                 return [result.to(dtype) for result, dtype in zip(results, self.dtypes, strict=True)]
         finally:
             set_generators(now, self.device)
-
-
-def _state(value: Any) -> Any:
-    """A key that changes when a tensor is written to or gets other memory; for any other value, the value."""
-    return (value._version, value.data_ptr()) if isinstance(value, torch.Tensor) else value
 
 
 class _Value:

@@ -27,15 +27,15 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.storages import WeakStorage, weak_storages
+from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
-from memopt.run.gradients_before import GradientsBefore
 from memopt.run.ledger import Moment
 from memopt.run.on_demand import Releasable
+from memopt.run.safety_net import GradientsBefore
 from memopt.solver import Schedule
 from memopt.training_state import CallState
 from memopt.units import size
@@ -104,12 +104,13 @@ class PendingForward:
         """The tensors that its regions have saved and not freed yet."""
         return [tensor for node in self.nodes for tensor in saved_tensors(node())]
 
-    def present(self) -> Iterator[WeakStorage]:
-        """The storages of its inputs, and of what its regions have saved and returned, parameters among them. They may
-        be fewer and smaller than was planned for, where sizes change."""
-        yield from self.given
-        yield from weak_storages(self.held())
-        yield from self.outputs
+    def present(self, device: torch.device) -> dict[int, int]:
+        """The bytes on a device, by address, of its inputs, and of what its regions have saved and returned, parameters
+        among them. They may be fewer and smaller than was planned for, where sizes change."""
+        noted = (*self.given, *self.outputs)
+        return bytes_by_address(self.held(), device) | {
+            one.address: one.nbytes for one in noted if one.device == device
+        }
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
@@ -123,7 +124,8 @@ class PendingForward:
             self._check_autocast()
             if (model := self.model()) is not None:
                 self.gradients_before = GradientsBefore.of(model)
-        self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
+        if self.plan.account.gradients_held or any(region.steps for region in self.plan.regions):
+            self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
@@ -212,8 +214,8 @@ class PendingForward:
         model = self.model()
         if model is None or self.plan.account.gradients_held:
             return appeared
-        parameters = (one for one in parameters_in(modules_of(model)) if one not in self.gathered)
-        return appeared + distinct_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+        parameters = [one for one in parameters_in(modules_of(model)) if one not in self.gathered]
+        return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
 
     def _check_autocast(self) -> None:
         """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such

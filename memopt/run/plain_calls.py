@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -21,20 +21,20 @@ from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
 from memopt.compat.modules import Parts, plain_call
-from memopt.compat.pytree import tree_flatten, tree_leaves
-from memopt.compat.storages import weak_storages
-from memopt.compat.subclasses import is_sharded, sizes_within, special_kind
+from memopt.compat.operators import tree_flatten, tree_leaves
+from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
+from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
 from memopt.run.pending import PlainForward
-from memopt.run.plans_by_size import covers
 from memopt.run.road import Road
 from memopt.run.settings import Settings
+from memopt.run.sizes import covers
 from memopt.units import size
 
 MARGIN = 1.02
@@ -42,6 +42,8 @@ MARGIN = 1.02
 CUDA_MARGIN = 1.1
 VALUES_MARGIN = 1.5
 """As `MARGIN`, where the code branches on values, which may be others in the next batch."""
+CHECKPOINTS_MARGIN = 1.25
+"""As `VALUES_MARGIN`, where modules run as activation checkpoints: most of what they hold are their inputs."""
 GROWTHS = (2.0, 1.25)
 """Sizes above all that were counted are counted with this much in reserve, so that lengths which grow are not counted
 one by one: the first that is likely to fit."""
@@ -94,12 +96,15 @@ class _Kind:
     fitting: list[tuple[Sizes, Fitting]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
 
-    def known_too_large(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
-        """Whether sizes that no count answers for are not to be counted: smaller ones do not fit, there are enough
-        counts, or a plan was made whose graph serves these sizes, too, in less time than a count takes."""
+    def does_not_fit(self, sizes: Sizes) -> bool:
+        """Whether sizes that no count answers for cannot fit, as smaller ones do not."""
+        return any(covers(sizes, least) for least in self.too_large)
+
+    def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
+        """Whether sizes that no count answers for are planned rather than counted: there are enough counts, or a plan
+        was made whose graph serves these sizes, too, in less time than a count takes."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
-        planned = plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large)
-        return enough or planned or any(covers(sizes, least) for least in self.too_large)
+        return enough or (plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large))
 
     def growth(self, sizes: Sizes) -> float:
         """The reserve with which sizes above the latest count are counted: the largest with which the step is likely to
@@ -120,10 +125,15 @@ class PlainCalls:
     """
 
     def __init__(
-        self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
+        self,
+        model: nn.Module,
+        planner: CallPlanner,
+        loss_fn: Callable[..., Any] | None,
+        entry: Entry,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.model, self.planner, self.entry = model, planner, entry
-        self.plain: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
+        self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
+        self._forward: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False once a call was planned ahead: then plans are what the user wants."""
         self.latest: Call | None = None
@@ -131,6 +141,11 @@ class PlainCalls:
         self._settings = Settings(model)
         self._kinds: dict[Hashable, _Kind] = {}
         self._shown: tuple[Call, Plan] | None = None
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the plain model's forward and its loss, with its checkpoints if there are any."""
+        with self.checkpoints.active() if self.checkpoints else nullcontext():
+            return self._forward(*args, **kwargs)
 
     @contextmanager
     def not_allowed(self) -> Iterator[None]:
@@ -164,10 +179,25 @@ class PlainCalls:
         for most, fitting in kind.fitting:
             if covers(most, sizes):
                 return fitting if fitting.fits(moment) else None
-        if kind.known_too_large(sizes, plans_serve_all=plans_serve_all):
+        too_large = kind.does_not_fit(sizes)
+        if too_large or (self.checkpoints is None and kind.a_plan_will_do(sizes, plans_serve_all=plans_serve_all)):
             return None
         counted = self._count(kind, call, sizes, situation)
         return counted if counted is not None and counted.fits(moment) else None
+
+    def needed_bytes(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
+        """The smallest budget in bytes with which `step_if_it_fits` returns a step for a call; None where that is above
+        `most_bytes`, or is not known."""
+        with self._settings.naming():
+            step = self._count_step(call, situation, most_bytes) if self.allowed else None
+        if step is None:
+            return None
+        needed, state = self._needed(step, call, situation)
+        needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(state)
+        # A count on values holds a copy of the inputs.
+        copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
+        needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
+        return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def forget(self) -> None:
         """Have calls counted again."""
@@ -226,7 +256,7 @@ class PlainCalls:
         special = bool(special_tensors(call, Parts.of(self.model)))
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
-                step = self._count_step(batch, situation)
+                step = self._count_step(batch, situation, self.planner.options.budget_bytes)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = call if special else on_meta(call)
@@ -234,33 +264,51 @@ class PlainCalls:
         kind.too_large.append(sizes)
         return None
 
-    def _count_step(self, call: Call, situation: Situation) -> PlainStep | None:
+    def _count_step(self, call: Call, situation: Situation, budget_bytes: int) -> PlainStep | None:
         """The step of a call, counted without its values; on its values where the code branches on them and no other
-        rank waits for its gradients. None where it does not fit the budget: the count stops as soon as that is clear.
+        rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
+        the count stops as soon as that is clear.
         """
-        card, held = self.planner.card, situation.gradients_held
-        stateless = replace(self._account(call, situation), optimizer_state=0)  # it is not known yet for what
-        room = self.planner.options.budget_bytes - stateless.resident_bytes
+        card, held, depends = self.planner.card, situation.gradients_held, True
+        room = budget_bytes - self.resident_bytes(call, situation)
         try:
-            most = room / self._margin
+            most = room / self._margin(depends_on_values=False)
             if special_tensors(call, Parts.of(self.model)):
                 raise ValueIsRead  # how much a sparse result holds depends on values
-            return count_plain_step(self.model, self.plain, call, card, gradients_held=held, most_bytes=most)
+            step = count_plain_step(self.model, self.plain, call, card, gradients_held=held, most_bytes=most)
+            if self.checkpoints is None:
+                return step
+            depends = step is None or step.depends_on_values
         except ValueIsRead:
-            if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
-                return None
-        room = self.planner.options.budget_bytes - self.planner.account(call, situation).resident_bytes
-        return count_on_values(self.model, self.plain, call, card, int(room / VALUES_MARGIN))
+            pass
+        if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
+            return None
+        if self.checkpoints is None:
+            room = budget_bytes - self.planner.account(call, situation).resident_bytes
+        most = int(room / self._margin(depends_on_values=depends))
+        with self.checkpoints.checked() if self.checkpoints else nullcontext():
+            counted = count_on_values(self.model, self.plain, call, card, most)
+        return counted and replace(counted, depends_on_values=depends)
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
+        needed, state = self._needed(step, call, situation)
+        room = self.planner.options.budget_bytes - needed
+        return Fitting(step, room, state) if room >= 0 else None
+
+    def _needed(self, step: PlainStep, call: Call, situation: Situation) -> tuple[int, int]:
+        """The bytes that a step needs by its count, with nothing elsewhere, and the optimiser's state among them."""
         account = self._account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
-        margin = VALUES_MARGIN if step.depends_on_values else self._margin
+        margin = self._margin(depends_on_values=step.depends_on_values)
         peak = account.resident_bytes + int(margin * step.peak_bytes)
-        room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
-        return Fitting(step, room, account.optimizer_state) if room >= 0 else None
+        return max(peak, account.optimizer_step_bytes(step.output_bytes)), account.optimizer_state
+
+    def resident_bytes(self, call: Call, situation: Situation) -> int:
+        """The bytes that any step of a call keeps, without the optimiser's state: it is not known yet for what there is
+        some."""
+        return replace(self._account(call, situation), optimizer_state=0).resident_bytes
 
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
         """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached` is as for
@@ -268,8 +316,9 @@ class PlainCalls:
         account = self.planner.account(call, replace(situation, elsewhere=0), reached=reached)
         return replace(account, tolerance=0)
 
-    @property
-    def _margin(self) -> float:
+    def _margin(self, *, depends_on_values: bool) -> float:
+        if depends_on_values:
+            return VALUES_MARGIN if self.checkpoints is None else CHECKPOINTS_MARGIN
         return CUDA_MARGIN if device_of(self.planner.card).caching else MARGIN
 
     def _nothing_else_wanted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memopt.capture.between import TooMuchBetweenError
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import Place, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
@@ -23,15 +25,13 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.run.broken_calls import BrokenCalls, OtherPathTaken
-from memopt.run.call_in_progress import CallInProgress
-from memopt.run.keeping import Keeping
+from memopt.run.fitting import CallInProgress, Insists
 from memopt.run.on_demand import Notice
+from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 from memopt.run.road import Road
 from memopt.run.settings import Settings
-from memopt.run.size_bounds import SizeBounds
-from memopt.run.tensor_parallel import check_unbroken
-from memopt.run.whole_calls import InsistsOnSizes, WholeCalls
+from memopt.run.sharding import Keeping, check_unbroken
+from memopt.run.sizes import SizeBounds
 
 _MOST_BREAKS = 256
 """The number of signatures that are remembered to break into regions."""
@@ -76,52 +76,58 @@ class Recorder:
             return
         self._terms = terms
         self._notice = Notice()
-        self._first = self._new()
+        self._first = self._new(whole=True)
         self._first_shapes: Recent[Shapes, bool] = Recent(_MOST_VALUES)
         """The shapes of calls that the first recording in one region serves."""
-        self._own: Recent[tuple[int, ...], WholeCalls] = Recent(_MOST_VALUES)
+        self._own: Recent[tuple[int, ...], RecordedCalls] = Recent(_MOST_VALUES)
         """The recordings for values of the sizes that the model insists on, `SizeBounds.fixed`."""
-        unplanned_allowed = "plain" in self.options.allow
-        self._broken = BrokenCalls(
-            self.model, self._to_capture(), self.road, self.keeping, unplanned_allowed=unplanned_allowed
+        self._broken = self._new(whole=False)
+
+    def _new(self, *, whole: bool) -> RecordedCalls:
+        """A recording of calls in one region, or in several, without any region yet."""
+        to_capture = partial(training_call, self.model, self.loss_fn, self.planner.proposing.floats)
+        return RecordedCalls(
+            self.model,
+            to_capture,
+            self.road,
+            self.keeping,
+            self.size_bounds,
+            self._notice,
+            whole=whole,
+            differentiate_all=self.planner.differentiate_all or not whole,
+            unplanned_allowed="plain" in self.options.allow,
         )
 
-    def _new(self) -> WholeCalls:
-        """A recording of calls in one region, without any region yet."""
-        all_outputs = self.planner.differentiate_all
-        return WholeCalls(self._to_capture(), self.road, self.size_bounds, self._notice, differentiate_all=all_outputs)
-
-    def _to_capture(self) -> Callable[[], Callable[..., Any]]:
-        return partial(training_call, self.model, self.loss_fn, self.planner.proposing.floats)
-
     @property
-    def broken(self) -> BrokenCalls:
+    def broken(self) -> RecordedCalls:
         """The calls in several regions."""
         self._in_present_terms()
         return self._broken
 
-    def _in_one_region(self) -> Iterable[WholeCalls]:
-        """All recordings of calls in one region."""
+    def _all(self) -> Iterable[RecordedCalls]:
+        """All recordings."""
         self._in_present_terms()
-        return self._first, *(whole for _, whole in self._own.items())
+        return self._first, *(whole for _, whole in self._own.items()), self._broken
 
     @property
     def breaks(self) -> bool:
         """Whether any call is known to break into regions."""
         return bool(len(self._breaks))
 
+    def break_reason(self, call: Call) -> str | None:
+        """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
+        return self._breaks.get(call_signature(call)) if self.breaks else None
+
     def forget(self) -> None:
         """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
-        for whole in self._in_one_region():
-            whole.forget()
-        self.broken.forget()
+        for recorded in self._all():
+            recorded.forget()
 
     def forget_plans(self, but: Plan | None) -> None:
         """Drop all plans, of calls in several regions all but one; what is recorded is kept, and emitted regions of
         calls in several."""
-        for whole in self._in_one_region():
-            whole.forget()
-        self.broken.forget_plans(but=but)
+        for recorded in self._all():
+            recorded.forget_plans(but=but)
 
     def take(self, earlier: Recorder) -> None:
         """Take over what `earlier` has recorded, whose options differ in the budget alone; it records again if it is
@@ -133,9 +139,8 @@ class Recorder:
         self._terms, earlier._terms = earlier._terms, None
         self._notice, self._first, self._first_shapes = earlier._notice, earlier._first, earlier._first_shapes
         self._own, self._broken = earlier._own, earlier._broken
-        for whole in (self._first, *(own for _, own in self._own.items())):
-            whole.use_road(self.road)
-        self._broken.use_road(self.road)
+        for recorded in (self._first, *(own for _, own in self._own.items()), self._broken):
+            recorded.use_road(self.road)
 
     def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
@@ -143,15 +148,15 @@ class Recorder:
         if len(self._errors) and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
         try:
-            reason = self._breaks.get(call_signature(call)) if self.breaks else None
+            reason = self.break_reason(call)
             if reason is None:
                 try:
-                    return self._by_size(call, lambda whole: whole.run(in_progress))
+                    return self._by_size(call, RecordedCalls.run, in_progress)
                 except GraphBreak as broken:
                     check_unbroken(self.model, str(broken))
                     reason = self._breaks[call_signature(call)] = str(broken)
-            return self.broken.run(in_progress, partial(self._in_regions, call, reason))
-        except (OtherPathTaken, TooManyShapes):
+            return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
+        except (OtherPathTaken, TooManyShapes, TooMuchBetweenError):
             raise
         except CaptureError as error:
             self._errors[self._state(call)] = str(error)
@@ -160,10 +165,8 @@ class Recorder:
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have the first run of such a call in this situation use a plan that was made ahead."""
-        if captured.whole:
-            self._recording_for(call).planned(captured, situation, plan)
-        else:
-            self.broken.planned(captured, call, situation, plan)
+        recorded = self._recording_for(call) if captured.whole else self.broken
+        recorded.planned(captured, call, situation, plan)
 
     def capture(self, call: Call) -> CapturedCall:
         """Record a call without running it, so that the first run of such a call finds it recorded.
@@ -194,7 +197,7 @@ class Recorder:
         `GraphBreak`."""
         if not all(map(is_real, tensors_in(call))):
             call = with_zeros(call, self.planner.device())
-        found: CapturedCall | None = self._by_size(call, lambda whole: whole.capture(call))
+        found: CapturedCall | None = self._by_size(call, RecordedCalls.capture_whole, call)
         return found
 
     def needs_fakes(self, call: Call) -> bool:
@@ -209,7 +212,7 @@ class Recorder:
         """The places of a call whose sizes the user declares to change, and the largest size of each."""
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
-    def _in_regions(self, call: Call, reason: str) -> CapturedCall:
+    def _in_regions(self, call: Call, reason: str, most_between: float = math.inf) -> CapturedCall:
         """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
         are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
@@ -224,25 +227,25 @@ class Recorder:
                 if only_fakes or not on_fakes.whole:
                     return on_fakes
         with stage("capturing"):
-            return self.broken.capture(call, reason)
+            return self.broken.capture(call, reason, most_between)
 
-    def _by_size(self, call: Call, run: Callable[[WholeCalls], Any]) -> Any:
-        """`run` with the recording that serves the sizes of a call in one region."""
+    def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
+        """The result of `run` for the recording that serves the sizes of a call in one region, and `given`."""
         whole = self._recording_for(call)
         for _ in range(1 + sum(tensor.dim() for tensor in tensors_in(call))):
             try:
-                result = run(whole)
-            except InsistsOnSizes as insists:
+                result = run(whole, given)
+            except Insists as insists:
                 self._fix(call, insists.lines)
                 whole = self._own_of(call)
                 continue
             # A size that is marked with others and never changes is no matter.
-            self._fix(call, {at: line for at, line in whole.insists.items() if at in self.size_bounds.changed})
+            self._fix(call, {at: line for at, line in whole.regions.insists.items() if at in self.size_bounds.changed})
             return result
         name = type(self.model).__name__
         raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")
 
-    def _recording_for(self, call: Call) -> WholeCalls:
+    def _recording_for(self, call: Call) -> RecordedCalls:
         """The recording that serves a call in one region."""
         self._in_present_terms()
         if not self.size_bounds.fixed:
@@ -252,11 +255,11 @@ class Recorder:
         known = any(self._values(shapes) == key for shapes, _ in self._first_shapes.items())
         return self._first if known and key not in self._own else self._own_of(call)
 
-    def _own_of(self, call: Call) -> WholeCalls:
+    def _own_of(self, call: Call) -> RecordedCalls:
         """The recording for this call's values of the sizes that the model insists on."""
         key = self._values(_shapes(call))
         if key not in self._own:
-            self._own[key] = self._new()
+            self._own[key] = self._new(whole=True)
         return self._own[key]
 
     def _values(self, shapes: Shapes) -> tuple[int, ...]:

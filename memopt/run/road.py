@@ -1,7 +1,7 @@
 """The stages of a training call, in order: capture, rewrite, price, solve, emit, install.
 
     capture ─▶ CapturedCall ─rewrite─▶ JointGraph, one for each run ─price─▶ Captured (Joined) ─solve─▶ Plan
-    ─emit─▶ Emitted, one for each run ─install─▶ EmittedCall, which the stubs of regions run
+    ─emit─▶ Emitted, one for each run ─install─▶ Executable, which the stubs of regions run
 
 Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all regions of a call together.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,8 +23,8 @@ from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
-from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
+from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import Advice
@@ -34,19 +35,10 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
-from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
-from memopt.run.kept_plans import KeptPlans
+from memopt.run.executable import Executable
+from memopt.run.kept_plans import KeptPlans, as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.solver import SolverError
 from passes import PassError
-
-
-@dataclass(frozen=True, eq=False)
-class EmittedCall:
-    """A planned call that can be run: its plan, and the function that the stub of its one region calls."""
-
-    plan: Plan
-    region: Emitted
-    """Runs the one region of the call."""
 
 
 class Road:
@@ -87,11 +79,12 @@ class Road:
     def asked(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
         """The plan of a call, in one region if `whole`; if the backend compiles, its smallest budget is one in which
         compiled code runs."""
-        return asked_as_compiled(plan, self.planner, situation, self._emit, whole=whole)
+        emit = partial(emit_plan, accumulation=self.accumulation)
+        return asked_as_compiled(plan, self.planner, situation, emit, whole=whole)
 
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
-    ) -> EmittedCall:
+    ) -> Executable:
         """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
 
         What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`, `CaptureError`.
@@ -103,7 +96,13 @@ class Road:
                 with self.planner.one_look(call, situation):
                     device = self.planner.device()
                     device_of(device).start_libraries(device)
-                    emitted = self._emitted(captured, call, situation, planned)
+                    # A plan made ahead is kept already, but for one with proposals: they are part of the key in use.
+                    settled = planned is not None and not planned.proposals and not self.planner.fuses
+                    key = None if settled else self.kept.key(captured, call, situation)
+                    emitted = self._emitted_as_kept(key, captured, call, situation)
+                    if emitted is None:
+                        emitted = self._planned_and_emitted(captured, call, situation, planned)
+                        self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
                 return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:
             self.planner.forget_solvers()
@@ -152,36 +151,24 @@ class Road:
             search.advice = Advice(self.planner, call, situation)
         return search
 
-    def _emitted(self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None) -> EmittedCall:
-        """The call emitted by its plan from disk, or by a new one that is kept."""
-        # A plan made ahead is kept already, but for one with proposals: they are part of the key once in use.
-        settled = planned is not None and not planned.proposals and not self.planner.fuses
-        key = None if settled else self.kept.key(captured, call, situation)
-        if found := self._emitted_as_kept(key, captured, call, situation):
-            return found
-        emitted = self._planned_and_emitted(captured, call, situation, planned)
-        self.kept.keep(key, emitted.plan, emitted.region.footprint)
-        return emitted
-
     def _planned_and_emitted(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None
-    ) -> EmittedCall:
+    ) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
         `ROUNDS` times at most, and then by its smallest plan. Raises `BudgetError`, `CaptureError`."""
         check_compiled_least(self.planner, captured, call, situation)
-        refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
+        refit: Refit[Emitted] = Refit(self.planner.options.budget_bytes)
         for plan in self._rounds(refit, captured, call, situation, planned):
-            emitted = EmittedCall(plan, self._emit(plan))
-            footprint = emitted.region.footprint
-            if footprint is None:
-                return emitted
-            refit.judge(as_compiled(plan, footprint), emitted)
-        plan, emitted = refit.best()
-        return EmittedCall(plan, emitted.region)
+            region = emit_plan(plan, self.accumulation)
+            if region.footprint is None:
+                return Executable(captured, plan, captured.runs, region)
+            refit.judge(as_compiled(plan, region.footprint), region)
+        plan, region = refit.best()
+        return Executable(captured, plan, captured.runs, region)
 
     def _rounds(
         self,
-        refit: Refit[EmittedCall],
+        refit: Refit[Emitted],
         captured: CapturedCall,
         call: Call,
         situation: Situation,
@@ -234,10 +221,8 @@ class Road:
         self, refusal: BudgetError, captured: CapturedCall, call: Call, situation: Situation
     ) -> BudgetError:
         """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
-        return as_compiled_least(refusal, self.planner, captured, call, situation, self._emit)
-
-    def _emit(self, plan: Plan) -> Emitted:
-        return emit_plan(plan, self.accumulation)
+        emit = partial(emit_plan, accumulation=self.accumulation)
+        return as_compiled_least(refusal, self.planner, captured, call, situation, emit)
 
     def _rewrite_price_solve(
         self,
@@ -253,22 +238,19 @@ class Road:
         Raises `BudgetError`, `CaptureError`.
         """
 
-        def plan(situation: Situation, search: PlanSearch) -> Plan:
-            candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
-            return self.kept.agreed(search.fastest(candidates), captured, call, situation, lowering_bytes)
-
-        if not situation.to_come:
-            return plan(situation, search)
-
         def beside(others_bytes: int) -> Plan:
             others = replace(situation, to_come=0, other_forwards=situation.other_forwards + others_bytes)
-            return plan(others, self.planner.search(others, advise=False))
+            search = self.planner.search(others, advise=False)
+            return self._rewrite_price_solve(captured, call, others, search, lowering_bytes=lowering_bytes)
 
-        return among_equals(beside, situation.to_come, self.planner.options.budget_bytes)
+        if situation.to_come:
+            return among_equals(beside, situation.to_come, self.planner.options.budget_bytes)
+        candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
+        return self.kept.agreed(search.fastest(candidates), captured, call, situation, lowering_bytes)
 
     def _emitted_as_kept(
         self, key: str | None, captured: CapturedCall, call: Call, situation: Situation
-    ) -> EmittedCall | None:
+    ) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
         kept = self.kept.find(key)
         if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
@@ -276,8 +258,8 @@ class Road:
         if not self.planner.fuses:
             kept = self.kept.of_ranks(kept, captured, call, situation)
         plan = self.kept.adopted(kept, captured, call, situation)
-        region = self._emit(plan) if plan else None
+        region = emit_plan(plan, self.accumulation) if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:
             self.kept.drop(key)
             return None
-        return EmittedCall(plan, region)
+        return Executable(captured, plan, captured.runs, region)

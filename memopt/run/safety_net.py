@@ -1,22 +1,25 @@
-"""What follows where the device has no memory left for a step that was planned to fit: the call is undone, and later
-ones are planned tighter."""
+"""What begins a call once more: where the device has no memory left, and for gradients that the plan does not have."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from memopt.capture.region import RecordedRegion
+from memopt.compat.modules import modules_of, parameters_in
 from memopt.device.devices import device_of
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, UnplannedGradientError
 from memopt.memory_error import StepMemoryError
-from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
-from memopt.training_state import CallState
+from memopt.training_state import CallState, generator_states, set_generators
 from memopt.units import size
 
 _TIGHTER = 8
@@ -28,19 +31,21 @@ _ROWS = 6
 class SafetyNet:
     """Undoes training calls of one model in which an allocation failed, and has later calls planned tighter.
 
-    `forget` drops the plans that were made so far.
+    `plan_tighter` has calls planned anew with so many bytes of the budget left free.
     """
 
-    def __init__(self, model: nn.Module, planner: CallAccounts, entry: Entry, forget: Callable[[], None]) -> None:
-        self.model, self.planner, self.entry, self.forget = model, planner, entry, forget
+    def __init__(self, model: nn.Module, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
+        self.model, self.entry, self.plan_tighter = model, entry, plan_tighter
+        self.unforeseen_bytes = 0
+        """The bytes of the budget that are left free since allocations failed."""
         self.before: CallState | None = None
         """The state of the model before the call that runs."""
         self._forwards_before = 0
         """The number of forwards that had begun before the call that runs."""
 
-    def run(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
-        """Run a training call with these tensors by `attempt`; with `repeat` a second time, by a tighter plan, if an
-        allocation of its forward fails.
+    def run(self, attempt: Callable[[CallState], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
+        """Run a training call with these tensors by `attempt`, which is given the state before it; with `repeat` a
+        second time, by a tighter plan, if an allocation of its forward fails.
 
         Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
         """
@@ -48,7 +53,7 @@ class SafetyNet:
         self.before = before
         try:
             try:
-                return attempt()
+                return attempt(before)
             except torch.OutOfMemoryError as failure:
                 failed = self._forward_failed(failure, before)
                 if failed is None:
@@ -60,10 +65,10 @@ class SafetyNet:
         finally:
             self.before = None
 
-    def _repeated(self, attempt: Callable[[], Any], failed: StepMemoryError, before: CallState) -> Any:
+    def _repeated(self, attempt: Callable[[CallState], Any], failed: StepMemoryError, before: CallState) -> Any:
         failed.repeated = True
         try:
-            return attempt()
+            return attempt(before)
         except BudgetError as refused:
             before.undo()
             raise failed from refused.with_traceback(None)
@@ -97,10 +102,10 @@ class SafetyNet:
     def _tighten(self, plan: Plan) -> None:
         planned = plan.ceiling_bytes - plan.account.unforeseen
         tighter = planned - planned // _TIGHTER
-        self.planner.unforeseen_bytes = max(self.planner.unforeseen_bytes, plan.budget_bytes - tighter)
-        self.forget()
+        self.unforeseen_bytes = max(self.unforeseen_bytes, plan.budget_bytes - tighter)
+        self.plan_tighter(self.unforeseen_bytes)
         gc.collect()
-        device_of(self.planner.device()).empty_cache()
+        device_of(self.entry.device).empty_cache()
 
     def _error(self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool) -> StepMemoryError:
         rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
@@ -113,7 +118,129 @@ class SafetyNet:
         return StepMemoryError(
             f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is planned to hold "
             f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)} (at {plan.planned.at}: "
-            f"{rows}); {state}; later steps are planned with {size(self.planner.unforeseen_bytes)} of the budget left "
+            f"{rows}); {state}; later steps are planned with {size(self.unforeseen_bytes)} of the budget left "
             f"free; the device says: {' '.join(str(failure).split())}",
             undone=undone,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class GradientsBefore:
+    """The gradients of a model before a backward, which are not copied: a backward adds to them in place."""
+
+    parameters: tuple[tuple[nn.Parameter, weakref.ref[torch.Tensor] | None, int], ...]
+    """Each parameter with its gradient and that gradient's version."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> GradientsBefore:
+        """The present gradients."""
+        gradients = [(parameter, parameter.grad) for parameter in parameters_in(modules_of(model))]
+        return cls(
+            tuple(
+                [(one, None, 0) if grad is None else (one, weakref.ref(grad), grad._version) for one, grad in gradients]
+            )
+        )
+
+    def undo(self) -> bool:
+        """Drop the gradients that appeared since; returns False where those that were there have changed."""
+        for parameter, before, _ in self.parameters:
+            if before is None:
+                parameter.grad = None
+        return all(
+            before is None
+            or (parameter.grad is not None and before() is parameter.grad and parameter.grad._version == version)
+            for parameter, before, version in self.parameters
+        )
+
+
+class Exceeded(Protocol):
+    """A forward whose backward has not run yet."""
+
+    def replayed(self) -> None:
+        """Called once a second forward has run beside the plan of its backward."""
+
+
+class Replay:
+    """The second forward of one call, from the state in which the first one began.
+
+    `before` is that state; `prevented` says why the gradients of a second forward would not do, if so; `noted` is
+    called once they were needed.
+    """
+
+    def __init__(
+        self,
+        region: RecordedRegion,
+        inputs: Sequence[Any],
+        forward: Exceeded,
+        before: CallState | None,
+        prevented: str,
+        noted: Callable[[], None],
+    ) -> None:
+        self.region, self.forward, self.noted = region, forward, noted
+        self.inputs: Sequence[Any] | None = inputs
+        leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
+        self._versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in inputs]
+        copies = before.values.copies() if before else {}
+        self._copies = {number: copies[id(value)] for number, value in enumerate(inputs) if id(value) in copies}
+        unknown = any(number not in self._copies for number in region.written)
+        self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
+        self.leaves: Sequence[torch.Tensor] = () if self.prevented else leaves
+        self.device = leaves[0].device
+        self.generators = generator_states(self.device)
+        kind = self.device.type
+        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def release(self) -> None:
+        """Free what the second forward needs."""
+        self.inputs, self.leaves, self._copies = None, (), {}
+
+    def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients of `leaves` for these gradients of outputs, by position.
+
+        Raises `UnplannedGradientError` where no second forward gives them.
+        """
+        shape = tuple(next(iter(of.values())).shape)
+        what = f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss"
+        mend = "optimise with outputs='all' to plan for the gradients of all outputs"
+        if prevented := self.prevented or self._changed():
+            raise UnplannedGradientError(f"{what}, and {prevented}; {mend}")
+        found = self._second_forward(of)
+        self.noted()
+        self.forward.replayed()
+        warnings.warn(
+            f"{what}; that gradient is computed by a second run of the plain forward, beside the budget, and from the "
+            f"next call on all outputs are planned for; {mend} from the first call on",
+            stacklevel=2,
+        )
+        return found
+
+    def _changed(self) -> str:
+        """Says so if the first backward is over, or the inputs are not as they were."""
+        if self.inputs is None:
+            return "its forward was differentiated before without retain_graph=True"
+        read = (number for number in range(len(self.inputs)) if number not in self._copies)
+        tensors = ((number, self.inputs[number]) for number in read)
+        same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in tensors)
+        return "" if all(same) else "the weights or inputs have changed since its forward"
+
+    def _second_forward(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        assert self.inputs is not None
+        assert self.region.plain is not None
+        leaves: list[torch.Tensor] = []
+        arguments = list(self.inputs)
+        for number, value in enumerate(arguments):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                arguments[number] = value.detach().requires_grad_()
+                leaves.append(arguments[number])
+            elif (kept := self._copies.get(number)) is not None:
+                arguments[number] = kept.clone()
+        now, (enabled, dtype) = generator_states(self.device), self.autocast
+        try:
+            set_generators(self.generators, self.device)
+            with torch.enable_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
+                outputs = self.region.plain(*arguments)
+        finally:
+            set_generators(now, self.device)
+        results = [outputs[position] for position in of]
+        given = [gradient.to(result.dtype) for gradient, result in zip(of.values(), results, strict=True)]
+        return torch.autograd.grad(results, leaves, given, allow_unused=True)

@@ -1,9 +1,13 @@
-"""The session of an optimised model: training calls run as planned, all others as before."""
+"""The session of an optimised model: its state, and the one place where that changes. Training calls run as planned,
+all others as before."""
 
 from __future__ import annotations
 
+import gc
+import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,24 +16,39 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memopt.capture.between import TooMuchBetweenError
 from memopt.capture.dynamo import is_capturing
-from memopt.capture.inputs import Call, as_call, check_device
-from memopt.compat import settled_gloo
+from memopt.capture.inputs import Call, as_call, check_device, check_kinds, tensors_in
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
-from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
-from memopt.compat.resharding import Resharding
+from memopt.compat.exchanges import Resharding, unsettle_gloo
+from memopt.compat.modules import (
+    CurrentParts,
+    Parts,
+    compiled_call,
+    inside_compiled,
+    reset_compiled_call,
+    set_compiled_call,
+)
+from memopt.emit.gradients import Accumulation
+from memopt.errors import BudgetError, CaptureError, without_frames
+from memopt.garbage import rare_collections
 from memopt.levers import Lever
 from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
+from memopt.planning.situation import Situation
+from memopt.planning.terms import terms_of
 from memopt.progress import stage
-from memopt.run.data_parallel import DataParallel
-from memopt.run.sharding import check_sharding
-from memopt.run.status import State, Status
-from memopt.run.tensor_parallel import check_terms
+from memopt.run.fitting import CallInProgress
+from memopt.run.pending import PendingForward
+from memopt.run.plain_calls import Fitting, PlainCalls
+from memopt.run.ranks import DataParallel
+from memopt.run.safety_net import SafetyNet
+from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
+from memopt.run.share import Share
+from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
 from memopt.run.training import TrainingCalls
-from memopt.run.unplanned import UnplannedWatch
 
 
 class Session:
@@ -41,23 +60,33 @@ class Session:
         self.model, self.options = unwrapped(model), options
         self.own_call = _own_call(self.model)
         self.watch = UnplannedWatch(self.model, self)
-        parallel = DataParallel(self.model, model if isinstance(model, DistributedDataParallel) else None)
+        self.parallel = DataParallel(self.model, model if isinstance(model, DistributedDataParallel) else None)
+        self.sharded = Sharded(self.model)
         earlier = session_of(self.model)
         self.resharding: Resharding = earlier.resharding if earlier else Resharding(self.model)
-        calls = partial(
-            TrainingCalls,
-            self.model,
-            options,
-            own_call=self.own_call,
-            watch=self.watch,
-            parallel=parallel,
-            resharding=self.resharding,
-        )
-        self.forward = calls(None)
+        self.accumulation = Accumulation()
+        self.share = Share(self.model, options, self.parallel)
+        self.status = Status(type(self.model).__name__)
+        """The state after the latest call, which `_enter` alone changes."""
+        self.forward = self._calls(None)
+        self.with_loss = self._calls(options.loss_fn) if options.loss_fn else None
         check_terms(self.model, self.forward.planner)
-        self.with_loss = calls(options.loss_fn) if options.loss_fn else None
         self.uncompiled: Callable[..., Any] = self.forward
+        self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
+        self._safety_net = SafetyNet(self.model, self.share.entry, self._plan_tighter)
+        self.accumulation.failed = self._safety_net.backward_failed
         self._loss_to_come: Callable[[Any], Any] | None = None
+
+    def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
+        keeping = Keeping(self.resharding, self.sharded)
+        begins = partial(self._enter, State.RECORDING, "a call is recorded and planned")
+        given = self.model, self.options, loss_fn, self.own_call, self.share, self.accumulation, keeping
+        return TrainingCalls(*given, self._train, begins)
+
+    @property
+    def kinds(self) -> tuple[TrainingCalls, ...]:
+        """All kinds of calls; batches belong to the last one."""
+        return (self.forward,) if self.with_loss is None else (self.forward, self.with_loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._loss_to_come is not None:
@@ -67,7 +96,7 @@ class Session:
             return self._plain(self.forward, *args, **kwargs)
         if torch.compiler.is_compiling():
             return self.uncompiled(*args, **kwargs)
-        return self.forward(*args, **kwargs)
+        return self._train(self.forward, (args, kwargs))
 
     def loss(self, inputs: Any, targets: Any, model: nn.Module | None = None) -> Any:
         """The loss of `(inputs, targets)`, with model and loss function in one planned region, inside the forward of
@@ -80,7 +109,7 @@ class Session:
             finally:
                 self._loss_to_come = None
         if self.trains():
-            return self.with_loss(inputs, targets)
+            return self._train(self.with_loss, ((inputs, targets), {}))
         return self._plain(self.with_loss, inputs, targets)
 
     def trains(self) -> bool:
@@ -96,15 +125,175 @@ class Session:
             self.watch.begin()
         return calls.plain(*args, **kwargs)
 
+    def _together(self, calls: TrainingCalls, *, ahead: bool = False) -> AbstractContextManager[None]:
+        """A block around a forward, or around its planning `ahead`, that all ranks end alike."""
+        terms = partial(terms_of, self.model, self.options, calls.loss_fn)
+        return self.sharded.together(terms) if self.sharded.there else self.parallel.together(terms, ahead=ahead)
+
+    def _train(self, calls: TrainingCalls, call: Call) -> Any:
+        """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
+        self.watch.end()
+        self.parallel.look()
+        with self._together(calls):
+            if self.status.state is State.UNPLANNED:
+                return self._unplanned(calls, call)
+            parts = self._parts.now()
+            gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
+            calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
+            calls.planner.proposing.check_parameters()
+            waiting = self.share.begin(call)
+            self.accumulation.allowed = self.options.one_by_one or not waiting
+            self.accumulation.exchange = self.parallel.exchange
+            situation = self.share.situation(calls.planner.proposing, parts)
+            moment = self.share.moment(call, situation)
+            one_graph = not calls.recorded.breaks
+            if fits := calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
+                self._enter(State.PLAIN, fits.reason)
+                calls.recorded.size_bounds.see(call)
+                calls.planner.reached |= fits.step.reached
+                return calls.plain_calls.run(call, fits)
+            check_device(call, self.model)
+            fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
+            if fitting is not None:
+                return self._run_checkpointed(calls, call, *fitting)
+            begin = partial(self._begin, calls, call, time.perf_counter())
+            return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
+
+    def _by_plan_or_in_eager_mode(
+        self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int
+    ) -> Any:
+        """Run a call by its plan; where it breaks into regions for which no plan fits, or is in no graph, with
+        activation checkpoints, or unplanned if `allow` has "plain". Raises `BudgetError`, `CaptureError`."""
+        given = in_progress.call, in_progress.situation, in_progress.moment
+        # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
+        # more than there is.
+        room = self.options.budget_bytes - calls.plain_calls.resident_bytes(*given[:2])
+        try:
+            return self._by_plan(calls, replace(in_progress, most_between=room // 2), parts, waiting)
+        except (BudgetError, CaptureError) as error:
+            refused: BudgetError | CaptureError = without_frames(error)
+        broken = calls.recorded.break_reason(in_progress.call)
+        if broken is not None or isinstance(refused, CaptureError):
+            gc.collect()  # what was recorded holds tensors in circles of frames
+            if fitting := calls.checkpointed.fitting(*given, parts):
+                return self._run_checkpointed(calls, in_progress.call, *fitting)
+        if isinstance(refused, TooMuchBetweenError):  # what it needs is known once it was recorded whole
+            try:
+                return self._by_plan(calls, in_progress, parts, waiting)
+            except (BudgetError, CaptureError) as error:
+                refused = without_frames(error)
+        if isinstance(refused, CaptureError) and "plain" in self.options.allow:
+            self._run_unplanned_from_now(str(refused))
+            return self._unplanned(calls, in_progress.call)
+        with self._refusing():
+            raise calls.checkpointed.explain(refused, broken, *given)
+
+    def _by_plan(self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
+        """Run a call by its plan. Raises `BudgetError`, `CaptureError`."""
+        with self._refusing(), calls.planner.types():
+            check_kinds(in_progress.call, parts)
+            try:
+                return self._run(calls, in_progress)
+            except BudgetError as refused:
+                raise self.share.explain(refused, waiting) from None
+
+    def _run_checkpointed(self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting) -> Any:
+        """Run a call with a choice of activation checkpoints by which it fits."""
+        self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
+        calls.planner.reached |= fits.step.reached
+        return choice.run(call, fits)
+
+    def _run(self, calls: TrainingCalls, in_progress: CallInProgress) -> Any:
+        calls.planner.screen(in_progress.call, in_progress.crowded)
+        # Under DDP the other ranks go on, so that no rank runs a call a second time.
+        inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
+        result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+        if calls.recorded.broken.ran_unplanned:
+            self._run_unplanned_from_now("its forward takes another way than when it was planned")
+        return result
+
+    def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
+        self.sharded.begin()
+        return calls.plain(*call[0], **call[1])
+
+    def _begin(
+        self,
+        calls: TrainingCalls,
+        call: Call,
+        started: float,
+        plan: Plan,
+        situation: Situation,
+        exchanges: int = 0,
+    ) -> PendingForward:
+        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one;
+        `exchanges` tells its collectives, which all ranks have to run alike."""
+        if (plans := sum([kind.road.plans for kind in self.kinds])) != self._plans_logged:
+            self._plans_logged = plans
+            self._planned(plan, call, time.perf_counter() - started)
+        elif plan is not self.status.plan or self.status.state is not State.PLANNED:
+            self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
+        self.sharded.begin(exchanges)
+        forward = self.share.planned(call, situation, plan, self.accumulation)
+        forward.before = self._safety_net.before
+        return forward
+
+    def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:
+        """Enter a state, with the plan of a call that has one; the latest plan stays known in all others."""
+        self.status = Status(self.status.model, state, reason, plan or self.status.plan)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A block whose refusal is a state; after any other error the state is the one from before."""
+        before = self.status
+        try:
+            yield
+        except (BudgetError, CaptureError) as refused:
+            self._enter(State.REFUSED, str(refused))
+            raise
+        except BaseException:
+            self.status = before
+            raise
+
+    def _planned(self, plan: Plan, call: Call, seconds: float) -> None:
+        """Enter the state of a call that has a plan, which was made in so many seconds, and log it."""
+        self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
+        self._log.planned(plan, call, seconds)
+
+    def _run_unplanned_from_now(self, reason: str) -> None:
+        self._enter(State.UNPLANNED, reason)
+        warnings.warn(
+            f"{type(self.model).__name__} trains unplanned from now on, as 'plain' in allow has it: {reason}",
+            stacklevel=2,
+        )
+
+    def _plan_tighter(self, unforeseen_bytes: int) -> None:
+        """Have calls planned anew, with so many bytes of the budget left free."""
+        for calls in self.kinds:
+            calls.planner.unforeseen_bytes = unforeseen_bytes
+            calls.forget()
+
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a training call before its first run, on fake tensors. `gradients_held`: as a call that adds to existing
-        gradients; `advise`: a refusal suggests further changes.
+        gradients; `advise`: a refusal names changes that would help. Ahead of training, all ranks plan together.
 
-        Raises `BudgetError`, `CaptureError`.
+        Raises `BudgetError`, `CaptureError`, `RankError`.
         """
         calls, call = self._ahead(example_inputs)
-        with stage("planning"):
-            return calls.plan_ahead(call, gradients_held=gradients_held, advise=advise)
+        together = self._together(calls, ahead=True) if self.options.kept else nullcontext()
+        with stage("planning"), together:
+            check_kinds(call, self._parts.now())
+            call = calls.largest(call)
+            calls.plain_calls.allowed = False  # who plans ahead wants the plan
+            started, proposing = time.perf_counter(), calls.planner.proposing
+            buckets = self.parallel.buckets(gradients_held=gradients_held)
+            situation = replace(self.share.situation(proposing), gradients_held=gradients_held, buckets=buckets)
+            if group := self.share.moment(call, situation).in_group:
+                situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
+            proposing.check_allowed()
+            with self._refusing(), calls.planner.types(), torch.enable_grad(), rare_collections():
+                plan = calls.plan(call, situation, advise=advise)
+                self._planned(plan, call, time.perf_counter() - started)
+            return plan
 
     def estimated_bytes(self, example_inputs: Any) -> int:
         """About the smallest budget in bytes within which a training call can be planned, in a fraction of the time
@@ -116,7 +305,7 @@ class Session:
         """The training calls that example inputs belong to, and the call that they stand for."""
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
-        return self.with_loss or self.forward, call
+        return self.kinds[-1], call
 
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
@@ -135,7 +324,7 @@ class Session:
     def _differs_in_room(self, earlier: Session) -> bool:
         """Whether what was captured for an earlier call of the model serves this one: not where the optimiser's levers
         decide about its parameters, nor where other ranks take part."""
-        alone = not (self.forward.parallel.wrapper or earlier.forward.parallel.wrapper or self.forward.sharded.there)
+        alone = not (self.parallel.wrapper or earlier.parallel.wrapper or self.sharded.there)
         proposes = self.options.optimizer_levers
         own = self.options
         budget, elsewhere, forwards = own.budget_bytes, own.elsewhere_bytes, own.forwards
@@ -143,18 +332,16 @@ class Session:
         return alone and not proposes and same and earlier.own_call is self.own_call
 
     def _take_captures(self, earlier: Session) -> None:
-        self.forward.take_captures(earlier.forward)
-        if self.with_loss and earlier.with_loss:
-            self.with_loss.take_captures(earlier.with_loss)
+        for calls, others in zip(self.kinds, earlier.kinds, strict=False):
+            calls.take_captures(others)
 
     def take_over(self) -> None:
         """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any.
 
         Where torch.compile is asked to compile the call, its graph breaks there and the call runs as planned.
         """
-        for calls in (self.forward, self.with_loss):
-            if calls is not None:
-                calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
+        for calls in self.kinds:
+            calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
         self.uncompiled = disable(self.forward.__call__, reason=reason)
@@ -165,17 +352,11 @@ class Session:
         """Restore the model's own call."""
         self.watch.end()
         self.resharding.restore()
-        settled_gloo.leave(self.model)
+        unsettle_gloo(self.model)
         if self.own_call is None:
             reset_compiled_call(self.model)
         else:
             set_compiled_call(self.model, self.own_call)
-
-    @property
-    def status(self) -> Status:
-        """The state of the model's training calls: of those with the loss function where there have been any."""
-        with_loss = self.with_loss.status if self.with_loss else None
-        return self.forward.status if with_loss is None or with_loss.state is State.NEW else with_loss
 
     @property
     def low(self) -> torch.dtype | None:
@@ -190,13 +371,20 @@ class Session:
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest training call."""
-        return (self.with_loss.latest if self.with_loss else None) or self.forward.latest
+        """The plan of the latest call; where that ran plain, the plan that it would run by otherwise, made now."""
+        if self.status.state is not State.PLAIN:
+            return self.status.plan
+        before = self.status  # a plan that is only shown is no state
+        calls = next(calls for calls in reversed(self.kinds) if calls.plain_calls.latest is not None)
+        try:
+            return calls.shown(self.share.situation(calls.planner.proposing))
+        finally:
+            self.status = before
 
     @property
     def in_use(self) -> Plan | None:
-        """The plan by which the latest training call ran; None where it ran plain. Nothing is planned to find it."""
-        return (self.with_loss.in_use if self.with_loss else None) or self.forward.in_use
+        """The plan of the latest call; None where that ran plain. Nothing is planned to find it."""
+        return None if self.status.state is State.PLAIN else self.status.plan
 
 
 def session_of(model: nn.Module) -> Session | None:
@@ -213,19 +401,3 @@ def _own_call(model: nn.Module) -> Callable[..., Any] | None:
     """The model's `compile()`d call, if there is one, also while memopt replaces it."""
     planned = session_of(model)
     return planned.own_call if planned is not None else compiled_call(model)
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise `TypeError` or `ValueError` for an object that cannot be trained as a model on one device."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameters, so there is no training step to plan; "
-            "set requires_grad=True on those to train"
-        )
-    check_sharding(model)
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the parameters of {type(model).__name__} lie on several devices ({names}); move them to one")

@@ -1,7 +1,9 @@
-"""Models whose parameters are distributed over ranks: which of them can be planned, and their ranks' agreement."""
+"""Models whose parameters are spread over ranks (`fully_shard`, `parallelize_module`): which of them can be planned,
+their ranks' agreement, and which blocks stay gathered."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,15 +11,20 @@ from typing import Any
 
 from torch import distributed, nn
 
+from memopt.capture.region import CapturedCall
 from memopt.capture.shards import is_tensor_parallel
-from memopt.compat import settled_gloo
+from memopt.compat.exchanges import ALL, Resharding, settle_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.resharding import ALL
-from memopt.compat.subclasses import is_sharded, ranks_of
-from memopt.errors import RankError
+from memopt.compat.tensors import is_sharded, mesh_dimensions, ranks_of
+from memopt.errors import BudgetError, CaptureError, RankError
+from memopt.levers import DEFAULT_LEVERS
+from memopt.levers.plain import PLAIN
+from memopt.planning.model_terms import ModelTerms
+from memopt.planning.plan import Plan
+from memopt.recent import Recent
+from memopt.run.executable import Executable
 from memopt.run.ranks import Ranks
-from memopt.run.tensor_parallel import check_placements, placements_in_words
 
 
 class Sharded:
@@ -50,7 +57,7 @@ class Sharded:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             sharding = f"{sharding_in_words(self.model)}{placements_in_words(self.model)}"
             self._ranks.check_terms({**terms(), "the sharding": sharding})
-            settled_gloo.settle(self.model)
+            settle_gloo(self.model)
         self._open, self._settled, self._begun = True, False, False
         failure: Exception | None = None
         try:
@@ -118,3 +125,149 @@ def check_sharding(model: nn.Module) -> None:
         )
     if is_tensor_parallel(model):
         check_placements(model)
+
+
+Planned = Callable[[Plan | None], Executable]
+"""Plans a forward as the model is set at the call, given the plan that frees all blocks if there is one."""
+
+_MOST_PLANS = 64
+_TRIES = 3
+"""How many numbers of blocks are planned for, beside none: each takes a capture and a plan."""
+
+
+class Keeping:
+    """Decides for each planned forward how many of the last blocks it keeps, which saves a gather for each of them.
+
+    Every rank plans with all blocks freed, then with as many kept as the room that its plan leaves has bytes for, if
+    that adds no recomputation. The smallest of these numbers holds on all ranks, since their gathers must match.
+    """
+
+    def __init__(self, resharding: Resharding, sharded: Sharded) -> None:
+        self.resharding, self.sharded = resharding, sharded
+        self._found: Recent[tuple[Executable, int], int] = Recent(_MOST_PLANS)
+        """The numbers of blocks by the plan that frees all of them, and by the largest number that is possible."""
+
+        self.freed: CapturedCall | None = None
+        """The latest call as it was captured with all blocks freed."""
+
+    @property
+    def kept(self) -> tuple[tuple[str, int], ...]:
+        """The path and the bytes of each block that is kept as the model is set now."""
+        return self.resharding.in_use
+
+    def decide(self, planned: Planned) -> None:
+        """Set the blocks that the forward which begins now keeps, the same on all ranks.
+
+        Raises the `BudgetError` of a rank whose forward does not fit with all blocks freed, on all ranks.
+        """
+        if self.sharded.there:
+            self.sharded.agree(lambda most: self._choose(planned, most))
+
+    def _choose(self, planned: Planned, most: int) -> int:
+        """Set, and return, the number of blocks that this rank keeps: at most `most`."""
+        self.resharding.keep(0)
+        freed = planned(None)
+        self.freed = freed.captured
+        most = min(most, len(self.resharding.blocks))
+        if (freed, most) not in self._found:
+            self._found[freed, most] = self._search(planned, freed.plan, most)
+        self.resharding.keep(self._found[freed, most])
+        return self.resharding.count
+
+    def _search(self, planned: Planned, freed: Plan, most: int) -> int:
+        """The largest number of blocks found with which the forward fits and recomputes no longer than `freed`."""
+        # One more than there is room for: it is not gathered beside the block that comes before it in the backward.
+        first = min(most, self._fitting(freed.budget_bytes - freed.ceiling_bytes) + 1)
+        for count in range(first, max(0, first - _TRIES), -1):
+            self.resharding.keep(count)
+            try:
+                plan = planned(freed).plan
+            except BudgetError:
+                continue
+            if plan.added_seconds <= freed.added_seconds:
+                return count
+        return 0
+
+    def _fitting(self, room_bytes: int) -> int:
+        """The number of last blocks whose gathered parameters fit into so many bytes."""
+        count = 0
+        for block in reversed(self.resharding.blocks):
+            room_bytes -= block.gathered_bytes
+            if room_bytes < 0:
+                break
+            count += 1
+        return count
+
+
+def placements_in_words(model: nn.Module) -> str:
+    """A text that is equal on two ranks if they have split the model alike; empty for other models."""
+    if not is_tensor_parallel(model):
+        return ""
+    split: list[tuple[str, Any]] = [(name, value) for name, value in model.named_parameters() if is_sharded(value)]
+    facts = [(name, str(value.placements), tuple(value.shape)) for name, value in split]
+    return f"{len(split)} split parameters ({hashlib.sha256(repr(facts).encode()).hexdigest()[:8]})"
+
+
+def check_placements(model: nn.Module) -> None:
+    """Raise `ValueError` for a split model whose ranks are not one group, or that has no values."""
+    name = type(model).__name__
+    split = [value for value in model.parameters() if is_sharded(value)]
+    if any(mesh_dimensions(value) > 1 for value in split):
+        raise ValueError(
+            f"{name} is split over a device mesh of several dimensions, of which memopt plans one; give "
+            "parallelize_module a mesh of one dimension, such as mesh['tp']"
+        )
+    if len({tuple(ranks_of(value)) for value in split}) > 1:
+        raise ValueError(f"{name} has parameters that are split over different ranks; use one device mesh for all")
+    if any(value.is_meta for value in split):
+        raise ValueError(
+            f"{name} is split and on 'meta', where memopt does not plan it; give it values (to_empty), or plan the "
+            "whole model with mesh={'tp': …}"
+        )
+
+
+def check_terms(model: nn.Module, terms: ModelTerms) -> None:
+    """Raise `ValueError` for options that are not for a split model."""
+    if not is_tensor_parallel(model):
+        return
+    options, name = terms.options, f"{type(model).__name__} is split by parallelize_module (tensor parallelism), and"
+    if terms.fuses:
+        raise ValueError(f"{name} is planned for plain operators only; give backend='aten'")
+    if terms.rewriting.autocast is not None:
+        raise ValueError(f"{name} is planned in fp32 only; give precision='fp32'")
+    if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN.name}):
+        raise ValueError(f"{name} {further[0]!r} is not for it; leave it out of allow")
+    if options.passes:
+        raise ValueError(f"{name} its graphs are not rewritten; leave out passes")
+    if options.outputs == "all":
+        raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
+    if options.dynamic is not None:
+        raise ValueError(f"{name} is captured by itself for each size; leave out dynamic")
+    if options.forwards > 1:
+        raise ValueError(f"{name} is planned for one forward before each backward; leave out forwards")
+
+
+def check_unbroken(model: nn.Module, reason: str) -> None:
+    """Raise `CaptureError` for a split model whose forward is not one graph, for this reason: code between graphs would
+    have to run for its plan, and exchange values with ranks that do not plan."""
+    if is_tensor_parallel(model):
+        raise CaptureError(
+            f"the forward of {type(model).__name__}, which is split by parallelize_module, is not one graph, as a plan "
+            f"for it needs: {reason}; change the model there, or add 'plain' to allow to run it unplanned"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `TypeError` or `ValueError` for an object that cannot be trained as a model on one device."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters, so there is no training step to plan; "
+            "set requires_grad=True on those to train"
+        )
+    check_sharding(model)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the parameters of {type(model).__name__} lie on several devices ({names}); move them to one")

@@ -15,19 +15,19 @@ from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import with_hooks
 from memopt.compat.fsdp import is_fully_sharded
-from memopt.compat.modules import Parts, modules_of, parameters_in
-from memopt.compat.storages import weak_storages
+from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
+from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
-from memopt.emit.stepping import sharing_memory
+from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
-from memopt.run.data_parallel import DataParallel
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.pending import PendingForward, release_all
+from memopt.run.ranks import DataParallel
 from memopt.units import size
 
 
@@ -168,10 +168,11 @@ class Share:
     def _present(self, forwards: Iterable[PendingForward], gradients: Iterable[object]) -> dict[int, int]:
         """The bytes on the device, by address, of what forwards were given, hold and returned, and of the gradients
         with which a backward begins; without parameters and buffers."""
-        own = {storage.address for storage in weak_storages([*self.model.parameters(), *self.model.buffers()])}
-        found = [*(storage for forward in forwards for storage in forward.present()), *weak_storages(gradients)]
-        device = self.entry.device
-        here = {storage.address: storage.nbytes for storage in found if storage.device == device}
+        device, modules = self.entry.device, modules_of(self.model)
+        own = bytes_by_address([*parameters_in(modules), *buffers_in(modules)], device)
+        here = bytes_by_address(gradients, device)
+        for forward in forwards:
+            here |= forward.present(device)
         return {address: nbytes for address, nbytes in here.items() if address and address not in own}
 
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
@@ -250,7 +251,7 @@ class Share:
 
 
 def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
-    return any(parameter.grad is not None for parameter in parameters)
+    return bool([parameter for parameter in parameters if parameter.grad is not None])
 
 
 _IN_GROUP = (

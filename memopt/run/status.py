@@ -1,16 +1,30 @@
-"""What memopt does with the training calls of an optimised model: the states of a session, in one line for users."""
+"""What memopt says of the training calls of an optimised model: its state, a line in the log for each plan, and a
+warning of training that bypasses the plan."""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import warnings
+import weakref
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+import torch
+from torch import nn
+
+from memopt.capture.inputs import Call, call_signature
+from memopt.compat.autograd import WatchingHook, watching_hooks
+from memopt.compat.modules import compiled_call
+from memopt.compat.operators import tree_leaves
 from memopt.planning.plan import Plan
-from memopt.units import size
+from memopt.recent import Recent
+from memopt.units import duration, size
 
 
 class State(Enum):
-    """The states of an optimised model; `TrainingCalls` is the one place where they change."""
+    """The states of an optimised model; `Session` is the one place where they change."""
 
     NEW = "new"
     """No training call has come yet, and nothing is planned."""
@@ -20,6 +34,9 @@ class State(Enum):
     """The latest call ran as the plain model does, since its step fits the budget."""
     PLANNED = "planned"
     """The latest call ran by its plan, or was planned ahead of its run."""
+    CHECKPOINTED = "checkpointed"
+    """The latest call ran with activation checkpoints, as its forward breaks and its regions cannot be planned within
+    the budget."""
     UNPLANNED = "unplanned"
     """Calls run as the plain model does whatever they need, as "plain" in `allow` has it."""
     REFUSED = "refused"
@@ -46,3 +63,115 @@ def planned_in_words(plan: Plan, shapes: str) -> str:
     """The reason of the state PLANNED: the figures of the plan of a call with tensors of these shapes."""
     peak, budget = size(plan.predicted_peak_bytes), size(plan.budget_bytes)
     return f"{shapes}: peak {peak} of {budget}, added time {plan.added_time:.1%}"
+
+
+_log = logging.getLogger("memopt")
+_MOST = 512
+"""The number of signatures that are remembered to have a line."""
+
+
+class PlanningLog:
+    """Logs plans at level INFO of the logger "memopt"; at DEBUG those of shapes that have a line already."""
+
+    def __init__(self) -> None:
+        self._known: Recent[str, bool] = Recent(_MOST)
+
+    def planned(self, plan: Plan, call: Call, seconds: float) -> None:
+        """Log a plan. `seconds` is the time from the beginning of the call to the plan's first use, or to its end where
+        it is made ahead."""
+        signature = call_signature(call)
+        level = logging.DEBUG if signature in self._known else logging.INFO
+        self._known[signature] = True
+        _log.log(
+            level,
+            "planned %s for %s in %s: peak %s of %s, added time %.1f%%",
+            plan.model,
+            shapes_of(call),
+            duration(seconds),
+            size(plan.predicted_peak_bytes),
+            size(plan.budget_bytes),
+            100 * plan.added_time,
+        )
+
+
+def shapes_of(call: Call) -> str:
+    """The shapes of the tensors of a call, with the names of keywords."""
+    named = [*(("", value) for value in call[0]), *call[1].items()]
+    return ", ".join(f"{name} {shape}".strip() for name, value in named for shape in _shapes(value)) or "no tensors"
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class UnplannedWatch(WatchingHook):
+    """Warns where the first gradient reaches a model's parameters and no planned call has begun since `begin()`.
+
+    Nothing but a gradient tells training from other uses of a forward, and a forward that is not called through the
+    module leaves no other trace. The hooks are removed as soon as a planned call begins. It warns once at most.
+    """
+
+    def __init__(self, model: nn.Module, call: object) -> None:
+        self._model, self._call = weakref.ref(model), weakref.ref(call)
+        self._handles: list[Any] = []
+        self._warned = False
+
+    def begin(self) -> None:
+        """Watch all parameters that are trained now."""
+        model = self._model()
+        if self._handles or self._warned or model is None:
+            return
+        trained: list[Any] = [value for value in model.parameters() if value.requires_grad and value.is_leaf]
+        self._handles = [parameter.register_post_accumulate_grad_hook(self) for parameter in trained]
+
+    def end(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        """Called by autograd once the gradient of `leaf` is accumulated."""
+        if leaf.grad is None:  # autograd calls hooks also where there is no gradient
+            return
+        self.end()
+        model = self._model()
+        if model is not None:
+            self._warned = True
+            text = f"this backward was not planned by memopt, since {self._reason(model)}"
+            warnings.warn(text, stacklevel=_stacklevel_of_user())
+
+    def _reason(self, model: nn.Module) -> str:
+        """Why the planned call did not run, and what to do."""
+        name = type(model).__name__
+        if compiled_call(model) is not self._call():
+            return (
+                f"{name}.compile() was called after memopt.optimize and replaced the planned call; call optimize after "
+                "compile(), or leave compile() out: training calls then run as planned, all others compiled"
+            )
+        if not model.training:
+            return (
+                f"{name} is in eval() mode, in which its calls run plain; call train() on it to train, and then eval() "
+                "on the submodules that are to stay in that mode (dropout, batch norm)"
+            )
+        return (
+            f"the forward of {name} ran past its planned call: by {name}.forward(…), by a method that calls submodules "
+            "(a training_step), or inside of a function or module that torch.compile compiles; call the model itself, "
+            "optimise the submodule that is called, or compile nothing around the model's call"
+        )
+
+
+def _stacklevel_of_user() -> int:
+    """The `stacklevel` with which a warning by the caller names the innermost line outside of torch and memopt."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("memopt", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level if frame is not None else 1
+
+
+def unwatch(model: nn.Module) -> None:
+    """Remove every watch from a model's parameters."""
+    for parameter in model.parameters():
+        for hook in watching_hooks(parameter):
+            if isinstance(hook, UnplannedWatch):
+                hook.end()

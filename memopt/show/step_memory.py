@@ -9,8 +9,7 @@ from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, output_b
 from memopt.planning.module_rows import forward_evaluations
 from memopt.show.step import Copy, Evaluation, LiveRange, StepMemory
 from memopt.solver import Link, RematProblem, Schedule
-from memopt.solver.simulator import lifetimes
-from memopt.solver.time_line import TimeLine, time_line
+from memopt.solver.simulator import TimeLine, lifetimes, time_line
 
 
 def step_memory(

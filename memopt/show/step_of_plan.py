@@ -19,8 +19,7 @@ from memopt.show.step import Step, StepOp, TypedOp
 from memopt.show.step_memory import step_memory
 from memopt.solver import Schedule
 from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, is_tangent, tensors
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -3,16 +3,13 @@
 They see a step as a `RematProblem`, which holds numbers only, and return a `Schedule`.
 """
 
-from memopt.solver.best_effort import Progress
 from memopt.solver.lower_bound import floor_bytes
-from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
-from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
-from memopt.solver.problem import Link, Op, RematProblem, Storage
-from memopt.solver.protocol import Infeasible, Solver, SolverError
-from memopt.solver.save_all import SaveAll
-from memopt.solver.schedule import Offload, Schedule
+from memopt.solver.offload import OffloadPortfolio, OffloadSolution
+from memopt.solver.portfolio import Portfolio, warm_up
+from memopt.solver.problem import Link, Offload, Op, RematProblem, Schedule, Storage
+from memopt.solver.protocol import Baseline, Effort, Infeasible, SaveAll, Solution, Solver, SolverError
+from memopt.solver.search import Progress
 from memopt.solver.simulator import Simulation, simulate
-from memopt.solver.warm_up import warm_up
 
 __all__ = [
     "Baseline",

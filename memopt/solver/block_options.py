@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Ints, arrays_of
+from memopt.solver.arrays import Arrays, Ints, arrays_of, live_bytes, peak_bytes, to_array
 from memopt.solver.chain import Chain
-from memopt.solver.cut_schedules import just_in_time
-from memopt.solver.held import movable_storages
-from memopt.solver.hull import lower_hull
-from memopt.solver.liveness import live_bytes, peak_bytes, to_array
-from memopt.solver.min_cut import CutNetwork
+from memopt.solver.lower_bound import movable_storages
+from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
 from memopt.solver.polish import polish
-from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.repair import repair
-from memopt.solver.schedule import Schedule
 
 # Cuts on the hull of one block, and caps, between its smallest peak and that of saving everything, for repairs.
 _CUTS, _CAPS = 10, 4
@@ -210,14 +206,5 @@ def _best(options: list[Option]) -> list[Option]:
 
 def _renamed(option: Option, ops: list[int]) -> Option:
     """The option with its ops replaced by `ops[op]`, the op of the whole step."""
-    return Option(
-        tuple(ops[op] for op in option.forward if ops[op] >= 0),
-        tuple(ops[op] for op in option.backward),
-        option.saved_bytes,
-        option.forward_bytes,
-        option.backward_bytes,
-        option.seconds,
-        option.again_seconds,
-        option.alone_seconds,
-        option.alone_bytes,
-    )
+    forward = tuple(ops[op] for op in option.forward if ops[op] >= 0)
+    return replace(option, forward=forward, backward=tuple(ops[op] for op in option.backward))

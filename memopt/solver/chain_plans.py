@@ -17,13 +17,10 @@ from math import gcd
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Ints, arrays_of
+from memopt.solver.arrays import Arrays, Ints, arrays_of, remove_dead, to_schedule
 from memopt.solver.block_options import Choices, Option, choices_of
-from memopt.solver.chain import Chain, chain_of
-from memopt.solver.chain_table import ChainCosts, Table, choose, fill, row
-from memopt.solver.liveness import remove_dead, to_schedule
-from memopt.solver.problem import PerProblem, RematProblem
-from memopt.solver.schedule import Schedule
+from memopt.solver.chain import Chain, ChainCosts, Table, chain_of, choose, fill, row
+from memopt.solver.problem import PerProblem, RematProblem, Schedule
 
 # Plans are made for these multiples of the budget.
 _SHARES = (1.0, 1.06, 1.15, 1.3)
@@ -43,7 +40,7 @@ class NestedChain:
     name = "nested chain"
 
     def __init__(self) -> None:
-        self._tables = PerProblem(ChainTables)
+        self._tables = PerProblem(_ChainTables)
 
     def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
         table = self.table(problem, int(_SHARES[-1] * budget_bytes))
@@ -53,12 +50,12 @@ class NestedChain:
         plans = [table.plan(cap_bytes) for cap_bytes in caps]
         return [to_schedule(plan) for plan in plans if plan is not None]
 
-    def table(self, problem: RematProblem, cap_bytes: int) -> ChainTable | None:
+    def table(self, problem: RematProblem, cap_bytes: int) -> _ChainTable | None:
         """The nested plans of `problem` for all caps up to `cap_bytes`; None if it cannot be cut into blocks."""
         return self._tables(problem).up_to(cap_bytes)
 
 
-class ChainTables:
+class _ChainTables:
     """The tables of one problem; its chains of blocks and their options are cached by number of blocks."""
 
     def __init__(self, problem: RematProblem) -> None:
@@ -67,7 +64,7 @@ class ChainTables:
         self._chains: dict[int, Chain] = {}
         self._choices: dict[int, list[Choices]] = {}
 
-    def up_to(self, cap_bytes: int) -> ChainTable | None:
+    def up_to(self, cap_bytes: int) -> _ChainTable | None:
         """The plans for all caps up to `cap_bytes`; None if the cap or the forward allows fewer than two blocks."""
         slot_bytes = max(self._grain, -(-(cap_bytes - self._problem.resident_bytes) // _SLOTS), 1)
         slots = (cap_bytes - self._problem.resident_bytes) // slot_bytes + 1
@@ -78,7 +75,7 @@ class ChainTables:
             return None
         if len(chain.blocks) not in self._choices:
             self._choices[len(chain.blocks)] = choices_of(self._problem, chain)
-        return ChainTable(self._problem, self._arrays, chain, self._choices[len(chain.blocks)], slot_bytes, slots)
+        return _ChainTable(self._problem, self._arrays, chain, self._choices[len(chain.blocks)], slot_bytes, slots)
 
     def _chain(self, most_blocks: int) -> Chain:
         if most_blocks not in self._chains:
@@ -91,7 +88,7 @@ class ChainTables:
         return gcd(*(s.bytes for s in self._problem.storages), *(op.workspace_bytes for op in self._problem.ops))
 
 
-class ChainTable:
+class _ChainTable:
     """The optimal nested plans of one chain for all caps up to `slots` slots of `slot_bytes` above resident bytes."""
 
     def __init__(

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Flags, Floats, Ints
-from memopt.solver.liveness import live_bytes
+from memopt.solver.arrays import Arrays, Flags, Floats, Ints, live_bytes
 from memopt.solver.native import native, native_part
 
 NONE = -1

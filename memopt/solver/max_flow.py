@@ -5,10 +5,17 @@ first in first out, with all heights measured again by a breadth-first search af
 (Cherkassky and Goldberg, 1997). The flow is pushed from the sink to the source, against the arcs: a node then lies on
 the source's side exactly if the source still reaches it, and the algorithm's second half, which would take back what
 never arrives, is not needed. Among all minimum cuts this is the one with the fewest nodes on the source's side.
+
+By such cuts each node of a graph gets a label, 0 or 1, at the least total cost, optionally within a limit on a second
+cost. Costs belong to pairs (i, j) of nodes: a pair is paid if i has label 0 and j has label 1. Two nodes have fixed
+labels: ZERO has label 0 and ONE has label 1. So the pair (ZERO, i) is the cost of label 1 for i, and (i, ONE) the cost
+of label 0. An infinite cost forbids the pair. A minimum cut minimises such sums exactly (Kolmogorov and Zabih, "What
+energy functions can be minimized via graph cuts?", 2004): the network has an arc j → i for each pair.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +38,23 @@ class Arcs(NamedTuple):
     """Per arc: the node that it enters."""
     partner: Ints
     """Per arc: the arc in the other direction."""
+
+
+class _Flow(NamedTuple):
+    """The state of a flow."""
+
+    residual: Ints
+    """Per arc: what it can still take."""
+    heights: Ints
+    """Per node: how many arcs lead from it to the goal; the number of nodes if none do."""
+    excess: Ints
+    """Per node: the flow that has arrived there and not left."""
+    current: Ints
+    """Per node: the arc at which its search goes on."""
+    queue: Ints
+    """A ring of nodes with excess."""
+    waiting: Flags
+    """Per node: whether it is in the queue."""
 
 
 class FlowNetwork:
@@ -60,45 +84,34 @@ class FlowNetwork:
         scale = infinite / 2 / total if total > 0 else 1.0
         residual = np.zeros(len(self._arcs.heads), np.int64)
         residual[self._place] = np.where(forbidden, infinite, np.floor(finite * scale).astype(np.int64))
-        heights, waiting = np.zeros(self._nodes, np.int64), np.zeros(self._nodes, np.bool_)
-        excess, current, queue = (np.zeros(self._nodes, np.int64) for _ in range(3))
-        flow = int(_push_to(source, sink, self._arcs, residual, heights, excess, current, queue, waiting))
+        heights, excess, current, queue = (np.zeros(self._nodes, np.int64) for _ in range(4))
+        state = _Flow(residual, heights, excess, current, queue, np.zeros(self._nodes, np.bool_))
+        flow = int(_push_to(source, sink, self._arcs, state))
         return heights < self._nodes, float("inf") if flow >= infinite else flow / scale
 
 
 @native
-def _push_to(
-    goal: int,
-    origin: int,
-    arcs: Arcs,
-    residual: Ints,
-    heights: Ints,
-    excess: Ints,
-    current: Ints,
-    queue: Ints,
-    waiting: Flags,
-) -> int:
-    """The largest flow from `origin` to `goal`; `heights` then says how far the goal is, `len(heights)` if cut off.
-
-    `residual` is what each arc can still take, and is changed. The other arrays have one entry a node and are scratch.
-    """
+def _push_to(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> int:
+    """The largest flow from `origin` to `goal`, given the capacities as `flow.residual` and zeros for all else."""
+    residual, excess = flow.residual, flow.excess
     for arc in range(arcs.start[origin], arcs.start[origin + 1]):
         excess[arcs.heads[arc]] += residual[arc]
         residual[arcs.partner[arc]] += residual[arc]
         residual[arc] = 0
-    _measure_heights(goal, origin, arcs, residual, heights, queue)
-    count = _enqueue_active(goal, origin, arcs, heights, excess, current, queue, waiting)
+    _measure_heights(goal, origin, arcs, flow)
+    count = _enqueue_active(goal, origin, arcs, flow)
     while count > 0:
-        _discharge(goal, count, arcs, residual, heights, excess, current, queue, waiting)
-        _measure_heights(goal, origin, arcs, residual, heights, queue)
-        count = _enqueue_active(goal, origin, arcs, heights, excess, current, queue, waiting)
+        _discharge(goal, count, arcs, flow)
+        _measure_heights(goal, origin, arcs, flow)
+        count = _enqueue_active(goal, origin, arcs, flow)
     return excess[goal]
 
 
 @native_part
-def _measure_heights(goal: int, origin: int, arcs: Arcs, residual: Ints, heights: Ints, queue: Ints) -> None:
+def _measure_heights(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> None:
     """Set each node's height to the number of arcs that lead from it to the goal; the number of nodes if none do."""
     start, heads, partner = arcs
+    residual, heights, queue = flow.residual, flow.heights, flow.queue
     nodes = len(heights)
     heights[:] = nodes
     heights[goal] = 0
@@ -116,10 +129,9 @@ def _measure_heights(goal: int, origin: int, arcs: Arcs, residual: Ints, heights
 
 
 @native_part
-def _enqueue_active(
-    goal: int, origin: int, arcs: Arcs, heights: Ints, excess: Ints, current: Ints, queue: Ints, waiting: Flags
-) -> int:
+def _enqueue_active(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> int:
     """Put the nodes with flow that may still reach the goal in the queue, from its start; how many they are."""
+    _, heights, excess, current, queue, waiting = flow
     nodes = len(heights)
     count = 0
     for node in range(nodes):
@@ -132,23 +144,14 @@ def _enqueue_active(
 
 
 @native_part
-def _discharge(
-    goal: int,
-    count: int,
-    arcs: Arcs,
-    residual: Ints,
-    heights: Ints,
-    excess: Ints,
-    current: Ints,
-    queue: Ints,
-    waiting: Flags,
-) -> None:
+def _discharge(goal: int, count: int, arcs: Arcs, flow: _Flow) -> None:
     """Push flow and raise nodes until the queue is empty, or it is time to measure the heights again.
 
     The queue is a ring with `count` nodes from its start. One function, since calls with so many arrays cost as much as
     the work on a node.
     """
     start, heads, partner = arcs
+    residual, heights, excess, current, queue, waiting = flow
     nodes = len(heights)
     work = 6 * nodes + len(residual) // 2
     first, last = 0, count if count < nodes else 0
@@ -190,3 +193,94 @@ def _discharge(
             last = last + 1 if last + 1 < nodes else 0
             waiting[node] = True
             count += 1
+
+
+ZERO, ONE = 0, 1
+# A new point counts only if it lies below the line through its neighbours by this share; less is rounding.
+_TOLERANCE = 1e-9
+# At this multiple of the ratio of costs to tolls, tolls outweigh costs; costs still decide between equal tolls.
+_DEAR = 1e6
+
+
+@dataclass(frozen=True)
+class LabelProblem:
+    """Pairs of nodes, each with a cost and with a toll: a second cost, whose sum can be limited."""
+
+    nodes: int
+    """The number of nodes, ZERO and ONE included."""
+    zeros: Ints
+    """Per pair: the node whose label is 0 if the pair is paid."""
+    ones: Ints
+    """Per pair: the node whose label is 1 if the pair is paid."""
+    costs: Floats
+    """Per pair: 0 or more; infinite forbids the pair."""
+    tolls: Floats
+    """Per pair: 0 or more and finite, in any unit."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(column) for column in (self.zeros, self.ones, self.costs, self.tolls)}
+        assert len(sizes) == 1, f"pairs of {sizes} lengths"
+        assert (self.costs >= 0).all(), "a cost is negative: the pair cannot be cut"
+        assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll is negative or infinite"
+
+    def paid(self, labels: Flags) -> Flags:
+        """Per pair: whether it is paid, given every node's label (True for 1)."""
+        return ~labels[self.zeros] & labels[self.ones]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A labelling with its total cost and toll."""
+
+    of: Flags
+    """Per node: True for label 1."""
+    cost: float
+    toll: float
+
+
+class LabelNetwork:
+    """The flow network of a problem, built once and cut at many prices of the toll. Ties go to label 0."""
+
+    def __init__(self, problem: LabelProblem) -> None:
+        self.problem = problem
+        self._flow = FlowNetwork(problem.ones, problem.zeros, problem.nodes)
+
+    def cut(self, price: float) -> Labels:
+        """The labels of least `cost + price · toll`. Raises `ValueError` if every labelling is forbidden."""
+        problem = self.problem
+        labels, bound = self._flow.cut(problem.costs + price * problem.tolls, ONE, ZERO)
+        if np.isinf(bound):
+            raise ValueError("forced labels contradict each other: no labels cost a finite sum")
+        return labels_of(problem, labels)
+
+
+def labels_of(problem: LabelProblem, labels: Flags) -> Labels:
+    """The labels together with their cost and toll in the problem."""
+    paid = problem.paid(labels)
+    return Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
+
+
+def cheapest_within(problem: LabelProblem, most_toll: float) -> Labels:
+    """The cheapest labels, among the vertices of the lower hull of cost and toll, whose toll is at most `most_toll`.
+
+    If no labels have so small a toll, the labels with the smallest toll. The search cuts at the price at which two
+    vertices of the hull cost the same (Eisner and Severance, 1976), and ends after a finite number of cuts at the edge
+    of the hull that crosses the limit. Raises `ValueError` if every labelling is forbidden.
+    """
+    assert most_toll >= 0, f"a limit of {most_toll}: no tolls are negative"
+    network = LabelNetwork(problem)
+    cheap = network.cut(0.0)
+    if cheap.toll <= most_toll:
+        return cheap
+    finite = problem.costs[np.isfinite(problem.costs)]
+    frugal = network.cut(_DEAR * max(float(finite.sum()), 1.0) / float(problem.tolls.sum()))
+    while frugal.toll < most_toll:
+        price = (frugal.cost - cheap.cost) / (cheap.toll - frugal.toll)
+        if price <= 0:
+            break
+        middle = network.cut(price)
+        line = cheap.cost + price * cheap.toll
+        if not frugal.toll < middle.toll < cheap.toll or middle.cost + price * middle.toll >= line * (1 - _TOLERANCE):
+            break
+        cheap, frugal = (middle, frugal) if middle.toll > most_toll else (cheap, middle)
+    return frugal

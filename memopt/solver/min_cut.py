@@ -1,23 +1,25 @@
 """Which storages to save at a price of memory, by a minimum cut.
 
 At a price of λ seconds a byte the minimum cut minimises `recompute seconds + λ · saved bytes` over all sets of saved
-storages from which the backward's reads can be recomputed. The network has one node for each forward storage s and
-each forward op o:
+storages from which the backward's reads can be recomputed. The network has one node for each forward storage s and each
+forward op o:
 
-    source → s        ∞          s is needed
-    s → producer(s)   λ·bytes    cut: save s
-    o → each s read   ∞          recomputing o needs its inputs
-    o → sink          seconds    cut: recompute o
+source → s        ∞          s is needed     s → producer(s)   λ·bytes    cut: save s     o → each s read   ∞
+recomputing o needs its inputs     o → sink          seconds    cut: recompute o
 
 With a link to the host, the second kind of edge costs the smaller of λ·bytes and the price in seconds of the storage's
 transfers: if it is cut, the storage is saved on the device or on the host, whichever is cheaper.
 
 After Jain et al., "Checkmate" (2020), and the minimum cut of PyTorch's partitioner (He and Yu, 2022), which prices
 nodes; here storages are priced, and a chain of recomputed ops costs the seconds of all of them. Exact at each λ.
+
+The lower hull of saved bytes and recomputed seconds holds the cuts that are cheapest at some price. `MinimumCut`
+proposes the just-in-time schedule of each: before each backward op it recomputes what the op misses.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ import numpy as np
 
 from memopt.solver.arrays import Flags, Floats
 from memopt.solver.max_flow import FlowNetwork
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import PerProblem, RematProblem, Schedule
 
 _SOURCE, _SINK = 0, 1
 _NONE = -1
@@ -172,3 +174,111 @@ class CutNetwork:
         self._storages.append(storage)
         self._bytes.append(0 if storage == _NONE else self._problem.storages[storage].bytes)
         self._seconds.append(seconds)
+
+
+# A new point counts only if it lies below the line through its neighbours by this share; less is rounding.
+_TOLERANCE = 1e-9
+
+
+def lower_hull(network: CutNetwork, limit: int = 40) -> tuple[Cut, ...]:
+    """The hull's vertices by rising saved bytes and falling recomputed seconds, from at most about `limit` cuts.
+
+    Recursion on slopes (Eisner and Severance, 1976): the network is cut at the price at which two neighbours cost the
+    same; either no cut is cheaper, or a new vertex lies between them. The widest gaps go first, so that `limit` leaves
+    out the finest detail.
+    """
+    fewest, most = end_points(network)
+    points = {cut.saved_bytes: cut for cut in (most, fewest)}
+    gaps = [_gap(fewest, most)]
+    cuts = 2
+    while gaps and cuts < limit:
+        _, _, left, right = heapq.heappop(gaps)
+        middle = between(network, left, right)
+        cuts += 1
+        if middle is not None:
+            points[middle.saved_bytes] = middle
+            for gap in (_gap(left, middle), _gap(middle, right)):
+                heapq.heappush(gaps, gap)
+    return tuple(points[saved_bytes] for saved_bytes in sorted(points))
+
+
+def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
+    """The two ends of the hull: the cut that saves the fewest bytes, and the cut that recomputes the least."""
+    if network.total_bytes == 0 or network.total_seconds == 0:
+        only = network.cut(1.0)
+        return only, only
+    balanced = network.total_seconds / network.total_bytes
+    return network.cut(balanced * 1e7), network.cut(balanced * 1e-7)
+
+
+def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
+    """A vertex of the hull strictly between two of its points and below the line through them; None without one."""
+    if right.saved_bytes <= left.saved_bytes or left.recompute_seconds <= right.recompute_seconds:
+        return None
+    price = (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
+    middle = network.cut(price)
+    line = left.recompute_seconds + price * left.saved_bytes
+    here = middle.recompute_seconds + price * middle.saved_bytes
+    inside = left.saved_bytes < middle.saved_bytes < right.saved_bytes
+    return middle if inside and here < line * (1 - _TOLERANCE) else None
+
+
+def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
+    """An entry of the heap of gaps, which sorts those with the larger triangle under their two points first."""
+    height = left.recompute_seconds - right.recompute_seconds
+    return (-height * (right.saved_bytes - left.saved_bytes), left.saved_bytes, left, right)
+
+
+class MinimumCut:
+    """Proposes the just-in-time schedules of the cuts on the lower hull, by rising saved bytes.
+
+    They are the same at every budget; the portfolio takes those that fit and repairs the next larger ones.
+    """
+
+    name = "minimum cut"
+
+    def __init__(self) -> None:
+        self._schedules = PerProblem(_schedules)
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return self._schedules(problem)
+
+
+def _schedules(problem: RematProblem) -> list[Schedule]:
+    """The just-in-time schedules of the problem's lower hull."""
+    return [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]
+
+
+def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
+    """The forward in order, then each backward op, preceded by the recomputation of the storages that it misses.
+
+    A recomputed storage is held until its last read, so every op runs at most twice. Kept storages and those that
+    cannot be recomputed count as saved. Raises `ValueError` for a storage that is not in the problem.
+    """
+    unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
+    if unknown:
+        raise ValueError(f"storages {unknown} to save are not in the problem, which has {len(problem.storages)}")
+    first = problem.forward_ops
+    present = set(saved)
+    for index, op in enumerate(problem.ops[:first]):
+        present.update(s for s in op.makes if problem.storages[s].kept or not problem.ops[index].recomputable)
+    evaluations = list(range(first))
+    for index in range(first, len(problem.ops)):
+        missing = _missing_ops(problem, index, present)
+        for op_index in (*missing, index):
+            evaluations.append(op_index)
+            present.update(problem.ops[op_index].makes)
+    return Schedule(tuple(evaluations))
+
+
+def _missing_ops(problem: RematProblem, index: int, present: set[int]) -> list[int]:
+    """The ops that make the storages that op `index` misses, given those `present`, in program order."""
+    missing: set[int] = set()
+    pending = [index]
+    while pending:
+        for storage in problem.ops[pending.pop()].reads:
+            producer = problem.producer[storage]
+            if storage not in present and producer not in missing:
+                missing.add(producer)
+                pending.append(producer)
+    return sorted(missing)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, get_args
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import get_args
 
-from memopt.solver.arrays import arrays_of
-from memopt.solver.baselines import baseline_solvers
-from memopt.solver.best_effort import Progress, search_on
+from memopt.solver.arrays import arrays_of, to_array, to_schedule
 from memopt.solver.chain_plans import NestedChain
-from memopt.solver.cut_schedules import MinimumCut
-from memopt.solver.liveness import to_array, to_schedule
 from memopt.solver.lower_bound import LowerBound, floor_of
-from memopt.solver.problem import RematProblem
-from memopt.solver.protocol import Infeasible, Solver, UserSolvers
-from memopt.solver.schedule import Schedule
-from memopt.solver.search import NEAREST_POWERS, NEXT_POWERS, SAVE_ALL_POWERS, Candidate, Search, candidate
+from memopt.solver.min_cut import MinimumCut
+from memopt.solver.native import ready_made
+from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, baseline_solvers
+from memopt.solver.search import (
+    NEAREST_POWERS,
+    NEXT_POWERS,
+    SAVE_ALL_POWERS,
+    Candidate,
+    Progress,
+    Search,
+    candidate,
+    search_on,
+)
 from memopt.solver.simulator import simulate
-
-Effort = Literal["fast", "default", "best"]
 
 # The search ends when the best plan is this close to the lower bound, as a share of the step's seconds.
 _CLOSE_ENOUGH = 1e-4
@@ -39,28 +43,6 @@ _ROUGH_GAP, _ROUGH_VARIABLES = 0.3, 1_100
 _SPENT_BEFORE_SAVE_ALL = 100_000
 # Evaluations that the repairs in search of the smallest peak may make: a second or two.
 _SPENT_ON_SMALLEST = 150_000
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A schedule within a budget, with the bytes and seconds that the simulator measured."""
-
-    schedule: Schedule
-    peak_bytes: int
-    added_seconds: float
-    lower_bound_seconds: float
-    """A lower bound on the seconds that any schedule within the budget adds."""
-    method: str
-    """The solver that proposed the schedule and, after commas, how it was improved."""
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The cost of a usual recipe of checkpointing, whether or not it fits a budget."""
-
-    name: str
-    peak_bytes: int
-    added_seconds: float
 
 
 class Portfolio:
@@ -305,3 +287,29 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
             if search.spent >= _SPENT_ON_SMALLEST // 2:
                 return None
     return None
+
+
+@cache
+def warm_up() -> None:
+    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used.
+
+    With numba this takes about 12 seconds the first time on a machine; later processes read the machine code from disk.
+    """
+    if ready_made() is not None:
+        return
+    portfolio = Portfolio(_chain(blocks=8))
+    most = max(baseline.peak_bytes for baseline in portfolio.baselines())
+    least = portfolio.smallest().peak_bytes
+    portfolio.solve((most + 2 * least) // 3)
+
+
+def _chain(blocks: int) -> RematProblem:
+    """A chain of blocks of two forward ops; each storage is read by the next op and by its own op's backward."""
+    depth = 2 * blocks
+    forward = [Op(f"f{n}", 1.0, (n - 1,) if n else (), (n,), block=n // 2) for n in range(depth)]
+    backward = [
+        Op(f"b{n}", 2.0, (n,) if n == depth - 1 else (n, depth + (depth - 2 - n)), (2 * depth - 1 - n,))
+        for n in reversed(range(depth))
+    ]
+    storages = [Storage(f"s{n}", 3 if n % 2 else 1) for n in range(depth)] + [Storage("g", 1)] * depth
+    return RematProblem(tuple(forward + backward), tuple(storages), depth)

@@ -1,14 +1,25 @@
 """The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules. A user's are
-checked, and called once for each budget."""
+checked, and called once for each budget.
+
+The simplest ones are here: the usual recipes of activation checkpointing, each with one schedule for all budgets, and
+`SaveAll`, which takes the portfolio's place when nothing may be recomputed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from math import isqrt
+from typing import Literal, Protocol, runtime_checkable
 
-from memopt.solver.problem import RematProblem
-from memopt.solver.schedule import Schedule
+import numpy as np
+
+from memopt.solver.min_cut import just_in_time, needed_by_backward
+from memopt.solver.problem import RematProblem, Schedule
+from memopt.solver.search import Progress
+from memopt.solver.simulator import simulate
 
 
 class Infeasible(Exception):
@@ -26,6 +37,31 @@ class Infeasible(Exception):
             f"no schedule fits the budget: the smallest peak found is {smallest_peak_bytes} bytes, "
             f"and no schedule can go below {floor_bytes} bytes, which op {dominating_op} needs"
         )
+
+
+Effort = Literal["fast", "default", "best"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule within a budget, with the bytes and seconds that the simulator measured."""
+
+    schedule: Schedule
+    peak_bytes: int
+    added_seconds: float
+    lower_bound_seconds: float
+    """A lower bound on the seconds that any schedule within the budget adds."""
+    method: str
+    """The solver that proposed the schedule and, after commas, how it was improved."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The cost of a usual recipe of checkpointing, whether or not it fits a budget."""
+
+    name: str
+    peak_bytes: int
+    added_seconds: float
 
 
 class SolverError(ValueError):
@@ -109,3 +145,133 @@ class UserSolvers:
             pairs = [(s.name, plan) for s in self.solvers for plan in proposed(s, self._problem, budget_bytes)]
             self._last = (budget_bytes, pairs)
         return self._last[1]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A usual recipe of activation checkpointing as a solver: it proposes one schedule for all budgets."""
+
+    name: str
+    schedule: Callable[[RematProblem], Schedule]
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return [self.schedule(problem)]
+
+
+SAVE_EVERYTHING = Recipe("save all", Schedule.save_all)
+"""Saves all activations and recomputes nothing, like training without checkpointing."""
+
+
+def baseline_solvers(problem: RematProblem) -> list[Solver]:
+    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), attention only."""
+    solvers: list[Solver] = [SAVE_EVERYTHING]
+    blocks = forward_blocks(problem)
+    count = max(blocks, default=-1) + 1
+    if count > 1:
+        sizes = [("per block", 1), *((f"every {every} blocks", every) for every in _group_sizes(count))]
+        sizes.append(("sqrt(L) segments", -(-count // isqrt(count))))
+        solvers += [Recipe(name, partial(checkpointed, blocks=blocks, every=every)) for name, every in sizes]
+    if any(op.attention for op in problem.ops[: problem.forward_ops]):
+        solvers.append(Recipe("attention only", _without_attention))
+    return solvers
+
+
+def _without_attention(problem: RematProblem) -> Schedule:
+    """Recomputes the attention cores (`Op.attention`) and saves all other values that the backward reads."""
+    return just_in_time(problem, _saved_unless(problem, lambda op: problem.ops[op].attention))
+
+
+def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:
+    """The schedule that saves the inputs of each group of `every` blocks, as `torch.utils.checkpoint` around the group
+    does, and what is made outside of blocks, given each forward op's block."""
+    group = [block // every if block >= 0 else -1 for block in blocks]
+    saved = _saved_unless(problem, lambda op: group[op] >= 0)
+    crossing = {
+        storage
+        for index, op in enumerate(problem.ops[: problem.forward_ops])
+        for storage in op.reads
+        if group[problem.producer[storage]] != group[index]
+    }
+    return just_in_time(problem, saved | crossing)
+
+
+def forward_blocks(problem: RematProblem) -> list[int]:
+    """For each forward op its block, numbered from 0 in order of appearance, or -1. If no op has a block, the forward
+    is cut into segments where few bytes cross, and these are used as blocks."""
+    forward = problem.ops[: problem.forward_ops]
+    number: dict[int, int] = {}
+    for op in forward:
+        if op.block >= 0:
+            number.setdefault(op.block, len(number))
+    if number:
+        return [number.get(op.block, -1) for op in forward]
+    starts = _segment_starts(problem)
+    return [int(np.searchsorted(starts, index, "right")) - 1 for index in range(len(forward))]
+
+
+def _saved_unless(problem: RematProblem, recomputed: Callable[[int], bool]) -> set[int]:
+    """The storages to save: those that the backward or recomputed ops read, except those that recomputed ops make."""
+    wanted = set(needed_by_backward(problem))
+    for index, op in enumerate(problem.ops[: problem.forward_ops]):
+        if recomputed(index):
+            wanted.update(op.reads)
+    return {storage for storage in wanted if not recomputed(problem.producer[storage])}
+
+
+def _group_sizes(count: int) -> list[int]:
+    """The group sizes 2, 3, 4, 6, 8, 12, … up to half of `count` blocks, so that there are at least two groups."""
+    sizes = sorted({2**i for i in range(1, 12)} | {3 * 2**i for i in range(11)})
+    return [size for size in sizes if 2 * size <= count]
+
+
+def _segment_starts(problem: RematProblem) -> list[int]:
+    """Ops at which segments of the forward begin: local minima of the crossing bytes in their lowest three tenths."""
+    count = problem.forward_ops
+    crossing = np.zeros(count + 1, np.int64)
+    last_reader = {storage: index for index, op in enumerate(problem.ops[:count]) for storage in op.reads}
+    for storage, reader in last_reader.items():
+        crossing[problem.producer[storage] + 1 : reader + 1] += problem.storages[storage].bytes
+    inner = crossing[1:count]
+    if inner.size == 0:
+        return [0]
+    falls = crossing[1:count] <= np.minimum(crossing[: count - 1], np.quantile(inner, 0.3))
+    next_crossing = np.append(crossing[2:count], crossing[count - 1])
+    lowest = np.flatnonzero(falls & (inner < next_crossing))
+    if lowest.size < 2:  # a uniform chain has no strict minima: any of its ops may begin a segment
+        lowest = np.flatnonzero(falls & (inner <= next_crossing))
+    return [0, *(1 + lowest).tolist()]
+
+
+class SaveAll:
+    """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
+
+    `solvers` are a user's own, which `OffloadPortfolio` asks; without offloads there is nothing for them to choose.
+    """
+
+    def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
+        self.users = UserSolvers(problem, solvers)
+        schedule = Schedule.save_all(problem)
+        simulation = simulate(problem, schedule)
+        self._solution = Solution(schedule, simulation.peak_bytes, 0.0, 0.0, "save all")
+        self._op = schedule.evaluations[simulation.peak_position]
+
+    def solve(
+        self,
+        budget_bytes: int,
+        effort: Effort = "default",
+        *,
+        limit_seconds: float = 60.0,
+        report: Callable[[Progress], None] | None = None,
+    ) -> Solution:
+        """The schedule that saves everything. Raises `Infeasible` if its peak is above `budget_bytes`."""
+        if self._solution.peak_bytes > budget_bytes:
+            raise Infeasible(self._solution.peak_bytes, self._solution.peak_bytes, self._op)
+        return self._solution
+
+    def smallest(self) -> Solution:
+        """The schedule that saves everything; its peak is the smallest budget that works."""
+        return self._solution
+
+    def baselines(self) -> tuple[Baseline, ...]:
+        """The cost of saving everything; the other recipes of checkpointing would recompute."""
+        return (Baseline("save all", self._solution.peak_bytes, 0.0),)

@@ -4,10 +4,12 @@ The replay makes every op's first evaluation in order, and looks up in the seed 
 and when the seed frees it. When memory runs out it first frees values without further reads, then evicts the value with
 the smallest
 
-    seconds to recompute it, missing inputs included  /  (bytes^p · evaluations until its next read^a)
+seconds to recompute it, missing inputs included  /  (bytes^p · evaluations until its next read^a)
 
 as in dynamic tensor rematerialisation (Kirisame et al., 2021), but with the future known. The inputs of an evicted
 value are needed until it is recomputed. The same rule covers values evicted in the forward, or several times.
+
+When each value is read next is looked ahead: by the seed schedule, or by a recomputation that must come before that.
 """
 
 from __future__ import annotations
@@ -16,12 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Floats, Ints
-from memopt.solver.liveness import peak_bytes, remove_dead
-from memopt.solver.look_ahead import look_ahead, need_again
-from memopt.solver.min_heap import heapify, sift_down
+from memopt.solver.arrays import Arrays, Floats, Ints, peak_bytes, remove_dead
 from memopt.solver.native import native, native_part
 from memopt.solver.replay import (
+    AWAY,
     EVALUATED,
     LOOK,
     NEVER,
@@ -35,11 +35,142 @@ from memopt.solver.replay import (
     start_replay,
 )
 
+
+@native_part
+def heapify(items: Ints, scores: Floats, count: int) -> None:
+    """Turn the first `count` entries into a heap, in place, with the smallest score at index 0."""
+    for at in range(count // 2 - 1, -1, -1):
+        sift_down(items, scores, at, count)
+
+
+@native_part
+def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
+    """Move the entry at index `at` down to its place in a heap of `count` entries that is otherwise in order."""
+    item, score = items[at], scores[at]
+    while True:
+        child = 2 * at + 1
+        if child >= count:
+            break
+        if child + 1 < count and scores[child + 1] < scores[child]:
+            child += 1
+        if scores[child] >= score:
+            break
+        items[at], scores[at] = items[child], scores[child]
+        at = child
+    items[at], scores[at] = item, score
+
+
+@native_part
+def look_ahead(arrays: Arrays, replay: Replay, depth: int) -> None:
+    """Set `need` of the storages in memory, and pin those that the `depth` ops on the stack use."""
+    scalars, need = replay.scalars, replay.need
+    scalars[LOOK] += 1
+    for at in range(scalars[PRESENT]):
+        storage = replay.present[at]
+        need[storage] = _next_read(replay, storage)
+    last = _look_at_away(arrays, replay)
+    for level in range(depth):
+        op = replay.stack[level]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            storage = arrays.reads[at]
+            if replay.place[storage] < 0:
+                last = max(last, _need_op(replay, arrays.producer[storage], scalars[NOW]))
+            else:
+                need[storage] = scalars[NOW]
+                replay.pinned[storage] = scalars[LOOK]
+    op = replay.stack[depth - 1]
+    for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
+        replay.pinned[arrays.makes[at]] = scalars[LOOK]
+    _pass_need_on(arrays, replay, last)
+
+
+@native_part
+def _look_at_away(arrays: Arrays, replay: Replay) -> int:
+    """Mark the ops that must recompute evicted storages that the seed still reads; returns the last one, or -1."""
+    scalars = replay.scalars
+    last = -1
+    at = 0
+    while at < scalars[AWAY]:
+        storage = replay.away[at]
+        soonest = _next_read(replay, storage)
+        if replay.place[storage] >= 0 or replay.cursor[storage] == replay.event_start[storage + 1]:
+            replay.is_away[storage] = False
+            scalars[AWAY] -= 1
+            replay.away[at] = replay.away[scalars[AWAY]]
+            continue
+        if soonest < NEVER:
+            last = max(last, _need_op(replay, arrays.producer[storage], soonest))
+        at += 1
+    return last
+
+
+@native_part
+def _next_read(replay: Replay, storage: int) -> int:
+    """Position of the seed's next read of the storage's current version; `NEVER` if the seed recomputes it first."""
+    at, stop = replay.cursor[storage], replay.event_start[storage + 1]
+    while at < stop and replay.events[at] < 2 * replay.scalars[NOW]:
+        at += 1
+    replay.cursor[storage] = at
+    if at < stop and replay.events[at] % 2 == 0:
+        return replay.events[at] // 2
+    return NEVER
+
+
+@native_part
+def _need_op(replay: Replay, op: int, soonest: int) -> int:
+    """Mark that the op must be recomputed by position `soonest` at the latest; returns the op."""
+    if replay.op_look[op] != replay.scalars[LOOK]:
+        replay.op_look[op] = replay.scalars[LOOK]
+        replay.op_need[op] = soonest
+    else:
+        replay.op_need[op] = min(replay.op_need[op], soonest)
+    return op
+
+
+@native_part
+def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
+    """After the eviction of `storage`: the inputs of its recomputation, missing ones included, are needed as soon as
+    the storage was."""
+    pending = replay.pending
+    pending[0] = _need_op(replay, arrays.producer[storage], replay.need[storage])
+    count = 1
+    while count > 0:
+        count -= 1
+        op = pending[count]
+        soonest = replay.op_need[op]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            read = arrays.reads[at]
+            if replay.place[read] >= 0:
+                replay.need[read] = min(replay.need[read], soonest)
+                continue
+            producer = arrays.producer[read]
+            if replay.op_look[producer] != replay.scalars[LOOK] or replay.op_need[producer] > soonest:
+                replay.op_look[producer] = replay.scalars[LOOK]
+                replay.op_need[producer] = soonest
+                pending[count] = producer
+                count += 1
+
+
+@native_part
+def _pass_need_on(arrays: Arrays, replay: Replay, last: int) -> None:
+    """From op `last` back to the first: the storages that an op to recompute reads are needed as soon as the op is."""
+    scalars = replay.scalars
+    for op in range(last, -1, -1):
+        if replay.op_look[op] != scalars[LOOK]:
+            continue
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            storage = arrays.reads[at]
+            if replay.place[storage] < 0:
+                _need_op(replay, arrays.producer[storage], replay.op_need[op])
+            else:
+                replay.need[storage] = min(replay.need[storage], replay.op_need[op])
+
+
 # Evictions free this share of the cap beyond the need of the next op: three times as fast, and plans are as good.
 _SLACK = 0.01
 
 
-class Repaired(NamedTuple):
+class _Repaired(NamedTuple):
     """The outcome of a replay."""
 
     evaluations: Ints | None
@@ -55,7 +186,7 @@ def repair(
     bytes_exponent: float = 1.0,
     distance_exponent: float = 1.0,
     noise: Floats | None = None,
-) -> Repaired:
+) -> _Repaired:
     """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule.
 
     The exponents are p and a of the rule above; `noise` multiplies each storage's score (for a local search). The
@@ -73,7 +204,7 @@ def repair(
     evaluations = remove_dead(arrays, replay.evaluations[:spent]) if whole else None
     if evaluations is not None and peak_bytes(arrays, evaluations) > cap_bytes:
         evaluations = None
-    return Repaired(evaluations, spent)
+    return _Repaired(evaluations, spent)
 
 
 @native

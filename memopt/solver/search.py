@@ -1,17 +1,19 @@
-"""Finds fast schedules within one cap: repairs and polishes given schedules, then searches around the best."""
+"""Finds fast schedules within one cap: repairs and polishes given schedules, then searches around the best.
+`effort="best"` adds the exact solver for small problems, and then in turn the exact solver on windows of the best
+schedule and local search."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Ints
-from memopt.solver.liveness import added_seconds, peak_bytes
-from memopt.solver.polish import polish
+from memopt.solver.arrays import Arrays, Ints, added_seconds, peak_bytes, to_array
+from memopt.solver.polish import polish, ruin
+from memopt.solver.problem import RematProblem
 from memopt.solver.repair import repair
-from memopt.solver.ruin import ruin
 
 # Exponents (p, a) of the repair's rule, bytes^p and distance^a. No pair is best everywhere; these sets lost least on
 # transformers, hourglasses, chains and random graphs, at budgets from near save-all down to the smallest peak.
@@ -74,7 +76,7 @@ class Search:
         """Polish a plan that fits, once for each of `LENGTH_EXPONENTS`, and offer the results."""
         for length_exponent in () if self.done or self._is_long(plan) else LENGTH_EXPONENTS:
             evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
-            self.offer(candidate(self._arrays, method or f"{_root(plan.method)}, polished", evaluations))
+            self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", evaluations))
 
     def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
         """Offer the plan, polish it if it fits, and repair it in any case, as better plans may be near it."""
@@ -95,7 +97,9 @@ class Search:
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
         self.spent += spent
-        return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
+        return (
+            None if evaluations is None else candidate(self._arrays, f"{root_of(seed.method)}, repaired", evaluations)
+        )
 
     def explore(self, save_all: Candidate, seeds: Sequence[Candidate], evaluations: int) -> None:
         """Local search: in each round, ruin the best plan or repair a plan with noise, then polish the result.
@@ -127,7 +131,7 @@ class Search:
         self.spent += seed.evaluations.size // 4
         noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
         plan = polish(arrays, plan, self.cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
-        return candidate(arrays, f"{_root(seed.method)}, local search", plan)
+        return candidate(arrays, f"{root_of(seed.method)}, local search", plan)
 
     def _is_long(self, plan: Candidate) -> bool:
         """Whether the plan has too many evaluations to be improved in good time."""
@@ -144,9 +148,89 @@ class Search:
             return None
         noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
         plan = polish(arrays, plan, self.cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
-        return candidate(arrays, f"{_root(seed.method)}, local search", plan)
+        return candidate(arrays, f"{root_of(seed.method)}, local search", plan)
 
 
-def _root(method: str) -> str:
+def root_of(method: str) -> str:
     """The name of the solver that a plan comes from: its method without the improvements."""
     return method.split(",")[0]
+
+
+# The exact solver is tried on problems with at most this many forward ops.
+_MOST_FORWARD_OPS = 80
+# Evaluations that repairs make in one round of local search, a fraction of a second, after which progress is reported.
+_ROUND = 10_000
+# Windows between two rounds of local search, their possible lengths in first evaluations, and the seconds for one.
+_WINDOWS, _STAGES, _WINDOW_SECONDS = 3, (6, 12, 20), 3.0
+# The search ends when the best schedule is this close to the lower bound, as a share of the step's seconds.
+_CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a search at one time."""
+
+    seconds: float
+    """Wall time in seconds since the search began."""
+    added_seconds: float
+    """Seconds that the best schedule so far adds to the step."""
+    lower_bound_seconds: float
+    """Seconds that every schedule within the budget adds."""
+
+
+def search_on(
+    problem: RematProblem,
+    arrays: Arrays,
+    search: Search,
+    seeds: Sequence[Candidate],
+    bound_seconds: float,
+    limit_seconds: float,
+    report: Callable[[Progress], None] | None,
+) -> None:
+    """Improve `search.best` until it is proven optimal, meets `bound_seconds`, or `limit_seconds` have passed.
+
+    `seeds` must begin with the plan that saves everything. The exact solver gets at most half of the time.
+    """
+    started = time.monotonic()
+
+    def continues() -> bool:
+        """Report progress; returns whether time is left and the best is not yet close to the bound."""
+        assert search.best is not None
+        elapsed = time.monotonic() - started
+        if report is not None:
+            report(Progress(elapsed, search.best.added_seconds, bound_seconds))
+        return elapsed < limit_seconds and search.best.added_seconds > bound_seconds + _CLOSE * problem.seconds
+
+    assert search.best is not None
+    if continues() and problem.forward_ops <= _MOST_FORWARD_OPS:
+        from memopt.solver.exact import solve_exactly  # scipy.optimize takes a while to import
+
+        most = search.best.added_seconds
+        exact = solve_exactly(problem, search.cap_bytes, seconds=limit_seconds / 2, below_seconds=most)
+        if exact.schedule is not None:
+            search.offer(candidate(arrays, "exact", to_array(exact.schedule)))
+            search.polish(search.best)
+        if exact.proven:
+            return
+    draw = np.random.default_rng(0)
+    while continues():
+        for _ in range(_WINDOWS):
+            left = limit_seconds - (time.monotonic() - started)
+            _solve_window(problem, arrays, search, draw, min(left, _WINDOW_SECONDS))
+        search.explore(seeds[0], seeds[1:], _ROUND)
+
+
+def _solve_window(
+    problem: RematProblem, arrays: Arrays, search: Search, draw: np.random.Generator, seconds: float
+) -> None:
+    """Optimise the recomputations in one random window of the best schedule, within `seconds` of wall time."""
+    if seconds <= 0:
+        return
+    from memopt.solver.exact import random_window, solved  # scipy.optimize takes a while to import
+
+    assert search.best is not None
+    evaluations = search.best.evaluations
+    stretch = random_window(problem, arrays, evaluations, int(draw.choice(_STAGES)), draw)
+    better = None if stretch is None else solved(evaluations, stretch, search.cap_bytes, seconds)
+    if better is not None:
+        search.improve(candidate(arrays, "exact windows", better), ())

@@ -1,15 +1,136 @@
-"""The sums over the microbatches between two optimiser steps, and the weights that turn their means into one mean."""
+"""The sums over the microbatches between two optimiser steps, each weighted by the terms that its mean loss averages,
+on all ranks together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from memopt.capture.shards import is_tensor_parallel
+from memopt.compat.ddp import unwrapped
 from memopt.compat.host import is_on_host
-from memopt.train.ranks import mean_over_ranks
+from memopt.compat.tensors import is_sharded
+from memopt.microbatch import samples_of
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """The process groups whose ranks train the model: one, or, where parameters are spread over a mesh of several
+    dimensions, one for each of these; none for a model on one device."""
+    if isinstance(model, DistributedDataParallel):
+        return [model.process_group]
+    sharded: Any = next(filter(is_sharded, model.parameters()), None)
+    return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
+
+
+def check_split(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that `parallelize_module` has split: torch neither clips nor scales gradients of
+    which some are sharded and others are not."""
+    if is_tensor_parallel(model):
+        raise ValueError(
+            f"TrainStep does not train {type(model).__name__}, which is split by parallelize_module (tensor "
+            "parallelism); call its loss.backward() and optimizer.step() yourself, planned by memopt.optimize"
+        )
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether the model is trained by several ranks: it is in `DistributedDataParallel`, or its parameters are
+    sharded."""
+    return bool(groups_of(model))
+
+
+def gradients_kept_here(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which backwards do not exchange gradients (`no_sync`); the next backward outside exchanges their
+    sum. Sharded parameters have their gradients exchanged by every backward, since keeping them would take whole
+    ones."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """The mean of each element of `values` over the ranks that train `model`; `values` themselves if there is only
+    one."""
+    for group in groups_of(model):
+        total = values.clone()
+        distributed.all_reduce(total, group=group)
+        values = total / distributed.get_world_size(group)
+    return values
+
+
+IGNORED = -100
+"""The target that torch's cross entropy and Hugging Face's losses ignore."""
+SHIFTING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""Parts of the names of Hugging Face's loss types, and of models without one, whose loss compares position t with label
+t + 1."""
+
+Count = Callable[[Any], Any]
+
+
+def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets: bool) -> int | float | torch.Tensor:
+    """The number of terms in the mean loss of `batch`, as a tensor on the device if it is computed from tensors there.
+
+    A given `count` is called. Otherwise integer labels other than -100 are counted (`labels` or `shift_labels` of a
+    dict, or the targets of a pair `(inputs, targets)`); in a causal Hugging Face model the first label of each sequence
+    is left out, since nothing predicts it. Without such labels the samples are counted.
+
+    Raises:
+        ValueError: samples are counted, but the tensors have different numbers of them; or `count` returns a negative
+            or infinite number; or the batch has a normalisation of its own (`num_items_in_batch`).
+        TypeError: `count` returns neither a number nor a tensor of one element.
+    """
+    if count is not None:
+        return _checked(count(batch))
+    if isinstance(batch, Mapping):
+        if batch.get("num_items_in_batch") is not None:
+            raise ValueError(
+                "the batch holds num_items_in_batch, so its loss is normalised twice; leave it out, or have count= "
+                "give 1 for every microbatch and divide by their number yourself"
+            )
+        if _is_labels(batch.get("shift_labels")):
+            return _valid(batch["shift_labels"])
+        if _is_labels(batch.get("labels")):
+            labels: torch.Tensor = batch["labels"]
+            return _valid(labels[..., 1:] if labels.dim() > 1 and shifts_labels(model) else labels)
+    elif with_targets and isinstance(batch, tuple) and len(batch) == 2 and _is_labels(batch[1]):
+        return _valid(batch[1])
+    return samples_of(batch)
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether this is a Hugging Face model whose loss shifts labels against logits, as decoders do; encoder-decoders
+    shift the decoder's inputs instead."""
+    plain: Any = unwrapped(model)
+    config = getattr(plain, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        return False
+    kind = getattr(plain, "loss_type", None) or type(plain).__name__
+    return any(name in kind for name in SHIFTING)
+
+
+def _is_labels(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
+
+
+def _valid(labels: torch.Tensor) -> torch.Tensor:
+    return (labels != IGNORED).sum()
+
+
+def _checked(value: Any) -> int | float | torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise TypeError(f"count must give one number for a batch, not a tensor of shape {tuple(value.shape)}")
+        return value.detach().reshape(())
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"count must give a number or a tensor of one element, not {value!r}")
+    if not math.isfinite(float(value)) or float(value) < 0:
+        raise ValueError(f"count must give how many terms the mean loss has, zero or more, not {value!r}")
+    return value if isinstance(value, (int, float)) else float(value)
 
 
 @dataclass(frozen=True)
@@ -38,19 +159,21 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The same after a further call with these token `counts`. The first of the `calls` calls with a token sets the
-        reference."""
+        """Returns the sums as a further call begins, whose microbatches have these token `counts`.
+
+        The first call with a token sets the reference: its tokens times `calls`, the calls in an effective batch.
+        """
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
     def weighted(self, loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """The weighted loss, for the backward. A microbatch without a token has the loss 0/0, and is weighted to 0."""
+        """Returns the loss of a microbatch of `count` tokens, weighted for its backward; 0 where it has none (0/0)."""
         weight = count / torch.where(self.reference > 0, self.reference, 1)
         weight = weight if loss.dtype is torch.float64 else weight.float()
         return torch.where(count > 0, loss * weight, 0)
 
     def plus(self, weighted_loss: torch.Tensor, count: torch.Tensor) -> EffectiveBatch:
-        """The sums with those of a further microbatch."""
+        """Returns the sums after a further microbatch of `count` tokens with this loss, which `weighted` returned."""
         return replace(self, tokens=self.tokens + count, loss=self.loss + weighted_loss.detach())
 
     def over_ranks(self, model: nn.Module) -> EffectiveBatch:

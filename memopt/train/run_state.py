@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from memopt.compat.ddp import unwrapped
-from memopt.optimizers.wrapped_optimizer import WrappedOptimizer
-from memopt.train.ranks import groups_of
+from memopt.optimizers.parameterwise import Parameterwise
+from memopt.train.effective_batch import groups_of
 from memopt.train.step_state import StateDict, generators_of, loop_state, set_loop_state
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class RunState:
     """
 
     def __init__(self, step: TrainStep) -> None:
-        if changed := next((one for one in step.optimizers if isinstance(one, WrappedOptimizer)), None):
+        if changed := next((one for one in step.optimizers if isinstance(one, Parameterwise)), None):
             raise ValueError(
                 f"the state of {type(changed).__name__} cannot be spread over ranks; save step.state_dict() and the "
                 "model's on each rank with torch.save, or leave the levers on the optimizer out"
@@ -43,17 +42,27 @@ class RunState:
 
     def state_dict(self) -> StateDict:
         """The state, to be saved or loaded into; parameters and optimiser state as the ranks have them."""
-        self._check_complete()
+        from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
+
+        if calls := self.step.effective_batch.calls:
+            raise ValueError(
+                f"the run is within an effective batch, after {calls} of {self.step.accumulate} calls: save and load "
+                "after a call whose result is complete"
+            )
         self.step.settle()
-        model, optimizers = self._named()
-        loop = {**loop_state(self.step), "generators": self._generators()}
-        return {MODEL: model, OPTIMIZERS: optimizers, LOOP: _as_bytes(loop)}
+        model, optimizers = get_state_dict(unwrapped(self.step.model), list(self.step.optimizers))
+        file = io.BytesIO()  # one value, so that a checkpoint with another number of ranks has the same names
+        torch.save({**loop_state(self.step), "generators": self._generators()}, file)
+        return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Set model, optimisers and the rest to a state that `torch.distributed.checkpoint` has loaded."""
         from torch.distributed.checkpoint.state_dict import set_state_dict  # it takes a second to import
 
-        loop = _from_bytes(state[LOOP])
+        saved = state[LOOP]
+        if not isinstance(saved, bytes):
+            raise ValueError(f"the checkpoint has no state of a TrainStep, but a {type(saved).__name__} in its place")
+        loop = torch.load(io.BytesIO(saved), weights_only=True)
         generators = loop.pop("generators")
         set_state_dict(
             unwrapped(self.step.model),
@@ -64,19 +73,6 @@ class RunState:
         self.step.follow_up.forget()
         rank, ranks = self._place()
         set_loop_state(self.step, {**loop, "generators": generators[rank] if len(generators) == ranks else None})
-
-    def _named(self) -> tuple[Any, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
-
-        return get_state_dict(unwrapped(self.step.model), list(self.step.optimizers))
-
-    def _check_complete(self) -> None:
-        calls = self.step.effective_batch.calls
-        if calls:
-            raise ValueError(
-                f"the run is within an effective batch, after {calls} of {self.step.accumulate} calls: save and load "
-                "after a call whose result is complete"
-            )
 
     def _generators(self) -> list[Any]:
         """The states of the random generators of all ranks."""
@@ -95,17 +91,3 @@ class RunState:
             position += ranks * distributed.get_rank(group)
             ranks *= size
         return position, ranks
-
-
-def _as_bytes(state: Mapping[str, Any]) -> bytes:
-    """A state as one value, so that a checkpoint with another number of ranks has the same names."""
-    file = io.BytesIO()
-    torch.save(dict(state), file)
-    return file.getvalue()
-
-
-def _from_bytes(saved: Any) -> StateDict:
-    if not isinstance(saved, bytes):
-        raise ValueError(f"the checkpoint has no state of a TrainStep, but a {type(saved).__name__} in its place")
-    state: StateDict = torch.load(io.BytesIO(saved), weights_only=True)
-    return state

@@ -1,16 +1,84 @@
-"""`torch.amp.GradScaler` for several optimisers, which all step or all skip; it also guards steps without fp16."""
+"""Loss scaling by `torch.amp.GradScaler` for several optimisers, which all step or all skip; also without fp16.
+
+The result of a call of `TrainStep`, and what follows once it is known whether its step was skipped.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.compat.optim import nonfinite_flags, skips_on_device
+from memopt.compat.host import is_on_host
+from memopt.compat.modules import nonfinite_flags, skips_on_device
 from memopt.run.session import session_of
-from memopt.train.step_result import Verdict
+
+
+class Verdict:
+    """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) that is still on a
+    device."""
+
+    def __init__(self, skipped: bool | torch.Tensor) -> None:
+        self._flag, self._arrived = skipped, None
+        if isinstance(skipped, torch.Tensor) and skipped.is_cuda:
+            # Copied right behind the step's own work, so that reading it later waits for that step and for no later
+            # work.
+            self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
+            self._flag.copy_(skipped, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `skipped` can be read without waiting for a device."""
+        return self._arrived is None and (isinstance(self._flag, bool) or is_on_host(self._flag))
+
+    @cached_property
+    def skipped(self) -> bool:
+        """Whether it was skipped; waits for the device if necessary."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._flag)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The figures of a call. Tensors are 0-dimensional, detached and on the model's device; `float(…)` waits for it."""
+
+    loss: torch.Tensor
+    """The mean loss over the tokens (or samples) of the effective batch so far."""
+    scale: torch.Tensor
+    """The factor by which the loss was multiplied for this call's backward; 1 without loss scaling."""
+    grad_norm: torch.Tensor | None = None
+    """The total norm of all gradients, unscaled and before clipping; None where the effective batch is not complete."""
+    verdict: Verdict | None = None
+    """Whether the batch was skipped; None where the effective batch is not complete."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether this call completed an effective batch."""
+        return self.verdict is not None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the effective batch is complete but changed nothing, because its loss or a gradient is not finite."""
+        return self.verdict is not None and self.verdict.skipped
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimisers stepped in this call."""
+        return self.verdict is not None and not self.verdict.skipped
+
+    def __str__(self) -> str:
+        if self.grad_norm is None:
+            return f"loss {self.loss:.4g}, the effective batch goes on"
+        done = "skipped" if self.skipped else "stepped"
+        return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}, scale {self.scale:.6g}, {done}"
 
 
 class Scaling:
@@ -118,3 +186,50 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
     finally:
         handle.remove()
     return bool(ran)
+
+
+class FollowUp:
+    """Steps the schedulers after the optimisers, and warns once of a skipped step that a smaller scale would not mend.
+
+    A result whose verdict is still on the device waits for `settle`.
+    """
+
+    def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
+        self.schedulers, self.scale_adapts = schedulers, scale_adapts
+        self._waiting: tuple[int, StepResult] | None = None
+        self._warned = False
+
+    def take(self, number: int, result: StepResult) -> None:
+        """Take the result of effective batch `number`, the latest, and act on it now if its verdict is on the host."""
+        self._waiting = number, result
+        if result.verdict is not None and result.verdict.on_host:
+            self.settle()
+
+    def settle(self) -> None:
+        """Act on the latest result, unless that is done; waits for the device where its verdict is there."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        number, result = waiting
+        if not result.skipped:
+            for scheduler in self.schedulers:
+                scheduler.step()
+        elif not self._warned:
+            self._warn(number, float(result.loss))
+
+    def forget(self) -> None:
+        """Drop a result that was not acted on."""
+        self._waiting = None
+
+    def _warn(self, number: int, loss: float) -> None:
+        finite = abs(loss) < float("inf")
+        if finite and self.scale_adapts:
+            return  # a smaller scale mends it
+        self._warned = True
+        reason = f"its loss is {loss:g}" + (", but not all of its gradients are finite" if finite else "")
+        warnings.warn(
+            f"step {number} was skipped: {reason}; nothing was stepped, and later steps like it are only "
+            "marked as skipped in their results",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -41,7 +40,9 @@ class Splitting:
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused
         least = refused
-        for number in _divisors_above(self.pieces(batch), samples_of(batch)):
+        for number in range(self.pieces(batch) + 1, (samples := samples_of(batch)) + 1):
+            if samples % number:
+                continue
             try:  # as a later piece, beside the gradients of earlier ones
                 plan = planned.plan(split(batch, number)[0], gradients_held=True, advise=False)
             except BudgetError as error:
@@ -50,20 +51,17 @@ class Splitting:
             except CaptureError:  # the model does not accept so small a batch
                 break
             self._check_statistics(plan, number, refused)
-            self._remember(_signature_of(batch), number)
+            self._pieces[_signature_of(batch)] = number
+            if len(self._pieces) > MOST_SIGNATURES:
+                self._pieces.popitem(last=False)
             warnings.warn(
-                f"a batch of {samples_of(batch)} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
+                f"a batch of {samples} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
                 f"{number} microbatches, weighted by their tokens; a loss that compares samples with each other would "
                 "differ: give TrainStep microbatches=1 to be refused instead",
                 stacklevel=4,
             )
             return number
         raise least
-
-    def _remember(self, signature: str, number: int) -> None:
-        self._pieces[signature] = number
-        if len(self._pieces) > MOST_SIGNATURES:
-            self._pieces.popitem(last=False)
 
     def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
         """Raise `BudgetError` where the model normalises over the batch, so that pieces would change the numbers."""
@@ -80,7 +78,3 @@ class Splitting:
 
 def _signature_of(batch: Any) -> str:
     return call_signature(((batch,), {}))
-
-
-def _divisors_above(number: int, samples: int) -> Iterator[int]:
-    return (pieces for pieces in range(number + 1, samples + 1) if samples % pieces == 0)

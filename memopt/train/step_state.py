@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from memopt.compat.ddp import unwrapped
+from memopt.compat.host import HOST
+from memopt.device.devices import device_of
 from memopt.train.effective_batch import EffectiveBatch
-from memopt.train.generators import random_state, set_random_state
 from memopt.train.scaling import Scaling
-from passes.ops.fp8_history import histories_state, load_histories
+from memopt.training_state import generator_states, set_generators
+from passes.ops.fp8_formats import histories_state, load_histories
+
+_HOST, _CARDS = "cpu", "cuda"
+"""Names in saved states, of whatever cards they are."""
+
+
+def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, of the last on the host and on the cards given."""
+    python, (kind, keys, *rest), host, _ = generator_states(HOST)
+    states = {device: device_of(device).generator_state(device) for device in devices}
+    return {
+        "python": python,
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        _HOST: host.get_state(),
+        _CARDS: {str(device): state for device, state in states.items() if state is not None},
+    }
+
+
+def set_random_state(state: dict[str, Any], devices: Iterable[torch.device]) -> None:
+    """Set the generators back to what `random_state` returned; its tensors may be on any device.
+
+    Generators of cards that are not among `devices` are left as they are.
+    """
+    kind, keys, *rest = state["numpy"]
+    numpy = (kind, keys.cpu().numpy().astype(np.uint32), *rest)
+    host = torch.Generator().set_state(state[_HOST].cpu())
+    set_generators((state["python"], numpy, host, None), HOST)
+    for device in devices:
+        if str(device) in state[_CARDS]:
+            device_of(device).set_generator_state(device, state[_CARDS][str(device)].cpu())
+
 
 StateDict = dict[str, Any]
 KEYS = frozenset(
@@ -23,7 +56,7 @@ KEYS = frozenset(
 """The keys that every state has. `"fp8_histories"` is missing in states of versions that did not save them."""
 
 
-class Stateful(Protocol):
+class _Stateful(Protocol):
     """The parts of a `TrainStep` that its state is made of."""
 
     model: nn.Module
@@ -39,7 +72,7 @@ class Stateful(Protocol):
     def parameters(self) -> list[torch.Tensor]: ...
 
 
-def state_of(step: Stateful) -> StateDict:
+def state_of(step: _Stateful) -> StateDict:
     """The state as plain values and tensors, which are not copied, as in torch's own state dicts."""
     parameters = step.parameters
     return {
@@ -52,7 +85,7 @@ def state_of(step: Stateful) -> StateDict:
     }
 
 
-def loop_state(step: Stateful) -> StateDict:
+def loop_state(step: _Stateful) -> StateDict:
     """The part of the state that is the same on all ranks and belongs to no parameter."""
     return {
         "number": step.number,
@@ -62,12 +95,12 @@ def loop_state(step: Stateful) -> StateDict:
     }
 
 
-def generators_of(step: Stateful) -> StateDict:
+def generators_of(step: _Stateful) -> StateDict:
     """The states of the random generators that a step may draw from on this rank."""
     return random_state({parameter.device for parameter in step.parameters})
 
 
-def restore(step: Stateful, state: StateDict) -> None:
+def restore(step: _Stateful, state: StateDict) -> None:
     """Set `step` to `state`.
 
     Raises `ValueError` where the state is damaged, or of a TrainStep built otherwise; the step is then as before.
@@ -94,7 +127,7 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def set_loop_state(step: Stateful, state: StateDict) -> None:
+def set_loop_state(step: _Stateful, state: StateDict) -> None:
     """Set what `loop_state` returned; also the random generators, unless those of the state are None.
 
     Raises `ValueError`, before anything is set, for the state of a TrainStep that was built otherwise.
@@ -105,7 +138,7 @@ def set_loop_state(step: Stateful, state: StateDict) -> None:
         set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
-def _set_loop(step: Stateful, state: StateDict) -> None:
+def _set_loop(step: _Stateful, state: StateDict) -> None:
     load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
@@ -114,7 +147,7 @@ def _set_loop(step: Stateful, state: StateDict) -> None:
     step.number = state["number"]
 
 
-def _set(step: Stateful, state: StateDict) -> None:
+def _set(step: _Stateful, state: StateDict) -> None:
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     _set_loop(step, state)
@@ -131,7 +164,7 @@ def _set(step: Stateful, state: StateDict) -> None:
     set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
-def _check(step: Stateful, state: StateDict) -> None:
+def _check(step: _Stateful, state: StateDict) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(_DAMAGED.format(f"it is a {type(state).__name__}"))
     missing = KEYS - state.keys()
@@ -149,7 +182,7 @@ def _check(step: Stateful, state: StateDict) -> None:
         raise ValueError("the gradients of the state are of other parameters than this TrainStep's; build it as it was")
 
 
-def _check_built_alike(step: Stateful, state: StateDict, lists: Sequence[str]) -> None:
+def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) -> None:
     """Raise `ValueError` where a state is of a TrainStep with another number of optimisers or schedulers, or with a
     scaler where this one has none."""
     for name in lists:

@@ -11,23 +11,36 @@ from torch import nn
 
 from memopt.checks.verify import verify
 from memopt.compat.ddp import unwrapped
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches
 from memopt.planning.options import positive_int
 from memopt.run.loss import batch_loss, has_loss_function
 from memopt.run.session import session_of
-from memopt.train import gradients
-from memopt.train.effective_batch import EffectiveBatch, as_count
-from memopt.train.follow_up import FollowUp, Outcome
-from memopt.train.optimizers import as_optimizers, as_schedulers, check_proposals, norm_limit, parameters_of
-from memopt.train.ranks import check_split, gradients_kept_here, is_parallel
-from memopt.train.scaling import Scaling, check_autocast, check_scaler, scaler_for
+from memopt.train.effective_batch import (
+    Count,
+    EffectiveBatch,
+    as_count,
+    check_split,
+    count_of,
+    gradients_kept_here,
+    is_parallel,
+)
+from memopt.train.optimizers import (
+    as_optimizers,
+    as_schedulers,
+    check_proposals,
+    clear,
+    clip,
+    multiply,
+    norm_limit,
+    parameters_of,
+    with_gradients,
+)
+from memopt.train.scaling import FollowUp, Scaling, StepResult, check_autocast, check_scaler, scaler_for
 from memopt.train.splitting import Splitting
-from memopt.train.step_result import StepResult
 from memopt.train.step_state import StateDict, restore, state_of
-from memopt.train.token_count import Count, count_of
 from memopt.training_state import CallState
 
 
@@ -48,7 +61,7 @@ class TrainStep:
         microbatches: the number of equal pieces into which each batch is split. None: 1, or, for a model that was
             optimised with the lever "microbatch", as few as fit its budget where the whole batch does not.
         count: returns for a batch the number of terms in its mean loss, an int or a tensor: its weight in an effective
-            batch. None: see `token_count.count_of`.
+            batch. None: see `effective_batch.count_of`.
         verify_every: before the first of this many effective batches each, its first microbatch is also trained by the
             plain model, from the same state, and `GradientMismatchError` is raised where the planned gradients differ
             by more than the plan's precision explains. That takes the plain step's memory, and the time of four steps.
@@ -127,8 +140,8 @@ class TrainStep:
             self._backward(microbatches, counts)
             if self.effective_batch.calls < self.accumulate:
                 return StepResult(self.effective_batch.mean_loss, self.scaling.current(self.device))
-            outcome, result = self._finish()
-        self.follow_up.of(outcome)
+            result = self._finish()
+        self.follow_up.take(self.number, result)
         return result
 
     def _backward(self, microbatches: Sequence[Any], counts: Sequence[torch.Tensor]) -> None:
@@ -143,21 +156,21 @@ class TrainStep:
             batch = batch.plus(loss, count)
         self.effective_batch = batch
 
-    def _finish(self) -> tuple[Outcome, StepResult]:
+    def _finish(self) -> StepResult:
         """Complete the effective batch: step the optimisers if the loss and all gradients are finite."""
         self.follow_up.settle()
         batch = self.effective_batch.over_ranks(self.model)
-        optimizers = gradients.with_gradients(self.optimizers)
+        optimizers = with_gradients(self.optimizers)
         scale = self.scaling.current(self.device)
         skipped = self.scaling.unscale(optimizers, torch.isfinite(batch.mean_loss))
         if self.accumulate > 1:  # within one call the reference is exact
-            gradients.multiply(self.parameters, batch.correction)
-        norm = gradients.clip(self.parameters, self.max_grad_norm)
+            multiply(self.parameters, batch.correction)
+        norm = clip(self.parameters, self.max_grad_norm)
         verdict = self.scaling.step(optimizers, skipped)
         self.scaling.update()
         self._clear()
         self.number += 1
-        return Outcome(self.number, batch.mean_loss, verdict), StepResult(batch.mean_loss, scale, norm, verdict)
+        return StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
         """Step the schedulers for the latest effective batch, if its optimisers stepped and the schedulers did not
@@ -205,7 +218,7 @@ class TrainStep:
             return batch_loss(self.model, batch, self.loss_fn).to(self.device)
 
     def _clear(self) -> None:
-        gradients.clear(self.parameters)
+        clear(self.parameters)
         self.effective_batch = EffectiveBatch.empty(self.device)
 
     @contextmanager
@@ -218,7 +231,7 @@ class TrainStep:
         inputs = [leaf for leaf in tree_leaves(microbatches) if isinstance(leaf, torch.Tensor)]
         state = CallState.of(unwrapped(self.model), inputs) if session_of(self.model) is not None else None
         if first:
-            gradients.clear(self.parameters)
+            clear(self.parameters)
         try:
             yield
         except BaseException as failure:

@@ -17,9 +17,31 @@ from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.compat import schema_of
-from passes.graphs.new_memory import makes_memory
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, tensors
+from passes.graphs.op_kinds import known_targets, mutated_arguments, op_name
 from passes.ops.offload_ops import COPY_OUT
+
+_IN_PLACE = frozenset(known_targets())
+# Besides those of `inplace_variants`: operators that make their results in new memory.
+_MAKERS = frozenset(
+    {
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
+        "_native_batch_norm_legit_functional", "_softmax", "_to_copy", "addmm",
+        "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
+        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
+        "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",
+        "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+        "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
+    }
+)  # fmt: skip
+
+
+def makes_memory(node: Node) -> bool:
+    """Returns whether every result of a call is known to lie in new memory of its own."""
+    if node.op != "call_function" or mutated_arguments(node):
+        return False
+    return node.target in _IN_PLACE or op_name(node) in _MAKERS
+
 
 WAIT: Any = getattr(getattr(torch.ops._c10d_functional, "wait_tensor", None), "default", None)
 """The operator that waits for a collective, and returns its result; None in builds without torch.distributed."""
@@ -63,7 +85,7 @@ def results_of(node: Node) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Block:
+class _Block:
     """A block of memory: the node that makes it (an input if it exists before the run), and the fake tensor made."""
 
     maker: Node
@@ -75,7 +97,7 @@ class Aliases:
     """The blocks of memory of a graph, numbered as they are made, and which nodes lie in them."""
 
     graph: Graph
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[_Block] = field(default_factory=list)
     of: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     """By node the block of each tensor that it returns; for `cautious` ones all blocks that these may lie in."""
     views: set[Node] = field(default_factory=set)
@@ -117,7 +139,7 @@ class Aliases:
 
     def _make(self, node: Node) -> tuple[int, ...]:
         first = len(self.blocks)
-        self.blocks += [Block(node, value) for value in results_of(node)]
+        self.blocks += [_Block(node, value) for value in results_of(node)]
         return tuple(range(first, len(self.blocks)))
 
 

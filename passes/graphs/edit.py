@@ -1,12 +1,122 @@
-"""Edits that passes share: adding a call, replacing a node, and erasing nodes that nothing reads."""
+"""Edits that passes share: adding a call, replacing a node, and erasing nodes that nothing reads.
 
-from collections.abc import Iterable
+The stored values of calls that have changed are recomputed from those of their arguments. The Python code of a graph
+that was edited is generated only when it is called or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
-from passes.graphs.node_facts import is_pure
-from passes.graphs.propagate import refresh
+from passes.compat import enable_python_dispatcher
+from passes.graphs.node_facts import binds_new_symbols, is_pure, tensors
+
+
+def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that runs operators on the graph's fake tensors, without autograd, autocast or guards."""
+    values = (tensor for node in graph.nodes for tensor in tensors(node.meta.get("val")))
+    return propagating(next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None))
+
+
+@contextlib.contextmanager
+def propagating(mode: Any) -> Iterator[None]:
+    """Runs operators on fake tensors without autograd or autocast, and leaves no guards and no pending symbols.
+
+    As where the graph was traced, the operators that torch writes in Python take symbolic sizes that their kernels do
+    not.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if mode is not None:
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+                stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(mode)
+        yield
+
+
+def refresh(node: Node) -> None:
+    """Sets a call's stored value to what its operator returns for those of its arguments; needs `on_stored_values`.
+
+    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument.
+    """
+    if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
+        return
+    node.meta["val"] = result_of(node)
+
+
+def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) -> Any:
+    """Returns what a call returns for the stored values of its arguments, or those `instead` of them; see `refresh`."""
+    if binds_new_symbols(node):
+        first = node.all_input_nodes[0]
+        return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
+    args, kwargs = map_arg(
+        (node.args, node.kwargs), lambda source: instead[source] if source in instead else _of(source)
+    )
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _is_known(node: Node) -> bool:
+    return "val" in node.meta or node.op == "get_attr"
+
+
+def _of(node: Node) -> Any:
+    """Returns a node's stored value; of a graph that an operator runs, as that of a custom function, the graph."""
+    return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
+    """Returns the stored values that a graph would have if some of its nodes had other strides: those of these nodes,
+    with the values in `changes`, and of their readers, as far as strides change. None where an operator does not take
+    them, as a view may not, where its value cannot be computed, or where an output of the graph would change. Needs
+    `on_stored_values`."""
+    changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
+    if not changed:
+        return dict(changes)
+    for node in next(iter(changed)).graph.nodes:
+        if node in changes or changed.keys().isdisjoint(node.all_input_nodes):
+            continue
+        if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
+            return None
+        if binds_new_symbols(node):
+            return None
+        try:
+            value = result_of(node, changed)
+        except (RuntimeError, ValueError):  # of kernels, and of fake ones
+            return None
+        if strides(value) != strides(node.meta["val"]):
+            changed[node] = value
+    return {**changes, **changed}
+
+
+def store(values: Mapping[Node, Any]) -> None:
+    """Sets the stored values of nodes."""
+    for node, value in values.items():
+        node.meta["val"] = value
+
+
+def strides(value: Any) -> list[str]:
+    """Returns the strides of each tensor in a stored value, as text, so that symbols in them leave no guards."""
+    return [str(tensor.stride()) for tensor in tensors(value)]
+
+
+def _retyped(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_retyped(element, dtype) for element in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
 
 _ORIGIN = (
     "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "autograd_backward", "custom",
@@ -46,3 +156,33 @@ def erase_unread(nodes: Iterable[Node]) -> None:
         node.graph.erase_node(node)
         erased.add(node)
         pending += sources
+
+
+class LazyCode(GraphModule):
+    """A `GraphModule` whose `recompile` only drops the code, which is generated when it is next called or read.
+
+    Generating the code of a graph of thousands of nodes takes longer than most passes over it.
+    """
+
+    def recompile(self) -> None:  # type: ignore[override]
+        type(self).forward = LazyCode.forward  # type: ignore[method-assign]  # every graph module has its own class
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._compile()
+        return self(*args, **kwargs)
+
+    def _compile(self) -> None:
+        if type(self).forward is LazyCode.forward:
+            super().recompile()
+
+    @property
+    def code(self) -> str:
+        self._compile()
+        return super().code
+
+    def __str__(self) -> str:
+        self._compile()
+        return super().__str__()
+
+    def __reduce__(self) -> Any:
+        return GraphModule(self, self.graph, type(self).__name__).__reduce__()

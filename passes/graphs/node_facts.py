@@ -4,22 +4,23 @@ Purity is decided by a list of operators that are known to be pure, not of impur
 random numbers or print, and nothing in its schema says so. Calls that are not known are never moved or removed.
 """
 
+from __future__ import annotations
+
 import operator
-from collections.abc import Hashable, Iterator
+import re
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import Graph, Node
 
-from passes.compat import free_unbacked_symbols, schema_of
+from passes.compat import free_unbacked_symbols, schema_of, statically_known_true
 
 OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 """The class of `aten.add.Tensor` and its like, taken from an instance because it has no public name."""
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
-
-_DROPOUT = "dropout_p"
-"""The argument of attention operators that makes them draw random numbers."""
 
 # Those of our own operators that have no state: the same arguments give the same bits.
 _PURE_OURS = frozenset(
@@ -59,15 +60,14 @@ def is_random(node: Node) -> bool:
     target: Any = node.target
     if not (isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags):
         return False
-    return _argument(node, _DROPOUT) != 0.0
+    return arguments_of(node).get("dropout_p") != 0.0
 
 
-def _argument(node: Node, name: str) -> object:
-    """The value that an operator's node gives an argument, or its default; None where it has no such argument."""
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        if argument.name == name:
-            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Returns the arguments of an operator's call by name, defaults included."""
+    declared = schema_of(node.target).arguments
+    defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return defaults | dict(zip((argument.name for argument in declared), node.args, strict=False)) | dict(node.kwargs)
 
 
 def is_tangent(node: Node) -> bool:
@@ -138,6 +138,22 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
             yield from tensors(element)
 
 
+def is_float(node: Node) -> bool:
+    """Returns whether a node's stored value is one tensor of a floating-point dtype."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def has_floats(node: Node) -> bool:
+    """Returns whether a node's stored value is, or has in it, a tensor of a floating-point dtype."""
+    return any(tensor.is_floating_point() for tensor in tensors(node.meta.get("val")))
+
+
+def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Returns whether two shapes, strides or other rows of sizes are known to be equal."""
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+
+
 def argument_key(argument: Any) -> Hashable:
     """Returns a hashable key for a node's argument: equal keys mean the same value of the same type.
 
@@ -157,3 +173,21 @@ def argument_key(argument: Any) -> Hashable:
     if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return (type(argument), str(argument))
     return (type(argument), id(argument))
+
+
+def module_path(node: fx.Node) -> str:
+    """Returns the path of the module that ran the node, as in `model.named_modules()`; "" if tracing recorded none."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    source = str(next(reversed(stack.values()))[0])
+    return _without_root(source)
+
+
+def _without_root(source: str) -> str:
+    """Returns `layers.0` for `L['self'].layers.0`, for `L['self']._modules['layers']._modules['0']`, and for
+    `L['self'].__dict__['_modules']['layers'].…`, which modules with a `__getattr__` of their own give (PEFT's)."""
+    source = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source)
+    source = re.sub(r"\[(\d+)\]", r".\1", source)
+    root = re.match(r"[LG]\['[^']*'\](\.__closure__\.\d+|\.__self__|\.__func__|\.cell_contents)*\.?", source)
+    return source[root.end() :] if root else source

@@ -1,13 +1,32 @@
-"""Kinds of operators: casts, views and copies, elementwise operators, and how they treat dtypes."""
+"""Kinds of operators: casts, views, copies, elementwise ones; how they treat dtypes; which write over an operand."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from passes.compat import schema_of
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
-from passes.ops.data_attribute import DATA
+
+torch.library.define("memopt::data", "(Tensor(a) value) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl("memopt::data", "CompositeImplicitAutograd")
+def _data(value: Tensor) -> Tensor:
+    """Falls apart where it is differentiated, into what torch's tracers make of the attribute."""
+    return value.data
+
+
+DATA: Any = torch.ops.memopt.data.default
+"""The attribute `data` of a tensor as an operator, so that a trace has a node for it.
+
+Unlike `detach`, the attribute has a version counter of its own: what is written through it is not an error in the
+backward of an operator that saved the tensor, which then computes with what was written."""
 
 _CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision"})
 
@@ -44,6 +63,9 @@ _POINTWISE = frozenset(
         "subtract", "vstack", "where",
     }
 )  # fmt: skip
+
+CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
+"""Operators whose first input alone is cast: kernels take it in 16 bits with parameters and statistics in fp32."""
 
 _NEW = frozenset(
     {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")}
@@ -125,3 +147,128 @@ def fills_with(node: Node) -> tuple[tuple[int | str, float], ...]:
         return ()
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
     return tuple((place, float(value)) for place, value in places if type(value) in (float, int))
+
+
+aten = torch.ops.aten
+
+# The operators that can write their result over an operand: same kernel, same bits, no new memory. They are those that
+# are known to work, not all that look possible: many `out=` variants are generated ones that compute a new result and
+# copy it, and not every kernel that is elementwise by name reads each element before it writes it. The gradients of
+# softmax sum over a row before they write any of it, and then read each element where they write it, on CPU and CUDA.
+_UNARY = (
+    "neg", "gelu", "silu", "sigmoid", "tanh", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "erf",
+    "sin", "cos", "clamp", "clamp_min", "clamp_max", "hardtanh", "leaky_relu", "elu", "hardswish", "hardsigmoid",
+    "mish",
+)  # fmt: skip
+_BACKWARDS = (
+    "threshold", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu", "elu", "softplus", "hardsigmoid",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InplaceVariant:
+    """The variant of an operator that writes its result over an operand."""
+
+    target: Any
+    out: str = ""
+    """The name of the argument that takes the operand; empty where the operator writes over its first."""
+
+
+_OVER_FIRST: Mapping[Any, Any] = {
+    aten.relu.default: aten.relu_.default,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.add.Scalar: aten.add_.Scalar,
+    aten.sub.Scalar: aten.sub_.Scalar,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.pow.Tensor_Scalar: aten.pow_.Scalar,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+    aten.addcmul.default: aten.addcmul_.default,
+    aten.addcdiv.default: aten.addcdiv_.default,
+    **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in _UNARY},
+}
+
+_OVER_ANY: Mapping[Any, InplaceVariant] = {
+    aten.add.Tensor: InplaceVariant(aten.add.out, "out"),
+    aten.sub.Tensor: InplaceVariant(aten.sub.out, "out"),
+    aten.mul.Tensor: InplaceVariant(aten.mul.out, "out"),
+    aten.div.Tensor: InplaceVariant(aten.div.out, "out"),
+    aten.where.self: InplaceVariant(aten.where.self_out, "out"),
+    aten.maximum.default: InplaceVariant(aten.maximum.out, "out"),
+    aten.minimum.default: InplaceVariant(aten.minimum.out, "out"),
+    aten.addcmul.default: InplaceVariant(aten.addcmul.out, "out"),
+    aten.addcdiv.default: InplaceVariant(aten.addcdiv.out, "out"),
+    aten._softmax_backward_data.default: InplaceVariant(aten._softmax_backward_data.out, "grad_input"),
+    aten._log_softmax_backward_data.default: InplaceVariant(aten._log_softmax_backward_data.out, "out"),
+    **{
+        (packet := getattr(aten, f"{name}_backward")).default: InplaceVariant(packet.grad_input, "grad_input")
+        for name in _BACKWARDS
+    },
+}
+
+
+def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
+    """Yields the variants by which an operator may write over an operand; none for an operator that is not listed."""
+    if target in _OVER_FIRST:
+        yield InplaceVariant(_OVER_FIRST[target])
+    if target in _OVER_ANY:
+        yield _OVER_ANY[target]
+
+
+def known_targets() -> tuple[Any, ...]:
+    """Returns every operator that `inplace_variants` knows."""
+    return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
+
+
+def out_of_place(target: Any) -> Any:
+    """Returns the operator that an `out=` variant which `inplace_variants` yields is a variant of, or None."""
+    return _OF_OUT.get(target)
+
+
+_OF_OUT: Mapping[Any, Any] = {variant.target: operator for operator, variant in _OVER_ANY.items()}
+
+
+# CUDA's autocast lists, by name of operator, copied from torch 2.13, `torch/include/ATen/autocast_mode.h`, with which a
+# test compares them. FP32 has one more, `linalg_matrix_sqrth`, which torch 2.15 added outside of its lists.
+LOWER_PRECISION = frozenset(
+    {
+        "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+        "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+        "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+        "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+    }
+)  # fmt: skip
+
+FP32 = frozenset(
+    {
+        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+        "sinh", "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm",
+        "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+        "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+        "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+        "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+        "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+        "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "linalg_matrix_sqrth",
+    }
+)  # fmt: skip
+
+FP32_SET_DTYPE = frozenset(
+    {
+        "prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum",
+    }
+)  # fmt: skip
+"""Operators that compute in fp32 unless the caller names a dtype."""
+
+PROMOTE = frozenset(
+    {
+        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+        "scatter_add",
+    }
+)  # fmt: skip
+"""`AT_FORALL_PROMOTE`: operators that compute in the widest dtype of their operands."""

@@ -5,18 +5,19 @@ arguments, one node at a time, and the result is compared with the stored one. C
 and no inputs, and finds the faulty node itself.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from passes.compat import depends_on_data, free_unbacked_symbols, statically_known_true
+from passes.graphs.edit import propagating
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
-from passes.graphs.propagate import propagating
-from passes.ops.inplace_ops import out_of_place
+from passes.graphs.op_kinds import out_of_place
 
 _MISSING = object()
 _OUT_ARGUMENTS = ("out", "grad_input")
@@ -162,21 +163,25 @@ def _check_node(graph_module: GraphModule, node: Node) -> None:
 
 
 def _run(graph_module: GraphModule, node: Node) -> Any:
+    def held(attribute: Node) -> Any:
+        return operator.attrgetter(str(attribute.target))(graph_module)
+
     if node.op == "get_attr":
-        held = _attribute(graph_module, node)
         # Subgraphs of higher-order operators are held as attributes too, and have no value of their own.
-        return held if isinstance(held, torch.Tensor) else node.meta.get("val")
+        return held(node) if isinstance(held(node), torch.Tensor) else node.meta.get("val")
 
     def value(argument: Node) -> Any:
         stored = argument.meta.get("val", _MISSING)
-        return _attribute(graph_module, argument) if stored is _MISSING and argument.op == "get_attr" else stored
+        return held(argument) if stored is _MISSING and argument.op == "get_attr" else stored
 
     if node.op == "call_module":
         raise VerifyError(node.name, "it calls a module", "trace the model down to operators")
     args, kwargs = map_arg((node.args, node.kwargs), value)
     if isinstance(node.target, OPERATOR_OVERLOAD) and node.is_impure(impure_random=False):
         # An in-place operator may change its argument's sizes: give it a view of the stored value.
-        args, kwargs = _map_tensors((args, kwargs), torch.Tensor.detach)
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+        )
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
@@ -190,23 +195,6 @@ def _run(graph_module: GraphModule, node: Node) -> Any:
         return plain(*args, **{name: kwargs[name] for name in kwargs if name not in _OUT_ARGUMENTS})
 
 
-def _attribute(graph_module: GraphModule, node: Node) -> Any:
-    held: Any = graph_module
-    for name in str(node.target).split("."):
-        held = getattr(held, name)
-    return held
-
-
-def _map_tensors(argument: Any, change: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return change(argument)
-    if isinstance(argument, (tuple, list)):
-        return type(argument)(_map_tensors(element, change) for element in argument)
-    if isinstance(argument, dict):
-        return {name: _map_tensors(entry, change) for name, entry in argument.items()}
-    return argument
-
-
 def _difference(stored: Any, actual: Any) -> str:
     """Returns the difference between the stored and the actual result in words; "" if they agree."""
     if isinstance(stored, (tuple, list)) and isinstance(actual, (tuple, list)):
@@ -215,11 +203,11 @@ def _difference(stored: Any, actual: Any) -> str:
         found = (_difference(*pair) for pair in zip(stored, actual, strict=True))
         return next((f"output {index}: {difference}" for index, difference in enumerate(found) if difference), "")
     if isinstance(stored, torch.Tensor) and isinstance(actual, torch.Tensor):
-        if stored.dtype != actual.dtype:
-            return f"it says dtype {format_dtype(stored.dtype)}, its operator returns {format_dtype(actual.dtype)}"
-        for what in ("device", "layout"):
-            if getattr(stored, what) != getattr(actual, what):
-                return f"it says {what} {getattr(stored, what)}, its operator returns {getattr(actual, what)}"
+        for what in ("dtype", "device", "layout"):
+            one, other = getattr(stored, what), getattr(actual, what)
+            if one != other:
+                says, returns = (format_dtype(kind) if what == "dtype" else kind for kind in (one, other))
+                return f"it says {what} {says}, its operator returns {returns}"
         if not _same_numbers(tuple(stored.shape), tuple(actual.shape)):
             return f"it says shape {list(stored.shape)}, its operator returns {list(actual.shape)}"
         if stored.layout == torch.strided and not _same_strides(stored, actual):

@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, dequantize, quantize, quantize_by, scale_shape, turned
-from passes.ops.fp8_history import fp8_delayed_scale
-from passes.ops.fp8_matmul import scaled_matmul
+from passes.ops.fp8_formats import (
+    E4M3,
+    E5M2,
+    TILES,
+    WHOLE,
+    dequantize,
+    fp8_delayed_scale,
+    quantize,
+    quantize_by,
+    scale_shape,
+    turned,
+)
+from passes.ops.fp8_kernels import scaled_matmul
 
 
 @dataclass(frozen=True)

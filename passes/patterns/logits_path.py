@@ -8,13 +8,10 @@ from torch.fx import Node
 
 from passes.compat import overload_name, statically_known_true
 from passes.graphs.op_kinds import is_cast, op_name
+from passes.rewrite_pattern import NoMatch
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
 _SAME = frozenset({"alias", "contiguous", "clone"})
-
-
-class NoMatch(Exception):
-    """A part of a graph is not the pattern that a pass looks for; the message continues `cross_entropy_loss: `."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Formula:
+class _Formula:
     """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`.
 
     It is `scale * (x + bias)` where `softcap` is 0. If `normalised`, a log_softmax follows.
@@ -39,14 +36,14 @@ class Formula:
     bias: Node | None = None
     normalised: bool = False
 
-    def above(self, node: Node) -> "Formula":
+    def above(self, node: Node) -> "_Formula":
         """Returns the formula with the call before it. Raises `NoMatch` if the operator cannot compute that."""
         name = op_name(node).removesuffix("_")
         factor = _factor(node)
         if name == "log_softmax":
-            if replace(self, normalised=False) != Formula():
+            if replace(self, normalised=False) != _Formula():
                 raise NoMatch("something is computed from its log probabilities")
-            return Formula(normalised=True)
+            return _Formula(normalised=True)
         if factor is None and name not in ("tanh", "add"):
             return self
         if self.bias is not None:
@@ -68,7 +65,7 @@ class Path:
     """In order: the first is the linear layer, the last is the loss's input."""
     returned: tuple[Node, ...]
     """The nodes among them, or their detached values, that the graph returns."""
-    formula: Formula
+    formula: _Formula
 
     @property
     def top(self) -> Node:
@@ -79,7 +76,7 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     """Returns the path from a loss's input back to the first call that is no step of it. Raises `NoMatch`."""
     steps: list[Step] = []
     returned: list[Node] = []
-    formula = Formula()
+    formula = _Formula()
     while True:
         returned += _returned(value, reader)
         source, source_dim, moves = _source(value, class_dim)
@@ -107,8 +104,8 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
         if dim % after.dim() != class_dim:
             raise NoMatch("its log_softmax is not over the classes")
         return source, class_dim, False
-    if name in _VIEWS and _overload(node) != "dtype":
-        if class_dim == after.dim() - 1 and _same(before.shape[-1], after.shape[-1]):
+    if name in _VIEWS and overload_name(node.target) != "dtype":
+        if class_dim == after.dim() - 1 and statically_known_true(before.shape[-1] == after.shape[-1]):
             return source, before.dim() - 1, True
         raise NoMatch(f"{node.name} splits the classes")
     if name in ("slice", "select", "index_select"):
@@ -144,7 +141,7 @@ def _picked(node: Node, class_dim: int) -> tuple[Node, int, bool]:
         if dim <= class_dim:
             class_dim += 1
         return source, class_dim, True
-    if dim == class_dim and not _same(before.shape[dim], after.shape[dim]):
+    if dim == class_dim and not statically_known_true(before.shape[dim] == after.shape[dim]):
         raise NoMatch(f"{node.name} picks among the classes")
     return source, class_dim, dim != class_dim
 
@@ -183,15 +180,6 @@ def _is_float_cast(node: Node) -> bool:
         return False
     before, after = source.meta["val"], node.meta["val"]
     return before.is_floating_point() and after.is_floating_point() and before.device == after.device
-
-
-def _overload(node: Node) -> str:
-    target: Any = node.target
-    return overload_name(target)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return statically_known_true(one == other)
 
 
 def _returned(node: Node, reader: Node) -> list[Node]:

@@ -7,11 +7,75 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from passes.compat import schema_of
+from passes.graphs.node_facts import arguments_of, same_sizes
 from passes.graphs.op_kinds import is_cast, op_name
-from passes.patterns.logits_path import NoMatch, Path, walk_up
-from passes.patterns.picked_loss import Picked, check_readers, find_picked
-from passes.patterns.written_out import check_unwritten
+from passes.patterns.logits_path import Path, walk_up
+from passes.rewrite_pattern import NoMatch, check_unwritten
+
+_SHAPES = frozenset({"squeeze", "view", "reshape", "flatten", "contiguous"})
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """`reduction(sign * log_probabilities picked at target)`."""
+
+    pick: Node
+    log_probabilities: Node
+    target: Node
+    """The targets: one element for each row of log probabilities, in their order."""
+    reduction: str
+    negative: bool
+    """Whether the sign is minus, so that the value is the cross entropy and not its negative."""
+
+
+def find_picked(loss: Node) -> _Picked | None:
+    """Returns the match of a mean or sum that is written like a cross entropy; None for any other call."""
+    if op_name(loss) not in ("mean", "sum") or len(loss.args) != 1 or loss.kwargs:
+        return None
+    negative = False
+    node: Any = loss.args[0]
+    while op_name(node) in _SHAPES | {"neg"}:
+        negative ^= op_name(node) == "neg"
+        node = node.args[0]
+    if op_name(node) not in ("gather", "index"):
+        return None
+    source: Any = node.args[0]
+    if op_name(source) != "log_softmax":
+        return None
+    target = _gathered(node, source) if op_name(node) == "gather" else _indexed(node, source)
+    return _Picked(node, source, target, op_name(loss), negative) if target is not None else None
+
+
+def check_readers(picked: _Picked, loss: Node) -> None:
+    """Raises `NoMatch` where anything else reads the picked log probabilities."""
+    node: Any = loss.args[0]
+    while node is not picked.log_probabilities:
+        if len(node.users) > 1:
+            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}")
+        node = node.args[0]
+
+
+def _gathered(pick: Node, source: Node) -> Node | None:
+    """Returns the index of a `gather(source, -1, index)` that picks one element of each row, or None."""
+    index: Any = pick.args[2]
+    dim: Any = pick.args[1]
+    shape = source.meta["val"].shape
+    one_each = dim % len(shape) == len(shape) - 1 and same_sizes(index.meta["val"].shape, (*shape[:-1], 1))
+    return index if one_each else None
+
+
+def _indexed(pick: Node, source: Node) -> Node | None:
+    """Returns the targets of `source[arange(rows), targets]`, or None."""
+    indices: Any = pick.args[1]
+    value = source.meta["val"]
+    if value.dim() != 2 or len(indices) != 2 or None in indices:
+        return None
+    rows, target = indices
+    every = op_name(rows) == "arange" and len(rows.args) == 1
+    same = all(same_sizes(index.meta["val"].shape, value.shape[:1]) for index in indices)
+    whole = not (target.meta["val"].is_floating_point() or target.meta["val"].dtype.itemsize < 8)
+    return target if every and same and whole else None
+
 
 _LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _REDUCTIONS = {1: "mean", 2: "sum"}
@@ -20,7 +84,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class Linear:
+class _Linear:
     """`hidden @ weight.T + bias`, computed by `linear`, `matmul`, `addmm` or the like."""
 
     node: Node
@@ -37,7 +101,7 @@ class LossMatch:
     """A loss, the linear layer that its logits come from, and the calls between them."""
 
     loss: Node
-    linear: Linear
+    linear: _Linear
     path: Path
     target: Node
     class_weight: Node | None
@@ -62,7 +126,8 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     picked = find_picked(loss)
     if picked is not None:
         return _match_picked(loss, picked, drop_logits)
-    value, target, class_weight, reduction, ignore_index, label_smoothing = _arguments(loss)
+    given = arguments_of(loss)
+    value, target, reduction, ignore_index = (given[name] for name in ("self", "target", "reduction", "ignore_index"))
     if target.meta["val"].is_floating_point():
         raise NoMatch("its targets are probabilities, not classes")
     if reduction not in _REDUCTIONS:
@@ -72,15 +137,14 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     class_dim = min(1, value.meta["val"].dim() - 1)
     path = walk_up(value, class_dim, loss)
     linear = _linear(path.top)
-    match = LossMatch(
-        loss, linear, path, target, class_weight, _REDUCTIONS[reduction], ignore_index, float(label_smoothing)
-    )
+    smoothing = float(given.get("label_smoothing", 0.0))
+    match = LossMatch(loss, linear, path, target, given["weight"], _REDUCTIONS[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
         raise NoMatch("its input is not from log_softmax")
     return _checked(match, drop_logits)
 
 
-def _match_picked(loss: Node, picked: Picked, drop_logits: bool) -> LossMatch:
+def _match_picked(loss: Node, picked: _Picked, drop_logits: bool) -> LossMatch:
     """Returns the match of a cross entropy that is written out. It ignores no target and fails for an invalid one."""
     check_readers(picked, loss)
     value = picked.log_probabilities
@@ -94,30 +158,23 @@ def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
     _check_shapes(match)
     if match.path.returned and not drop_logits:
         raise NoMatch("its logits are returned as well")
-    _check_writes(match)
+    # The operator reads its inputs where the loss is.
+    inputs = [operand for operand in (match.linear.hidden, match.linear.weight, match.bias) if operand is not None]
+    what = "an input of the linear layer before the loss is computed"
+    check_unwritten(inputs, match.linear.node, match.loss, what)
     return match
 
 
-def _arguments(loss: Node) -> tuple[Node, Node, Node | None, int, Any, float]:
-    """Returns input, target, class weight, reduction, ignored index and label smoothing of a loss."""
-    target: Any = loss.target
-    names = (argument.name for argument in schema_of(target).arguments)
-    given = dict(zip(names, loss.args, strict=False)) | loss.kwargs
-    smoothing = given.get("label_smoothing", 0.0)
-    weight, reduction, ignored = given.get("weight"), given.get("reduction", 1), given.get("ignore_index", -100)
-    return given["self"], given["target"], weight, reduction, ignored, smoothing
-
-
-def _linear(node: Node) -> Linear:
+def _linear(node: Node) -> _Linear:
     name, args = op_name(node), node.args
     hidden: Any
     weight: Any
     if name == "linear":
-        hidden, weight, bias = args[0], args[1], _node(node, 2, "bias")
+        hidden, weight, bias = args[0], args[1], arguments_of(node)["bias"]
     elif name in ("matmul", "mm"):
         hidden, weight, bias = args[0], args[1], None
     elif name == "addmm" and not node.kwargs:
-        (bias, hidden, weight) = args  # type: ignore[assignment]
+        bias, hidden, weight = args
     else:
         raise NoMatch(f"its logits come from {name or node.name}, not from a linear layer")
     transposed = name != "linear"
@@ -125,26 +182,16 @@ def _linear(node: Node) -> Linear:
         raise NoMatch("its logits are a product of two activations")
     if transposed and (turned := _turned(weight)) is not None:
         weight, transposed = turned, False
-    return Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
-
-
-def _node(call: Node, position: int, name: str) -> Node | None:
-    value: Any = call.args[position] if len(call.args) > position else call.kwargs.get(name)
-    return value
+    return _Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
 
 
 def _turned(weight: Node) -> Node | None:
     """Returns the matrix that a node is the transpose of, or None."""
-    turns = op_name(weight) in ("t", "numpy_T") or (
-        op_name(weight) in ("transpose", "permute")
-        and {argument % 2 for argument in _numbers(weight.args[1:])} == {0, 1}
-    )
+    name = op_name(weight)
+    dims: Any = weight.args[1] if name == "permute" else weight.args[1:]
+    turns = name in ("t", "numpy_T") or (name in ("transpose", "permute") and {dim % 2 for dim in dims} == {0, 1})
     source: Any = weight.args[0] if turns else None
     return source
-
-
-def _numbers(arguments: Any) -> list[int]:
-    return [member for group in arguments for member in (group if isinstance(group, (tuple, list)) else [group])]
 
 
 def _uncast(value: Node, hidden: Node) -> Node:
@@ -169,13 +216,6 @@ def _check_shapes(match: LossMatch) -> None:
         raise NoMatch("its bias has not one number for each class")
     if match.path.formula.bias is not None and match.linear.bias is not None:
         raise NoMatch("it has two biases")
-
-
-def _check_writes(match: LossMatch) -> None:
-    """Raises `NoMatch` where an input is written to before the loss: the operator reads its inputs there."""
-    inputs = [operand for operand in (match.linear.hidden, match.linear.weight, match.bias) if operand is not None]
-    what = "an input of the linear layer before the loss is computed"
-    check_unwritten(inputs, match.linear.node, match.loss, what)
 
 
 def logits_bytes(match: LossMatch) -> int | None:

@@ -8,6 +8,7 @@ the number has swallowed the sum: the gradients of that row are wrong by as much
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -125,10 +126,7 @@ def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:
 
 def _run(module: GraphModule, node: Node, values: Mapping[Node, Any]) -> Any:
     if node.op == "get_attr":
-        held: Any = module
-        for name in str(node.target).split("."):
-            held = getattr(held, name)
-        return held.cpu()
+        return attrgetter(str(node.target))(module).cpu()
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
     target: Any = node.target

@@ -99,6 +99,7 @@ def test_an_optimizer_that_is_given_has_state_for_what_calls_reach_or_it_has_ste
     assert step(text) == (own, 2 * every // 1024), "the state is there from the call before"
 
 
+@pytest.mark.plans_always
 def test_parameters_that_are_trained_outside_of_the_forward_count_from_the_second_step() -> None:
     model = TwoEncoders().train()
     optimizer = torch.optim.AdamW(model.parameters())

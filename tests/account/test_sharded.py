@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memopt.account.sharded import Sharding, block_of
-from memopt.compat.subclasses import shard_of
+from memopt.compat.tensors import shard_of
 from memopt.device.cluster import Cluster, check_cluster
 from tests.two_ranks import on_two_ranks
 

@@ -14,8 +14,8 @@ from memopt.account import plain_count
 from memopt.account.eager_bytes import TensorsTooLarge, ValueIsRead
 from memopt.account.plain_count import READS_MARGIN, PlainStep
 from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.compat.host import reads_raise, uncomputed
 from memopt.compat.modules import plain_call
-from memopt.compat.uncomputed import reads_raise, uncomputed
 from memopt.device import hardware_of
 
 PLENTY = 1e12

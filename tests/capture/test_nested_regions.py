@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.compat.graph_calls import is_nested_region
+from memopt.compat.operators import is_nested_region
 
 
 @torch.compiler.nested_compile_region
@@ -43,13 +43,13 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.plans_always
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("allow", [{"reinplace"}, {"recompute", "reinplace"}])
 @pytest.mark.parametrize("block", [bent, twice_bent, checkpointed])
 def test_the_gradients_are_those_of_the_plain_model(
-    block: Callable[[nn.Module, Tensor], Tensor], allow: set[str], monkeypatch: pytest.MonkeyPatch
+    block: Callable[[nn.Module, Tensor], Tensor], allow: set[str]
 ) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
     plain, model, x = Layers(block), Layers(block), torch.randn(256, 32)
     expected = plain(x)
     expected.backward()

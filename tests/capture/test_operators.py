@@ -20,11 +20,13 @@ from examples.models.families import integers, normals
 from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
 from memopt.run.session import session_of
 from passes import EliminateDeadCode, Pipeline, format_graph
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, loss, run
 from tests.end_to_end.usual import make
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 Around = Callable[[], AbstractContextManager[Any]]
 BF16: Around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731

@@ -60,6 +60,7 @@ class Failing(Branches):
         return super().forward(x)
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("allow", [{"recompute"}, {"recompute", "plain"}])
 def test_an_exception_of_the_models_own_comes_through(allow: set[str]) -> None:
     model = Failing().train()

@@ -36,13 +36,11 @@ def set_weight(model: nn.Module, number: int) -> None:
     model.weight = 1.0 / (1 + number)  # type: ignore[assignment]
 
 
+@pytest.mark.plans_always
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [set_dropout, set_weight])
-def test_a_number_that_a_schedule_changes(
-    schedule: Callable[[nn.Module, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_a_schedule_changes(schedule: Callable[[nn.Module, int], None]) -> None:
     """Dropout compares its probability while it is traced, which once ended in an error at the first change."""
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
     plain, batch = Annealed(), BY_NAME["vit"].batch("usual")
     model = copy.deepcopy(plain)
     memopt.optimize(model, 1, precision="fp32", allow={"recompute"}, optimizer=None, elsewhere_gb=0)

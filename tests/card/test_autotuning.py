@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from memopt.compat.autotuning import autotuning_within
+from memopt.compat.inductor import autotuning_within
 from tests.card.card import MB, cap
 
 

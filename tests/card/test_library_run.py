@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from examples.models.card import temporary_bytes
-from memopt.device.cuda_cards import reported_chip
-from memopt.device.library_run import library_run
+from memopt.device.cuda_libraries import library_run
+from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
 from tests.card.card import MB
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from memopt.account.caching_allocator import rounded_bytes
-from memopt.device.cuda_cards import reported_chip
+from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import rehearsal
-from passes.patterns.linear_cross_entropy import with_gradients
+from passes.ops.linear_cross_entropy import with_gradients
 
 MB = 1024**2
 """Smaller blocks have a pool of their own, and are not listed."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from memopt.device.cuda import CUDA
 from memopt.device.op_call import describe
-from memopt.device.result_order import calls_in_order
 
 aten = torch.ops.aten
 MB = 1024**2
@@ -67,7 +67,7 @@ def test_results_are_allocated_in_the_order_of_the_plan(name: str) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
     places = {result.untyped_storage().data_ptr(): place for place, result in enumerate(results)}
     allocated = [places[event["addr"]] for event in trace if event["action"] == "alloc" and event["addr"] in places]
-    planned = [one.block for one in calls_in_order(describe(op, args, {}, results), 0)] or list(range(len(results)))
+    planned = [one.block for one in CUDA.result_calls(describe(op, args, {}, results), 0)] or list(range(len(results)))
     large = {place for place, result in enumerate(results) if result.nbytes > MB}
     assert large
     assert [place for place in allocated if place in large] == [place for place in planned if place in large]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from examples.models.card import temporary_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
-from memopt.device.cuda_cards import reported_chip
+from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import estimate_workspace
 from tests.card.card import MB, needs_numbers

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.emit import aten
+from memopt.emit import emit
 from tests.checks.test_compare import WIDTH, Batch, Net, batch
 
 __all__ = ["batch"]
@@ -40,7 +40,7 @@ def test_a_verified_run_is_the_run(batch: Batch, precision: str) -> None:
 def test_wrong_gradients_stop_the_run(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that multiplies by 3 where it must not is told by the operator before which it is right."""
     monkeypatch.setenv("MEMOPT_CACHE", "0")
-    true = aten.boxed
+    true = emit.boxed
 
     def false(module: torch.fx.GraphModule) -> Any:
         for node in module.graph.nodes:
@@ -52,7 +52,7 @@ def test_wrong_gradients_stop_the_run(batch: Batch, monkeypatch: pytest.MonkeyPa
         module.recompile()
         return true(module)
 
-    monkeypatch.setattr(aten, "boxed", false)
+    monkeypatch.setattr(emit, "boxed", false)
     torch.manual_seed(0)
     model = memopt.optimize(Net(), 1.0, precision="fp32", allow={"recompute"})
     before = [parameter.detach().clone() for parameter in model.parameters()]

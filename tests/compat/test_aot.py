@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import fx
 
-from memopt.compat.aot import boxed, mark_boxed
+from memopt.compat.tracing import boxed, mark_boxed
 
 
 def test_a_boxed_module_frees_each_input_after_its_last_use() -> None:

@@ -9,10 +9,10 @@ from memopt.compat.autograd import (
     WatchingHook,
     backward_hooks,
     current_backward,
-    current_leaf,
     fate_of_gradient,
     keeps_graph,
     post_accumulate_hooks,
+    receivers,
     watching_hooks,
 )
 
@@ -31,7 +31,7 @@ class Probe(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Probe.seen = {
             "fate": fate_of_gradient(ctx.leaf),
-            "leaves": [current_leaf(0), current_leaf(1)],
+            "receivers": receivers(),
             "backward": current_backward(),
             "keeps": keeps_graph(),
         }
@@ -47,8 +47,9 @@ def test_backward_accumulates() -> None:
     _, leaf, loss = probe()
     loss.backward()
     assert Probe.seen["fate"] is Fate.ACCUMULATED
-    assert Probe.seen["leaves"][0] is None
-    assert Probe.seen["leaves"][1] is leaf
+    assert Probe.seen["receivers"][0] == (None, Fate.RETURNED)
+    assert Probe.seen["receivers"][1][0] is leaf
+    assert Probe.seen["receivers"][1][1] is Fate.ACCUMULATED
     assert not Probe.seen["keeps"]
 
 

@@ -19,7 +19,7 @@ import torch.distributed.pipelining
 from memopt.compat import check as checking
 from memopt.compat.check import NEWEST, OLDEST, check, missing_names
 from memopt.errors import TorchNamesError
-from passes.private import Private, private
+from passes.compat import Private, private
 from tests.compat.private_names import private_names
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def _anew(monkeypatch):
 def declared(monkeypatch, *names: Private) -> None:
     """Have a module of memopt declare these names in place of its own."""
     monkeypatch.setattr(checking, "_known", [0])
-    monkeypatch.setattr(sys.modules["memopt.compat.aot"], "PRIVATE_NAMES", names)
+    monkeypatch.setattr(sys.modules["memopt.compat.tracing"], "PRIVATE_NAMES", names)
 
 
 def test_this_torch_has_all_names_of_all_modules_and_the_check_takes_milliseconds():
@@ -59,7 +59,7 @@ def test_a_name_that_is_needed_and_missing_is_an_error_that_names_all_of_them_an
     with pytest.raises(TorchNamesError) as raised:
         check()
     message = str(raised.value)
-    assert "torch.fx.graph._BoxedCodeGen is missing (memopt.compat.aot)" in message
+    assert "torch.fx.graph._BoxedCodeGen is missing (memopt.compat.tracing)" in message
     assert "torch._C._current_graph_task_id is missing (memopt.compat.autograd)" in message
     assert "pip install 'torch>=2.11,<2.16'" in message
     with pytest.raises(TorchNamesError):  # again, at the next call
@@ -79,7 +79,7 @@ def test_a_method_that_is_replaced_and_has_changed_is_one_warning(monkeypatch):
     assert "TensorVariable.method_requires_grad_ takes (self, tx) and not (self, tx, requires_grad)" in str(
         told[0].message
     )
-    assert "TensorVariable.method_addcmul_ is missing (memopt.compat.traced_methods)" in str(told[0].message)
+    assert "TensorVariable.method_addcmul_ is missing (memopt.compat.dynamo_rules)" in str(told[0].message)
 
 
 def test_a_newer_torch_is_warned_of_once(monkeypatch):

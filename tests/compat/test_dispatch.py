@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memopt.compat.dispatch import (
+from memopt.compat.operators import (
     TorchDispatchMode,
     autocast_kernel,
     composite_kernel,

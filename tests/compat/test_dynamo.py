@@ -23,7 +23,7 @@ from memopt.compat.dynamo import (
     keep_nodes,
     tracing_again,
 )
-from memopt.compat.traced_methods import keeping_requires_grad
+from memopt.compat.dynamo_rules import keeping_requires_grad
 
 
 def test_the_errors_are_those_of_dynamo() -> None:

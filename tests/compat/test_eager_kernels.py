@@ -11,7 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from memopt.compat.eager_kernels import eager_kernels
+from memopt.compat.eager_mode import eager_kernels
 
 aten = torch.ops.aten
 

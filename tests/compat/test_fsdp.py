@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from examples.models.settled_gloo import settled
 from memopt.compat.fsdp import Gathered, exchange_in_words, sharding_in_words
-from memopt.compat.subclasses import shard_of
+from memopt.compat.tensors import shard_of
 from tests.two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow  # starts two processes

@@ -7,7 +7,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from memopt.compat.dynamo import compile_with
-from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, sets_grad_mode
+from memopt.compat.operators import enters_autocast, is_checkpoint, leaves_autocast, sets_grad_mode
 
 
 def targets(call: Any) -> list[Any]:

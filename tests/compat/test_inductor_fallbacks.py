@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt
 import memopt.emit.inductor as backend
-from memopt.compat.inductor_fallbacks import make_fallbacks_known
+from memopt.compat.inductor_lowering import make_fallbacks_known
 from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, host_memory
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt
-from memopt.compat import inductor_random
-from memopt.compat.inductor_random import keep_random_order
+from memopt.compat import inductor_lowering
+from memopt.compat.inductor_lowering import keep_random_order
 
 aten: Any = torch.ops.aten
 
@@ -40,7 +40,7 @@ def test_each_random_kernel_depends_on_the_one_before(program: Any) -> None:
 
     def noting(nodes: list[Any]) -> list[Any]:
         kept = keep_random_order(nodes)
-        random = [node for node in kept if inductor_random._draws(node.node)]
+        random = [node for node in kept if inductor_lowering._draws(node.node)]
         for before, after in pairwise(random):
             in_order.append(before.get_name() in after.ancestors)
         return kept

@@ -13,9 +13,9 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 
 from memopt.capture.dynamo import compile_call, training_call
 from memopt.capture.region import RecordedRegion
-from memopt.compat.aot import boxed
 from memopt.compat.joint_trace import AotTrace, trace_region
-from memopt.run.region_stub import recording
+from memopt.compat.tracing import boxed
+from memopt.run.recorded_calls import recording
 from tests.capture.recorded import recorded
 
 
@@ -64,7 +64,7 @@ def test_each_compilation_gives_the_plain_numbers(partition: Any) -> None:
     plain, x = Normed().train(), torch.randn(16, 8)
     model = copy.deepcopy(plain)
     owner = ByPartition(partition)
-    call = compile_call(training_call(model, None), recording(owner, differentiate_all=True), whole=True)
+    call = compile_call(training_call(model, None), recording(owner.run_region, differentiate_all=True), whole=True)
     for seed in (1, 2):
         for run in (plain, call):
             torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def test_each_compilation_gives_the_plain_numbers(partition: Any) -> None:
 def test_a_region_without_gradients_has_no_joint_graph() -> None:
     model, x = nn.Linear(4, 4).requires_grad_(False).train(), torch.randn(2, 4)
     owner = ByPartition(None)
-    call = compile_call(training_call(model, None), recording(owner, differentiate_all=True), whole=True)
+    call = compile_call(training_call(model, None), recording(owner.run_region, differentiate_all=True), whole=True)
     assert torch.equal(call(x), model(x))
     assert next(iter(owner.traces.values())).module is None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 
-from memopt.compat.mask_branches import eager_mask_branches
+from memopt.compat.eager_mode import eager_mask_branches
 
 LENGTH = 6
 

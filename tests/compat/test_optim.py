@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
 
 from memopt.compat.fakes import FakeTensor, new_fake_mode
-from memopt.compat.optim import eager_optimizers, nonfinite_flags, skips_on_device
+from memopt.compat.modules import eager_optimizers, nonfinite_flags, skips_on_device
 
 
 def parameter(gradient: float) -> nn.Parameter:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.compat.profiler import MemoryEvents, profiler_is_active
+from memopt.compat.host import MemoryEvents, profiler_is_active
 
 
 @pytest.mark.parametrize("legacy", [True, False])

@@ -1,4 +1,4 @@
-from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.operators import tree_leaves, tree_map
 
 
 def test_nested_containers() -> None:

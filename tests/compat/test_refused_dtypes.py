@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.compat.fakes import new_fake_mode
-from memopt.compat.refused_dtypes import RaisingForRefusedDtypes
+from memopt.compat.true_results import RaisingForRefusedDtypes
 
 REFUSED = [
     lambda x: torch.complex(x, x),

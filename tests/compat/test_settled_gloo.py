@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memopt
-from memopt.compat.settled_gloo import gather_of, leave, settle
-from memopt.compat.subclasses import shard_of
+from memopt.compat.exchanges import gather_of, settle_gloo, unsettle_gloo
+from memopt.compat.tensors import shard_of
 from tests.two_ranks import on_ranks
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -44,16 +44,16 @@ def trained(model: Any, rank: int) -> tuple[list[torch.Tensor], set[int]]:
 def facts(rank: int, ranks: int) -> dict[str, Any]:
     model, other = sharded(ranks), sharded(ranks)
     own = gather_of(model[0])
-    settle(model)
-    settle(model)  # has nothing left to do
+    settle_gloo(model)
+    settle_gloo(model)  # has nothing left to do
     found = {"replaced": gather_of(model[0]) is not own}
     gradients, found["peaks"] = trained(model, rank)
     expected, _ = trained(other, rank)
     found["same"] = all(map(torch.equal, gradients, expected))
-    leave(model)
+    unsettle_gloo(model)
     found["left"] = gather_of(model[0]) is own
     other[0].set_custom_all_gather(mine := _Mine(own))
-    settle(other)
+    settle_gloo(other)
     found["the user's own stays"] = gather_of(other[0]) is mine
     return found
 

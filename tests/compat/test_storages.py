@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memopt.compat.fakes import new_fake_mode
-from memopt.compat.storages import is_view, storage_key, storages_of, users_of
+from memopt.compat.tensors import bytes_by_address, is_view, storage_key, storages_of, users_of
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
@@ -46,3 +46,12 @@ def test_a_tensor_of_one_dnn_has_no_storage_that_torch_hands_out() -> None:
 def test_a_nested_tensor_lies_in_one_storage() -> None:
     (storage,) = storages_of(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
     assert storage.nbytes() == 20
+
+
+def test_bytes_by_address_counts_each_storage_once() -> None:
+    tensor = torch.zeros(4)
+    rows = torch.eye(4).to_sparse_csr()
+    found = bytes_by_address([tensor, tensor[1:], rows, 1, torch.zeros(2, device="meta")], torch.device("cpu"))
+    inside = [rows.crow_indices(), rows.col_indices(), rows.values()]
+    expected = [tensor, *inside]
+    assert found == {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in expected}

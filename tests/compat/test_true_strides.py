@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
-from memopt.compat.pytree import tree_leaves
-from memopt.compat.true_strides import correct_strides
+from memopt.compat.operators import tree_leaves
+from memopt.compat.true_results import correct_strides
 
 aten = torch.ops.aten
 WIDE = torch.randn(12, 16, 9)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import BatchEncoding
 
 import memopt
 from memopt.capture.inputs import copied, tensors_in
-from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.operators import tree_leaves, tree_map
 
 
 def test_the_items_of_a_user_dict_are_leaves() -> None:
@@ -31,6 +32,7 @@ class Tagger(nn.Module):
         return self.tags(self.words(features["ids"])).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.plans_always
 def test_a_batch_in_one_is_counted_and_copied() -> None:
     ids = torch.randint(0, 50, (8, 32))
     call = (BatchEncoding({"ids": ids}),), {}

@@ -10,7 +10,7 @@ from memopt.device import workspace
 from memopt.device.op_call import describe
 from memopt.device.time_model import node_flops
 from memopt.device.workspace import _estimate, _measure, estimate_workspace
-from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
+from passes.ops.linear_cross_entropy import weight_gradient, with_gradients
 from tests.marks import slow
 
 OPERATOR = torch.ops.memopt.linear_cross_entropy_with_gradients.default

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from memopt.device.cluster import Cluster, check_cluster
-from memopt.device.interconnect import BEGIN_SECONDS, BETWEEN_NODES, WITHIN_NODES
+from memopt.device.cluster import BEGIN_SECONDS, BETWEEN_NODES, WITHIN_NODES, Cluster, check_cluster
 
 NETWORK = "nvlink4+ib-ndr"
 NBYTES = 512 * 1024**2

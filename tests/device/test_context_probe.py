@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.compat.dispatch import TorchDispatchMode
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import TorchDispatchMode, tree_leaves
 from memopt.device import context_probe
 from memopt.device.context_probe import call_libraries, context_bytes, measure_context_bytes
 

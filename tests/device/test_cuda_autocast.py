@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.compat.dispatch import cuda_autocast_names
-from memopt.device.cuda_autocast import cuda_autocast_kernel
+from memopt.compat.operators import cuda_autocast_names
+from memopt.device.cuda import CUDA
 
 aten = torch.ops.aten
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -18,7 +18,7 @@ labels = torch.tensor([0, 1, 2, 3])
 
 
 def called(operator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    kernel = cuda_autocast_kernel(operator, BF16)
+    kernel = CUDA.autocast_kernel(operator, BF16)
     assert kernel is not None
     result = kernel(*args, **kwargs)
     assert isinstance(result, torch.Tensor)
@@ -36,7 +36,7 @@ def test_the_fp32_list_casts_up_although_the_cpu_s_own_does_not() -> None:
 
 
 def test_rms_norm_is_cast_only_by_a_torch_that_lists_it() -> None:
-    kernel = cuda_autocast_kernel(aten.rms_norm.default, BF16)
+    kernel = CUDA.autocast_kernel(aten.rms_norm.default, BF16)
     listed = "rms_norm" in cuda_autocast_names()
     assert (kernel or aten.rms_norm.default)(narrow, [4]).dtype == (FP32 if listed else BF16)
 
@@ -73,8 +73,8 @@ def test_a_composite_that_calls_a_listed_operator_is_decomposed() -> None:
 
 @pytest.mark.parametrize("operator", [aten.add.Tensor, aten.gelu.default, aten.view.default, aten.embedding.default])
 def test_operators_outside_the_lists_are_left_alone(operator: Any) -> None:
-    assert cuda_autocast_kernel(operator, BF16) is None
+    assert CUDA.autocast_kernel(operator, BF16) is None
 
 
 def test_operators_outside_aten_are_left_alone() -> None:
-    assert cuda_autocast_kernel(torch.ops.prims.exp.default, BF16) is None
+    assert CUDA.autocast_kernel(torch.ops.prims.exp.default, BF16) is None

@@ -12,8 +12,7 @@ from memopt.device import hardware
 from memopt.device.op_call import describe
 from memopt.device.time_model import node_bytes, node_flops, node_seconds
 from memopt.device.workspace import _is_cheap, _measure, estimate_workspace
-from passes.ops.fp8_formats import E4M3, E5M2, E8M0, TILES, WHOLE, quantize, scale_shape, turned
-from passes.ops.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_formats import DELAYED_SCALE, E4M3, E5M2, E8M0, TILES, WHOLE, quantize, scale_shape, turned
 from passes.ops.fp8_ops import DEQUANTIZE, MATMUL, QUANTIZE
 from tests.passes.capture import Sketch
 

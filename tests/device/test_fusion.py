@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from memopt.device.fusion import fused_away
-from memopt.device.storages import find_storages
+from memopt.device.storages import find_storages, fused_away
 from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice

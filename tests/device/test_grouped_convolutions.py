@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from memopt.compat.profiler import MemoryEvents
+from memopt.compat.host import MemoryEvents
 from memopt.device.op_call import describe
 from memopt.device.workspace import estimate_workspace
 from tests.marks import slow

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memopt.device.calibrate import measure_hardware
+from memopt.device.calibration import measure_hardware
+from memopt.device.devices import hardware, hardware_of, known_hardware
 from memopt.device.hardware import Chip
-from memopt.device.hardware_table import hardware, hardware_of, known_hardware
 
 
 def test_every_entry_has_its_figures_and_a_source() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from memopt.device.library_run import from_events
+from memopt.device.cuda_libraries import from_events
 from memopt.solver.problem import BlockCall
 
 MB = 1024**2

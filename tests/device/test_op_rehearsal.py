@@ -9,7 +9,7 @@ from memopt.device.hardware import LARGE
 from memopt.device.op_call import OpCall, describe
 from memopt.device.workspace import estimate_workspace, rehearsal
 from passes.ops.chunked_cross_entropy import chunk_rows
-from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
+from passes.ops.linear_cross_entropy import weight_gradient, with_gradients
 
 BLOCK, MB = 512, 1024**2
 ROWS, WIDTH, CLASSES = 2048, 256, 8192

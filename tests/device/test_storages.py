@@ -12,7 +12,7 @@ from memopt.device.storages import find_storages, is_view, storage_bytes
 from memopt.errors import CaptureError
 from passes import CANONICAL, FoundReuse
 from passes.graphs.aliases import storages as fake_storages
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.edit import on_stored_values, refresh
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero
 
 

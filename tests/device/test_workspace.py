@@ -13,12 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.profiler import profiler_is_active
+from memopt.compat.host import profiler_is_active
 from memopt.device.op_call import OpCall, describe, op_call
 from memopt.device.workspace import (
     MAX_RUN_BYTES,
     Measured,
-    _Memory,
     call_workspace_bytes,
     estimate_workspace,
     measure_workspaces,
@@ -203,15 +202,6 @@ def test_a_kernel_is_measured_with_the_threads_that_it_will_run_with(threads: in
         assert workspace_bytes(node, "cpu") == peak.allocated_bytes - product.nbytes
     finally:
         torch.set_num_threads(before)
-
-
-def test_memory_of_measured_calls_is_bounded_and_drops_the_one_unused_for_longest() -> None:
-    memory, result = _Memory(limit=2), Measured(1, None, None)
-    memory.put("a", result)
-    memory.put("b", result)
-    assert memory.get("a") is result
-    memory.put("c", result)
-    assert [memory.get(key) for key in "abc"] == [result, None, result]
 
 
 @pytest.mark.parametrize("op", [aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default])

@@ -18,7 +18,7 @@ def losses(program: Path, ranks: int, last: int) -> dict[int, float]:
     """What `torchrun` prints: the losses by the number of the step."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MEMOPT_CACHE": "0"}
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     run = [*command, str(program), str(last)]
     done = subprocess.run(run, capture_output=True, text=True, check=False, env=surroundings, cwd=program.parent)
     assert done.returncode == 0, done.stderr[-3000:]

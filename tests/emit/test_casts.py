@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from memopt.emit.casts import spell_casts
+from memopt.emit.inductor import spell_casts
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memopt.compat.fakes import FakeTensorMode
-from memopt.emit.dry_run import Ledger, dry_run
+from memopt.emit.footprint import Ledger, dry_run
 
 HEAD = """\
 import torch

@@ -12,8 +12,8 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING
 from memopt.capture.trace import trace
 from memopt.emit.emit import emit_region
-from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
+from memopt.emit.partition import Emitted
 from memopt.planning.region_schedule import RegionSchedule
 from passes.graphs.node_facts import backward_nodes, is_tangent
 from tests.capture.recorded import recorded

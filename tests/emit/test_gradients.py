@@ -91,6 +91,21 @@ def test_a_gradient_that_autograd_drops_is_not_added() -> None:
     assert other.grad.tolist() == [1.0] * 3
 
 
+def test_each_backward_through_one_graph_asks_autograd_anew() -> None:
+    parameter, other = trained(), torch.nn.Parameter(torch.zeros(3))
+    total = loss(parameter, other)
+    total.backward(inputs=[other], retain_graph=True)
+    assert parameter.grad.tolist() == [1.0] * 3
+    total.backward(retain_graph=True)
+    assert parameter.grad.tolist() == [3.0] * 3
+    parameter.grad = None
+    total.backward(retain_graph=True)
+    assert Twice.given[-1] is not None
+    assert parameter.grad.tolist() == [2.0] * 3
+    (gradient,) = torch.autograd.grad(total, parameter)
+    assert gradient.tolist() == [2.0] * 3
+
+
 def with_hook(parameter: Tensor) -> None:
     parameter.register_hook(lambda gradient: 10 * gradient)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from memopt.emit.keep_order import keep_products_early
+from memopt.emit.inductor import keep_products_early
 from tests.passes.capture import Sketch, aten
 
 

@@ -9,8 +9,7 @@ from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import AccumulateGradient, Accumulation, StepParameter
-from memopt.emit.partition import partition
-from memopt.emit.stepping import check_own_memory, sharing_memory
+from memopt.emit.partition import check_own_memory, partition, sharing_memory
 from memopt.planning.region_schedule import RegionSchedule
 from passes import format_graph
 from tests.passes.capture import Sketch, aten

@@ -189,6 +189,7 @@ def competing(pair: Pair) -> Step:
     return step
 
 
+@pytest.mark.plans_always
 def test_two_halves_of_a_gan() -> None:
     pair = Pair()
     twin = copy.deepcopy(pair)

@@ -86,10 +86,10 @@ def beside_the_step(rank: int, static_graph: bool) -> tuple[int, int]:
     return buckets.nbytes, found.other
 
 
+@pytest.mark.plans_always
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("static_graph", [False, slow(True)])
-def test_buckets_that_python_has_seen_are_not_elsewhere(static_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
+def test_buckets_that_python_has_seen_are_not_elsewhere(static_graph: bool) -> None:
     ((buckets, elsewhere),) = on_ranks(1, beside_the_step, static_graph)
     assert buckets > 2**20
     assert elsewhere < buckets / 10

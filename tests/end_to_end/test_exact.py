@@ -14,6 +14,8 @@ from torch.nn import functional as F
 import memopt
 from examples.models.families import FAMILIES, Batch, Family, integers, library, loss_of, normals, seeded
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 TOKENS, LENGTH, VOCABULARY = 2, 48, 128
 BITWISE: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": torch.optim.SGD}
 

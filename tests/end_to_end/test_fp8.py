@@ -22,7 +22,7 @@ from memopt.errors import GIB
 from memopt.levers import lever_sets, levers_named
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.rewrite.precision import precision_rewriting
+from memopt.rewrite import precision_rewriting
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb
 

@@ -16,10 +16,10 @@ from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
 from examples.models.fully_shard import FAMILIES, Family
 from examples.models.settled_gloo import settled
-from memopt.compat.subclasses import shard_of
+from memopt.compat.tensors import shard_of
 from tests.two_ranks import on_two_ranks
 
-pytestmark = pytest.mark.slow  # processes that plan several times
+pytestmark = [pytest.mark.slow, pytest.mark.plans_always]  # processes that plan several times
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 BUDGETS_GB = (0.36, 0.33, 0.3)
 make = gpt2_of(320, 4, 4)

@@ -15,6 +15,8 @@ from tests.end_to_end import odd_models
 from tests.end_to_end.pieces import assert_same, call, check, loss, plan, run, step
 from tests.end_to_end.usual import Blocks, batch, make, refusal, steps, usual
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 
 def test_autograd_grad_of_all_and_of_some_parameters() -> None:
     model, inputs = make(), batch()

@@ -23,6 +23,8 @@ from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, call, run, step, tight
 from tests.marks import slow
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 
 class Noted(Layered):
     """A model with a buffer, tied weights, and attributes of its own."""

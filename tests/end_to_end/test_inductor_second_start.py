@@ -30,7 +30,6 @@ def start(folder: Path) -> dict[str, Any]:
     settings = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "MEMOPT_CACHE_DIR": str(folder / "memopt"),
-        "MEMOPT_CACHE": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
     }
     ran = subprocess.run([sys.executable, "-c", JOB], env=os.environ | settings, capture_output=True, text=True)

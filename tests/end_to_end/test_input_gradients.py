@@ -15,6 +15,8 @@ from examples.models.adapters import with_adapters
 from examples.models.families import integers
 from tests.end_to_end.pieces import check, step, tight
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 TOKENS, VOCABULARY = 32, 96
 
 

@@ -16,9 +16,9 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 LENGTHS = (96, 16, 80, 24, 64, 32)
 
 
+@pytest.mark.plans_always
 @pytest.mark.slow
 def test_a_backward_of_another_length_is_not_taken_for_memory_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
     model, batch = language_models.make(SMALL_CONFIGS["gpt2"](), samples=4, length=max(LENGTHS))
     budget_gb = 0.9 * memopt.plan(model, 1.0, batch, **EXACT).plain_peak_gb  # little room for what might have grown
     memopt.optimize(model, budget_gb, **EXACT)

@@ -18,6 +18,8 @@ from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, run, sa
 from tests.end_to_end.usual import Blocks, batch, make, steps, usual
 from tests.marks import slow
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 CAPTURED = [odd for odd in odd_models.ODD_MODELS if odd.model is not odd_models.NumpyInLoop and odd.capture != "none"]
 
 

@@ -30,6 +30,8 @@ from tests.end_to_end.usual import batch, make
 from tests.linked import ALLOW, linked
 from tests.marks import slow
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 __all__ = ["linked"]
 
 FP32: dict[str, Any] = {"optimizer": None, "precision": "fp32"}

@@ -109,6 +109,7 @@ def narrow_layers() -> nn.Module:
     return Layers(512, 8, nn.Linear)
 
 
+@pytest.mark.plans_always
 def test_the_peak_is_lower_than_without() -> None:
     """The peak falls by all gradients but the largest, since nothing else is held beside them."""
     batch = {"x": normals(4, 512)}
@@ -271,6 +272,7 @@ def test_backward_into_some_parameters_steps_these() -> None:
     assert same(values(model.parameters()), values(plain.parameters()))
 
 
+@pytest.mark.plans_always
 def test_two_forwards_of_one_backward() -> None:
     """Gradients of tied weights are summed before the parameter is stepped."""
     model, optimizer = stepping_in_backward()
@@ -392,7 +394,6 @@ def test_where_it_makes_no_sense() -> None:
 @pytest.mark.slow
 def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Kept plans are used at the second start, and step as before."""
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
     batch = text(length=32)
     least = smallest.smallest_gb(small_gpt2(), batch, precision="fp32", allow=EXACT)

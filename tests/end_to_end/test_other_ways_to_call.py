@@ -16,10 +16,12 @@ import memopt
 from examples.models.families import integers, normals
 from memopt.compat.autograd import watching_hooks
 from memopt.emit.gradients import is_hooked
-from memopt.run.training import TrainingCalls
+from memopt.run.session import Session
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, run
 from tests.end_to_end.usual import Dropping, make
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 BATCH = (normals(ROWS, WIDTH), integers(CLASSES, ROWS))
 
@@ -82,7 +84,7 @@ def test_runs_as_planned(way: Callable[[nn.Module], Callable[[], Tensor]]) -> No
 
 def test_compiled_around_many_shapes_and_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
-    monkeypatch.setattr(TrainingCalls, "_run", lambda calls, in_progress: planned.append(len(in_progress.call[0][0])))
+    monkeypatch.setattr(Session, "_run", lambda *given: planned.append(len(given[-1].call[0][0])))
     model = optimized(make(Layered))
     call = torch.compile(model, backend="aot_eager")
     with warnings_of_memopt() as texts:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memopt
 from examples.models.language_models import SMALL_CONFIGS
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.errors import GIB
 from memopt.run.session import session_of
 from tests.marks import slow
@@ -124,6 +124,7 @@ def test_of_models_in_other_dtypes(make: torch.dtype) -> None:
     check(model, plain, X.to(make))
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_under_the_callers_autocast(breaks: bool, precision: str) -> None:

@@ -19,6 +19,8 @@ from tests.elsewhere import counted  # noqa: F401
 from tests.marks import slow
 from tests.smallest import smallest_gb
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 SLOW = pytest.mark.slow
 EACH = ["gpt2", *(pytest.param(name, marks=SLOW) for name in ("opt", "qwen3", "gemma2"))]
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}

@@ -32,11 +32,6 @@ RECOMPUTING: dict[str, Any] = {**FP32, "allow": {"recompute"}}
 """Plans that take one trace of the model, where the test is not about levers."""
 
 
-@pytest.fixture(autouse=True)
-def plain_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEMOPT_PLAN")
-
-
 def plain_peak(model: nn.Module, batch: dict[str, Any]) -> float:
     return memopt.plan(copy.deepcopy(model), 1, batch, outputs="all", **FP32).plain_peak_gb
 

@@ -16,7 +16,7 @@ from examples.models.families import BY_NAME, FAMILIES, Batch, Family, causal_ba
 from examples.models.step import restored_buffers, train_step
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from tests.end_to_end.usual import gpt2
 
 SLOW = pytest.mark.slow

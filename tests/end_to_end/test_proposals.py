@@ -19,6 +19,8 @@ from memopt.levers import DEFAULT_LEVERS
 from memopt.meter import measure_peak
 from tests.smallest import smallest_gb
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
 BASE = frozenset({"recompute", "reinplace", "microbatch"})
 """The options without the levers on operator graphs, which would each trace the model once more."""

@@ -20,17 +20,17 @@ FOUND = (300, 222, 78, 555, 3967)
 """Seeds that were not right once."""
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("seed", [SEEDS[0], slow(SEEDS[1]), FOUND[0], *map(slow, FOUND[1:])])
 def test_a_random_module_trains_as_the_plain_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     verdicts = [(found.verdict, found) for found in trials(seed)]
     assert all(verdict == "right" for verdict, _ in verdicts), verdicts
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("seed", [slow(72), slow(77), 93])
 def test_a_random_module_trains_in_16_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     verdicts = [(found.verdict, found) for found in trials(seed, low=True)]
     assert all(verdict == "right" for verdict, _ in verdicts), verdicts
@@ -99,10 +99,10 @@ def test_rounding_that_is_named_is_judged_by_what_the_last_bits_of_the_weights_c
     assert plain.judge(run(1.0 + apart)[0], 0, ())[0] == "wrong"
 
 
+@pytest.mark.plans_always
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_further_random_modules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     verdicts = [(found.verdict, found) for found in trials(seed)]
     assert all(verdict in ("right", "rounding, named") for verdict, _ in verdicts), verdicts

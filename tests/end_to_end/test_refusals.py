@@ -19,6 +19,8 @@ from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import Trained, assert_same, call, loss, run, step
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 BATCH = (normals(ROWS, WIDTH), integers(CLASSES, ROWS))
 
 

@@ -64,16 +64,14 @@ def plans(model: nn.Module) -> int:
 def regions_recorded(model: nn.Module) -> int:
     call = session_of(model)
     assert call is not None
-    ways = [ways for _, ways in call.forward.recorded.broken._paths.items()]
+    ways = [ways for _, ways in call.forward.recorded.broken.paths.paths.items()]
     return len({run.region for one in ways for captured in one.calls for run in captured.runs})
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("lengths", [(32, 32), (24, 48)])
 @pytest.mark.slow
-def test_routed_tokens_train_bit_by_bit_and_are_seldom_planned(
-    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
+def test_routed_tokens_train_bit_by_bit_and_are_seldom_planned(lengths: tuple[int, int]) -> None:
     plain, model = mixtral(), mixtral()
     expected, _ = train(plain, batches(16, lengths=lengths))
     budget_gb = 1.3 * memopt.plan(mixtral(), 1, next(batches(1, lengths=(lengths[1],) * 2)), **EXACT).plain_peak_gb

@@ -127,9 +127,9 @@ class ChoosingAfterAWrite(nn.Module):
         return x.pow(2).mean() * seen.sum()
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_a_forward_that_is_begun_again_writes_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
+def test_a_forward_that_is_begun_again_writes_once(size: int) -> None:
     torch.manual_seed(0)
     model = ChoosingAfterAWrite().train()
     plain = copy.deepcopy(model)

@@ -19,7 +19,7 @@ from tests.end_to_end.company import ALL, GIB, Step, assert_same, assert_within,
 
 __all__ = ["counted"]
 
-pytestmark = pytest.mark.usefixtures("counted")
+pytestmark = [pytest.mark.usefixtures("counted"), pytest.mark.plans_always]
 
 
 def preferring(policy: Any, reference: Any) -> Step:

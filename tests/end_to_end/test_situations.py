@@ -19,6 +19,8 @@ from tests.end_to_end.odd_models import ROWS
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, plan, run, step, tight
 from tests.end_to_end.usual import Dropping, batch, make, refusal, steps, usual
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 GPT2 = library(
     "GPT2", "GPT2LMHeadModel", "ForCausalLM", attn_implementation="sdpa",
     vocab_size=1024, n_positions=160, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,

@@ -111,11 +111,6 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _as_users_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
-
-
 def optimized(model: nn.Module, budget_gb: float, **options: Any) -> nn.Module:
     return memopt.optimize(model.train(), budget_gb, precision="fp32", allow={"recompute", "reinplace"}, **options)
 

@@ -66,13 +66,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("backend", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Broken, Chained, Whole])
 @pytest.mark.parametrize("accumulating", [False, True])
-def test_what_no_backward_reaches_has_no_gradient(
-    kind: Callable[[], Pooled], accumulating: bool, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
+def test_what_no_backward_reaches_has_no_gradient(kind: Callable[[], Pooled], accumulating: bool, backend: str) -> None:
     torch.manual_seed(0)
     model = kind()
     plain, x = copy.deepcopy(model), torch.randn(32, 64)

@@ -17,7 +17,7 @@ import memopt
 from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import count_on_values, count_plain_step
 from memopt.compat.modules import plain_call
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.errors import GIB
 from tests.marks import slow
 
@@ -63,6 +63,7 @@ def step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, numbe
     return loss.item(), torch.rand([]).item(), random.random(), float(np.random.rand())
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("make", [opt, slow(wav2vec2)])
 def test_every_way_is_planned_when_it_comes_and_right(make: Any) -> None:
     seed(0)
@@ -79,6 +80,7 @@ def test_every_way_is_planned_when_it_comes_and_right(make: Any) -> None:
     assert regions == sorted(regions)  # runs of regions are added, and none is forgotten
 
 
+@pytest.mark.plans_always
 @pytest.mark.slow
 def test_a_tight_budget_holds_on_every_way() -> None:
     seed(0)
@@ -127,10 +129,7 @@ class Choosing(nn.Module):
         return x.pow(2).mean()
 
 
-def test_a_model_of_which_nothing_can_be_captured_runs_plain_where_it_surely_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+def test_a_model_of_which_nothing_can_be_captured_runs_plain_where_it_surely_fits() -> None:
     seed(0)
     model, x = Choosing().train(), torch.randn(2048, 64)
     plain = copy.deepcopy(model)
@@ -171,6 +170,7 @@ class ChoosingApart(Choosing):
         return x
 
 
+@pytest.mark.plans_always
 def test_the_advice_for_a_model_of_which_nothing_can_be_captured() -> None:
     seed(0)
     model, x = ChoosingApart().train(), torch.randn(256, 64)
@@ -213,15 +213,9 @@ class Between(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Between, Choosing])
-@pytest.mark.parametrize("always", [False, True])
-def test_hooks_see_the_gradients_of_training_steps_alone(
-    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], always: bool
-) -> None:
+@pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.plans_always)])
+def test_hooks_see_the_gradients_of_training_steps_alone(kind: type[nn.Module], always: bool) -> None:
     """A hook may step the optimiser or exchange gradients: a trial step of the planning must not reach it."""
-    if always:
-        monkeypatch.setenv("MEMOPT_PLAN", "always")
-    else:
-        monkeypatch.delenv("MEMOPT_PLAN", raising=False)
     seed(0)
     model = kind().train()
     plain = copy.deepcopy(model)
@@ -263,6 +257,7 @@ class Counting(nn.Module):
         return h.tanh().pow(2).mean()
 
 
+@pytest.mark.plans_always
 def test_a_hook_on_an_activation_between_graph_breaks() -> None:
     """The regions of a broken call are first run without gradients, where a tensor takes no hook."""
     seed(0)
@@ -317,6 +312,7 @@ class Steep(Counting):
         return torch.add(h.tanh(), h, alpha=int((h.detach() > 0).sum())).pow(2).mean()
 
 
+@pytest.mark.plans_always
 def test_what_cannot_be_traced_is_refused_with_its_line_or_runs_plain() -> None:
     x = torch.randn(256, 64)
     with pytest.raises(

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 import memopt
 from tests.end_to_end.pieces import GIB, assert_same, check, plan, run
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 ROWS, WIDTH, CLASSES = 128, 32, 512
 EXACT: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}}
 SAID = "a gradient flows into an output"

@@ -45,9 +45,9 @@ def gradients(model: nn.Module, x: torch.Tensor, write: Callable[[nn.Module, tor
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_write_before_the_backward_is_an_error_or_does_no_harm(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
+def test_a_write_before_the_backward_is_an_error_or_does_no_harm(share: float) -> None:
     torch.manual_seed(0)
     plain, x = Blocks(), torch.randn(64, 32)
     roomy = memopt.plan(copy.deepcopy(plain), 1, x, **EXACT)
@@ -86,11 +86,9 @@ class WritesInputs(nn.Module):
         return self.third(self.second(h.sin()).sin()).pow(2).mean()
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
-def test_a_value_of_another_region_that_is_written_over_is_not_read_again(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEMOPT_PLAN", "always")
+def test_a_value_of_another_region_that_is_written_over_is_not_read_again(share: float) -> None:
     torch.manual_seed(0)
     plain, x = WritesInputs(), torch.randn(4096, 32)
     options = {**EXACT, "optimizer": None}

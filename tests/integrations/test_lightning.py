@@ -157,6 +157,7 @@ def test_resumes(tmp_path: Path) -> None:
     assert len(resumed[1].losses) == len(data) - SAVED_AT
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("kind", [slow(Images), Direct])
 def test_a_loss_outside_of_the_net(kind: type[Texts]) -> None:
     data = [image_batch("usual")] * 3

@@ -14,7 +14,7 @@ from torch import nn
 import memopt
 from examples.models.ddp import fingerprint
 from examples.models.families import DECODER, causal_batch, library
-from memopt.compat.subclasses import with_memory
+from memopt.compat.tensors import with_memory
 from tests.elsewhere import counted
 from tests.integrations.training import EXACT, Run, assert_same
 

@@ -8,8 +8,8 @@ import torch
 from memopt.capture.operators import Rewriting
 from memopt.device import hardware
 from memopt.levers import DEFAULT_LEVERS, LEVERS, lever_sets, levers_named
-from memopt.rewrite.precision import precision_rewriting
-from memopt.rewrite.precision.fp8 import DecideFp8, quantizing
+from memopt.rewrite import precision_rewriting
+from memopt.rewrite.narrow import DecideFp8, quantizing
 
 H100, CPU = hardware("h100"), hardware("cpu")
 BASE = Rewriting((), autocast=torch.bfloat16)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.levers import levers_named
 from memopt.levers.lever import Lever, OptimizerChange
 from memopt.levers.optimizer_levers import PricedLevers, changes_of

@@ -7,7 +7,7 @@ from torch import nn
 
 from memopt.device import hardware
 from memopt.levers.training_facts import TrainingFacts
-from memopt.optimizers.stepping import Stepping
+from memopt.optimizers.optimizer_step_price import Stepping
 
 
 class Tied(nn.Module):

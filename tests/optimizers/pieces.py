@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from examples.models.families import integers, library
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.levers import Lever
 from memopt.levers.bf16_parameters import bf16_parameters
 from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER

@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 import memopt
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.optimizer_levers import PricedLevers
 from memopt.levers.training_facts import TrainingFacts
@@ -24,7 +24,7 @@ from memopt.optimizers import (
     one_parameter,
     use_bf16_parameters,
 )
-from memopt.optimizers.rounding import joined
+from memopt.optimizers.bf16_parameters import joined
 from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,

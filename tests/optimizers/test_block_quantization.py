@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.optimizers.block_quantization import BLOCK, blocks_of, code_values, dequantize, quantize
+from memopt.optimizers.state_optimizers import BLOCK, blocks_of, code_values, dequantize, quantize
 
 
 def there_and_back(values: torch.Tensor, *, signed: bool) -> torch.Tensor:

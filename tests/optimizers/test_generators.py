@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from memopt.optimizers.generators import Generators
+from memopt.optimizers.bf16_parameters import Generators
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import memopt
 from memopt.account.optimizer_account import optimizer_account
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import PricedLevers
 from memopt.levers.training_facts import TrainingFacts
@@ -115,6 +115,7 @@ def test_around_another_proposal() -> None:
     assert train(in_backward=True) == train(in_backward=False)
 
 
+@pytest.mark.plans_always
 def test_an_optimized_model_is_stepped_alike() -> None:
     def train(in_backward: bool) -> list[torch.Tensor]:
         model = small_gpt2()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.optimizers.rounding import joined, round_stochastically, split
+from memopt.optimizers.bf16_parameters import joined, round_stochastically, split
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from examples.models.families import BY_NAME
 from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
-from passes.patterns.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators, outputs_and_gradients

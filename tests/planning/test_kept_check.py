@@ -23,6 +23,8 @@ from memopt.saved_values import opened, sealed
 from tests.planned import ACCOUNT, captured, region
 from tests.planning.test_plan_cache import batch, gradients, make
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 Change = Callable[[dict[str, Any]], object]
 OPTIONS: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "elsewhere_gb": 0}
 TIGHT, ROOMY = 0.0036, 0.005
@@ -44,7 +46,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMOPT_CACHE_DIR", str(folder))
-        patch.setenv("MEMOPT_CACHE", "1")
         _, other = kept_in(folder, ROOMY)
         text = other.read_text()
         other.unlink()
@@ -57,7 +58,6 @@ def again(job: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], memopt
     """Takes the step of the job by whatever the file of its plan holds."""
     model, file, *_ = job
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(file.parents[1]))
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
     plain = make()
     expected = gradients(plain, batch())
 
@@ -183,7 +183,6 @@ def test_a_sketch_that_leads_elsewhere_is_planned_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: Any
 ) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
 
     def ahead() -> memopt.Plan:
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
@@ -199,7 +198,6 @@ def test_a_sketch_that_leads_elsewhere_is_planned_ahead(
 
 def test_a_full_disk_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
     warn_not_kept.cache_clear()
 
     def full(*_: object) -> None:

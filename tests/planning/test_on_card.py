@@ -10,11 +10,12 @@ import pytest
 
 from examples.models.problems import random_problem
 from memopt.account.account import Account
-from memopt.account.allocator_replay import StepBlocks, replay
+from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare
 from memopt.account.breakdown import breakdown
+from memopt.account.caching_allocator import CardFullError
 from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
-from memopt.errors import BudgetError
+from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
 from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
 from memopt.planning.make_plan import make_plan
@@ -27,6 +28,7 @@ from memopt.planning.on_card import (
     on_card,
     within,
 )
+from memopt.planning.options import budget_bytes
 from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
 from memopt.solver import Link, Portfolio, Schedule
 from memopt.solver.problem import BlockCall
@@ -95,6 +97,27 @@ def test_plans_keep_the_budget_with_the_allocators_overhead(step: Captured) -> N
     with pytest.raises(BudgetError) as refused:
         make_plan(step, ACCOUNT, least - 20 * MB)
     assert refused.value.smallest_bytes == least
+
+
+def test_the_budget_that_is_named_has_been_replayed_itself(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget may fail the replay though a smaller one passes, and the least limit that passes be below the peak."""
+    least, _ = smallest(joined(step), ACCOUNT)
+    first, last = least - CONTEXT - MB, least - CONTEXT + 20 * MB
+
+    def fails_between(*args: Any, limit_bytes: int, **kwargs: Any) -> AllocatorPeaks:
+        if first < limit_bytes < last:
+            raise CardFullError("a gap that no block fits")
+        return replay_with_spare(*args, limit_bytes=limit_bytes, **kwargs)
+
+    monkeypatch.setattr("memopt.planning.on_card.replay_with_spare", fails_between)
+    again = replace(step)  # which knows no figure yet
+    named, _ = smallest(joined(again), ACCOUNT)
+    assert last + CONTEXT <= named < 1.01 * (last + CONTEXT)
+    assert within(joined(again), joined(again).smallest.schedule, ACCOUNT, named) is not None
+    with pytest.raises(BudgetError) as refused:
+        make_plan(again, ACCOUNT, least)
+    assert refused.value.smallest_bytes == named
+    assert make_plan(again, ACCOUNT, budget_bytes(float(round_up(named / GIB)))).predicted_peak_bytes <= named
 
 
 def test_where_the_allocator_refuses_all_others_a_schedule_known_from_another_budget_is_taken(
@@ -221,6 +244,7 @@ def test_the_budget_that_compiled_code_is_said_to_need_is_enough(step: Captured,
 
     needed = peak(CONTEXT + MB)
     assert needed > CONTEXT + MB
+    assert needed == as_text_has_it(needed), "what a user types is what was replayed"
     assert peak(needed) <= needed
 
 

@@ -32,7 +32,6 @@ ROOMY, TIGHT = 0.2, 0.0036
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
     return tmp_path / "plans"
 
 
@@ -88,7 +87,6 @@ def first_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[to
     kept = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMOPT_CACHE_DIR", str(kept))
-        patch.setenv("MEMOPT_CACHE", "1")
         found, _ = start()
     return kept / "plans", found
 
@@ -247,6 +245,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(folder: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.plans_always
 def test_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "_MOST", 2)
     for samples in (1, 2, 3):

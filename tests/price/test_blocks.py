@@ -4,7 +4,7 @@ import pytest
 from torch.fx import Graph, Node
 
 from memopt.price.blocks import is_attention_core, number_blocks
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from tests.passes.capture import aten, gpt2
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from memopt.planning.options import check_options
+from memopt.planning.plan import Plan
+from memopt.run.session import Session
 from memopt.run.training import TrainingCalls
 
 
@@ -38,8 +40,20 @@ def make(*, breaks: bool = False) -> Blocks:
 
 def calls_of(model: nn.Module, budget_gb: float = 1.0, **options: Any) -> TrainingCalls:
     """The training calls of a model, planned in fp32 and run as plain operators."""
+    return session_for(model, budget_gb, **options).forward
+
+
+def latest(calls: TrainingCalls) -> Plan:
+    """The plan of the latest call of the session that these calls belong to."""
+    found: Plan | None = calls._run.__self__.latest  # type: ignore[attr-defined]
+    assert found is not None
+    return found
+
+
+def session_for(model: nn.Module, budget_gb: float = 1.0, **options: Any) -> Session:
+    """The session of a model, planned in fp32 and run as plain operators."""
     exact: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None, **options}
-    return TrainingCalls(model, check_options(budget_gb, **exact), None, None)
+    return Session(model, check_options(budget_gb, **exact))
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:

@@ -13,7 +13,9 @@ import memopt
 from memopt.errors import BudgetError
 from memopt.meter import live_objects
 from memopt.solver import Portfolio
-from tests.run.pieces import Blocks, calls_of, gradients, make
+from tests.run.pieces import Blocks, calls_of, gradients, latest, make, session_for
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 CALL = ((X,), {})
@@ -86,7 +88,7 @@ def test_both_regions_run_by_one_plan_with_the_plain_gradients() -> None:
     calls = calls_of(model)
     for _ in range(2):
         loss = calls(X)
-        assert len(calls.latest.regions) == 2  # type: ignore[union-attr]
+        assert len(latest(calls).regions) == 2
         for found, expected in zip(gradients(model, loss), gradients(model, model(X)), strict=True):
             assert torch.equal(found, expected)
 
@@ -95,12 +97,11 @@ def test_a_plan_that_was_forgotten_is_made_again() -> None:
     model = make(breaks=True)
     calls = calls_of(model)
     calls(X)
-    plan = calls.latest
-    assert plan is not None
+    plan = latest(calls)
     calls.recorded.broken.forget()
     calls(X)
-    assert calls.latest is not plan  # planned again from the regions that are recorded
-    assert calls.latest == plan
+    assert latest(calls) is not plan  # planned again from the regions that are recorded
+    assert latest(calls) == plan
 
 
 def test_a_call_that_is_refused_leaves_the_plans_of_smaller_ones() -> None:
@@ -121,13 +122,13 @@ def test_sizes_that_another_model_of_the_class_was_called_with_are_no_symbols() 
 def test_the_solvers_of_a_plan_are_freed_once_it_runs() -> None:
     """Their tables would take more memory than the graphs, for the whole training."""
     model = make(breaks=True)
-    calls = calls_of(model)
+    session = session_for(model)
     others = live_objects(Portfolio)
-    ahead = calls.plan_ahead(CALL)
+    ahead = session.plan((X,))
     assert len(live_objects(Portfolio)) > len(others)  # for its frontier, until it runs
     for _ in range(2):
-        calls(X).backward()
-    assert calls.latest is not ahead  # gradients are held now
+        session.forward(X).backward()
+    assert session.latest is not ahead  # gradients are held now
     gc.collect()
     assert len(live_objects(Portfolio)) == len(others)
 

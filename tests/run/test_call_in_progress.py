@@ -10,8 +10,9 @@ from memopt.errors import BudgetError
 from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
-from memopt.run.call_in_progress import CallInProgress
 from memopt.run.entry import Entry
+from memopt.run.executable import Executable
+from memopt.run.fitting import CallInProgress
 from memopt.run.ledger import Moment
 from tests.planned import ACCOUNT, captured, region
 
@@ -30,11 +31,11 @@ def planned_for(call: CallInProgress, plan: Plan) -> list[Situation]:
     """The situations that are planned for until a plan fits, where all plans are `plan`."""
     asked: list[Situation] = []
 
-    def make(situation: Situation) -> Plan:
+    def make(situation: Situation) -> Executable:
         asked.append(situation)
-        return plan
+        return Executable(captured(region(2)), plan, ())
 
-    call.fitting(make, lambda made: made, lambda situation: True)
+    call.fitting(make, lambda situation: True)
     return asked
 
 
@@ -54,13 +55,13 @@ def test_forwards_that_the_plan_counts_already_are_not_counted_twice(plan: Plan)
 def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
     tight = replace(plan, budget_bytes=plan.ceiling_bytes)
 
-    def make(situation: Situation) -> Plan:
+    def make(situation: Situation) -> Executable:
         if situation.other_forwards:
             raise BudgetError(10, 20, "what waits")
-        return tight
+        return Executable(captured(region(2)), tight, ())
 
     with pytest.raises(BudgetError, match="what waits"):
-        in_progress(1000, []).fitting(make, lambda made: made, lambda situation: True)
+        in_progress(1000, []).fitting(make, lambda situation: True)
 
 
 def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from memopt.errors import GIB
 from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
 from memopt.planning.refit import as_compiled
-from memopt.run import compiled_least, road
+from memopt.run import kept_plans, road
 
 MODE: dict[str, Any] = {"backend": "inductor", "precision": "fp32", "optimizer": None, "allow": {"recompute"}}
 
@@ -39,7 +39,7 @@ def _more_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         more = {name: getattr(footprint, name) + 100_000 for name in ("forward_bytes", "backward_bytes")}
         return as_compiled(plan, replace(footprint, **more))
 
-    for module in (compiled_least, road):
+    for module in (kept_plans, road):
         monkeypatch.setattr(module, "as_compiled", larger)
 
 
@@ -56,7 +56,7 @@ def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
     asked_ahead_gb = plan.smallest_gb()
     least_gb = refused_gb(model, batch, 1e-6)
     assert least_gb == asked_ahead_gb
-    assert isinstance(plan.source, compiled_least.CompiledStep)
+    assert isinstance(plan.source, kept_plans.CompiledStep)
     assert least_gb > plan.source.own.smallest_bytes(plan) / GIB
     assert refused_gb(model, batch, 0.995 * least_gb) == least_gb
     memopt.optimize(model, least_gb, example_inputs=batch, **MODE)
@@ -89,11 +89,10 @@ def test_the_budget_that_a_refusal_names_is_met_by_the_plan_that_it_was_named_fo
     refused_gb(*job(), 1e-6)
     (planner, *call, _emit), *_ = asked
     ((_, plan),) = (known for _, known in planner.compiled_least.items())
-    assert compiled_least.smallest_plan(plan.budget_bytes, planner, *call) is plan
+    assert kept_plans.smallest_plan(plan.budget_bytes, planner, *call) is plan
 
 
 def test_a_plan_that_runs_and_one_from_disk_are_asked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMOPT_CACHE", "1")
     model, batch = job()
     memopt.optimize(model, 0.5, example_inputs=batch, **MODE)
     ahead_gb = memopt.plan_of(model).smallest_gb()

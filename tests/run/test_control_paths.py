@@ -19,8 +19,10 @@ from memopt.planning.extended import METHOD
 from memopt.run.control_paths import ControlPaths
 from memopt.run.training import TrainingCalls
 from tests.marks import slow
-from tests.run.pieces import calls_of
+from tests.run.pieces import calls_of, latest
 from tests.run.routed import Routed
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
@@ -68,8 +70,7 @@ def test_larger_sizes_are_planned_with_a_margin_and_smaller_ones_run_by_the_same
     check(model, calls, (20, 30, 14))
     check(model, calls, (16, 40, 8))
     plans = calls.road.plans
-    assert calls.latest is not None
-    assert calls.latest.method == METHOD
+    assert latest(calls).method == METHOD
     for rows in ((20, 36, 8), (18, 41, 5), (20, 44, 0)):
         check(model, calls, rows)
     assert calls.road.plans == plans
@@ -82,8 +83,7 @@ def test_an_expert_that_was_not_hit_before_joins_the_plan_of_the_others() -> Non
     check(model, calls, (32, 32, 0))
     check(model, calls, (32, 0, 32))
     plans = calls.road.plans
-    assert calls.latest is not None
-    assert calls.latest.method == METHOD
+    assert latest(calls).method == METHOD
     for rows in ((32, 32, 0), (32, 0, 32), (32, 32, 0)):
         check(model, calls, rows)
     assert calls.road.plans == plans
@@ -92,13 +92,11 @@ def test_an_expert_that_was_not_hit_before_joins_the_plan_of_the_others() -> Non
 def test_where_margins_do_not_fit_sizes_are_planned_as_they_were_seen() -> None:
     model, calls = routed((20, 30, 14))
     check(model, calls, (20, 30, 14))
-    assert calls.latest is not None
-    tight, planned = routed((20, 30, 14), calls.latest.smallest_gb() * 1.15)
+    tight, planned = routed((20, 30, 14), latest(calls).smallest_gb() * 1.15)
     for rows in ((20, 30, 14), (14, 20, 30), (30, 14, 20), (2, 60, 2)):
         check(tight, planned, rows)
-        assert planned.latest is not None
-        assert planned.latest.ceiling_bytes <= planned.latest.budget_bytes
-    (ways,) = (ways for _, ways in planned.recorded.broken._paths.items())
+        assert latest(planned).ceiling_bytes <= latest(planned).budget_bytes
+    (ways,) = (ways for _, ways in planned.recorded.broken.paths.paths.items())
     assert ways._margin == 1.0
 
 
@@ -159,7 +157,7 @@ def test_calls_of_other_sizes_are_of_the_same_kind(samples: int) -> None:
     model.rows = (20, 20, samples - 40)
     for _ in range(2):
         compare(model, calls, x)
-    assert len(calls.recorded.broken._paths) == 1
+    assert len(calls.recorded.broken.paths.paths) == 1
 
 
 class Packed(nn.Module):

@@ -16,8 +16,8 @@ import memopt
 from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
 from examples.models.settled_gloo import counted, settled
-from memopt.compat.resharding import Resharding
-from memopt.compat.subclasses import is_sharded, shard_of
+from memopt.compat.exchanges import Resharding
+from memopt.compat.tensors import is_sharded, shard_of
 from memopt.errors import GIB
 from tests.two_ranks import on_two_ranks
 

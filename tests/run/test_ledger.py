@@ -8,7 +8,7 @@ from torch import nn
 
 from memopt.account.allocated import allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
-from memopt.compat.storages import weak_storages
+from memopt.compat.tensors import weak_storages
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
 from tests.elsewhere import counted

@@ -58,6 +58,7 @@ def pieces_dict(x: torch.Tensor) -> Any:
     return BatchEncoding({"input": x})
 
 
+@pytest.mark.plans_always
 def test_optimised_with_a_loss_function() -> None:
     model, batch = pieces.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))(), None
     batch = (torch.ones(3, 4), torch.ones(3, 2))

@@ -15,7 +15,7 @@ from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
 from examples.models.fully_shard import planned
 from examples.models.settled_gloo import settled
-from memopt.compat.subclasses import shard_of
+from memopt.compat.tensors import shard_of
 from tests.two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow  # two ranks plan and train

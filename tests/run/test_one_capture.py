@@ -159,6 +159,7 @@ def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
     assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 2  # without, with gradients
 
 
+@pytest.mark.plans_always
 @pytest.mark.slow
 def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[RecordedRegion]) -> None:
     """Torch remembers each operator that ran on fakes, for as long as the graphs live."""
@@ -176,6 +177,7 @@ def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[Rec
     assert not any("tensor_meta" in node.meta for node in joint.module.graph.nodes)
 
 
+@pytest.mark.plans_always
 def test_hooks_and_forwards_in_waiting_add_no_capture(counted: Counter[str]) -> None:
     family = BY_NAME["bert"]
     model, batch = family.make(), family.batch("usual")

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.run.planning_log import shapes_of
+from memopt.run.status import shapes_of
 from tests.run.pieces import Blocks
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from memopt.run.plans_by_size import PlansBySize
+from memopt.run.sizes import PlansBySize
 
 
 def emitted(added_seconds: float, step_seconds: float = 1.0) -> Any:

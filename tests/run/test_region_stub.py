@@ -9,7 +9,7 @@ from torch import nn
 
 from memopt.capture.dynamo import compile_call, training_call
 from memopt.capture.region import RecordedRegion
-from memopt.run.region_stub import recording
+from memopt.run.recorded_calls import recording
 
 
 class Eager:
@@ -26,7 +26,7 @@ class Eager:
 def test_each_call_goes_through_the_stub_of_the_region_that_was_recorded_once() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train(), torch.randn(2, 4)
     owner = Eager()
-    call = compile_call(training_call(model, None), recording(owner, differentiate_all=True), whole=True)
+    call = compile_call(training_call(model, None), recording(owner.run_region, differentiate_all=True), whole=True)
     outputs = [call(x), call(x)]
     assert all(torch.equal(output, model(x)) for output in outputs)
     first, second = owner.runs

@@ -18,6 +18,8 @@ import memopt
 from examples.models.families import BY_NAME
 from memopt.training_state import CallState
 
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
+
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 to_fail: Counter[str] = Counter()
 """How often an allocation is still to fail, by the half of the step."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.run.same_values import Value, names_in, values_of
+from memopt.run.executable import Value, names_in, values_of
 
 Region = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import memopt
 from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
-from memopt.compat.subclasses import shard_of
+from memopt.compat.tensors import shard_of
 from tests.two_ranks import LONGEST_SECONDS, check_refused_together, ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case plans on two ranks

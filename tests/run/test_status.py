@@ -17,6 +17,7 @@ def train(model: Blocks, rows: int = 8) -> None:
     model(torch.randn(rows, 32)).backward()
 
 
+@pytest.mark.plans_always
 def test_a_model_that_has_not_trained_is_new() -> None:
     model = memopt.optimize(make(), 1, **EXACT)
     assert str(memopt.status(model)) == "Blocks: new, no training call has come yet"
@@ -24,6 +25,7 @@ def test_a_model_that_has_not_trained_is_new() -> None:
     assert memopt.status(model).state is State.PLANNED
 
 
+@pytest.mark.plans_always
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_planned_call_has_the_figures_of_its_plan(breaks: bool) -> None:
     model = memopt.optimize(make(breaks=breaks), 1, **EXACT)
@@ -40,8 +42,7 @@ def test_a_plan_made_ahead_is_planned() -> None:
     assert memopt.status(model).state is State.PLANNED
 
 
-def test_a_step_that_fits_is_plain_and_says_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEMOPT_PLAN")
+def test_a_step_that_fits_is_plain_and_says_what_is_spare() -> None:
     model = memopt.optimize(make(), 1, **EXACT)
     train(model)
     status = memopt.status(model)
@@ -51,6 +52,7 @@ def test_a_step_that_fits_is_plain_and_says_what_is_spare(monkeypatch: pytest.Mo
     assert memopt.status(model) is status
 
 
+@pytest.mark.plans_always
 def test_a_refused_call_has_the_refusal_and_another_one_is_planned() -> None:
     model = memopt.optimize(make(), 1e-4, **EXACT)
     with pytest.raises(memopt.BudgetError) as refused:
@@ -61,6 +63,7 @@ def test_a_refused_call_has_the_refusal_and_another_one_is_planned() -> None:
     assert memopt.status(model).state is State.PLANNED
 
 
+@pytest.mark.plans_always
 def test_an_unplanned_model_says_why() -> None:
     odd = odd_models.BY_NAME["Uncapturable"]
     model = memopt.optimize(odd.make(), 1, **{**EXACT, "allow": {"recompute", "plain"}})

@@ -19,8 +19,10 @@ import memopt
 from examples.models.ddp import fingerprint
 from examples.models.settled_gloo import SettledCollectives
 from examples.models.tensor_parallel import Family, Transformer, families, split, texts
-from memopt.compat.subclasses import shard_of
+from memopt.compat.tensors import shard_of
 from tests.two_ranks import LONGEST_SECONDS, check_refused_together, ended, on_two_ranks
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 NAMES = tuple(families())

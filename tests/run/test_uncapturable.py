@@ -10,8 +10,9 @@ from torch import nn
 
 import memopt
 from memopt.capture import dynamo
-from memopt.run import whole_calls
-from memopt.run.broken_calls import OtherPathTaken
+from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
+
+pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None}
 
@@ -34,13 +35,13 @@ class Closed(nn.Module):
 
 def test_refused_without_a_second_capture_until_the_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[int] = []
-    own = whole_calls.WholeCalls.run
+    own = RecordedCalls.run
 
-    def run(calls: Any, in_progress: Any) -> Any:
-        captures.append(1)
-        return own(calls, in_progress)
+    def run(calls: RecordedCalls, *given: Any) -> Any:
+        captures.extend([1] * calls.whole)
+        return own(calls, *given)
 
-    monkeypatch.setattr(whole_calls.WholeCalls, "run", run)
+    monkeypatch.setattr(RecordedCalls, "run", run)
     model = memopt.optimize(Closed().train(), 1.0, **EXACT)
     texts = set()
     for _ in range(3):

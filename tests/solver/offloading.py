@@ -7,9 +7,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from memopt.solver.cut_schedules import just_in_time
-from memopt.solver.problem import Link, RematProblem
-from memopt.solver.schedule import Offload, Schedule
+from memopt.solver.min_cut import just_in_time
+from memopt.solver.problem import Link, Offload, RematProblem, Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.reference import made_again
 

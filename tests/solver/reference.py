@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import chain, combinations
 
-from memopt.solver.problem import RematProblem
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import RematProblem, Schedule
 
 
 def naive_live_bytes(problem: RematProblem, schedule: Schedule) -> list[int]:

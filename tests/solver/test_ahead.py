@@ -12,7 +12,7 @@ import sys
 sys.modules["memopt.solver._kernels"] = None
 import numba
 from memopt.solver import Portfolio, warm_up
-from memopt.solver.ahead import entries, signature
+from memopt.solver.native import entries, signature
 import memopt.solver.polish, memopt.solver.repair
 from examples.models.problems import chain
 

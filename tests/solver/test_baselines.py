@@ -1,9 +1,8 @@
 from expecttest import assert_expected_inline
 
 from examples.models.problems import chain, text, transformer
-from memopt.solver.baselines import baseline_solvers, checkpointed, forward_blocks
-from memopt.solver.problem import RematProblem
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import RematProblem, Schedule
+from memopt.solver.protocol import baseline_solvers, checkpointed, forward_blocks
 from memopt.solver.simulator import simulate
 
 

@@ -1,8 +1,7 @@
 import numpy as np
 
 from memopt.solver.arrays import arrays_of
-from memopt.solver.best_effort import Progress, search_on
-from memopt.solver.search import Candidate, Search, candidate
+from memopt.solver.search import Candidate, Progress, Search, candidate, search_on
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 SLOW = (0, 1, 2, 0, 1, 3, 0, 4)  # adds 4 seconds, within 110 bytes

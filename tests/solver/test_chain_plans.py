@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, transformer
+from memopt.solver.arrays import to_schedule
 from memopt.solver.chain_plans import NestedChain
-from memopt.solver.liveness import to_schedule
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.portfolio import Portfolio
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.reference import revolve
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from memopt.solver.chain_table import ChainCosts, choose, fill, row
+from memopt.solver.chain import ChainCosts, choose, fill, row
 
 INF = float("inf")
 

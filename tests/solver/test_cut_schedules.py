@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, text, transformer
-from memopt.solver.cut_schedules import MinimumCut, just_in_time
-from memopt.solver.hull import lower_hull
-from memopt.solver.min_cut import CutNetwork
-from memopt.solver.schedule import Schedule
+from memopt.solver.min_cut import CutNetwork, MinimumCut, just_in_time, lower_hull
+from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 
 

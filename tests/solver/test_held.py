@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.solver.held import Held, movable_storages
-from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.schedule import Schedule
+from memopt.solver.lower_bound import Held, movable_storages
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.simulator import simulate
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.solver.label_cut import ONE, ZERO, LabelNetwork, LabelProblem, Labels, cheapest_within, labels_of
+from memopt.solver.max_flow import ONE, ZERO, LabelNetwork, LabelProblem, Labels, cheapest_within, labels_of
 
 INFINITE = math.inf
 

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, text
-from memopt.solver.arrays import arrays_of
-from memopt.solver.liveness import added_seconds, live_bytes, remove_dead, to_array, to_schedule
-from memopt.solver.schedule import Schedule
+from memopt.solver.arrays import added_seconds, arrays_of, live_bytes, remove_dead, to_array, to_schedule
+from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 
 

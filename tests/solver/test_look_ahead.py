@@ -1,8 +1,8 @@
 import numpy as np
 
 from memopt.solver.arrays import Arrays, arrays_of
-from memopt.solver.look_ahead import look_ahead, need_again
 from memopt.solver.native import native
+from memopt.solver.repair import look_ahead, need_again
 from memopt.solver.replay import LOOK, NEVER, NOW, Replay, drop, evaluate, start_replay
 from tests.solver.small import SAVE_ALL, small_step
 

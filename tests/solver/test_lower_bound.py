@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, transformer
 from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.reference import optimum
 

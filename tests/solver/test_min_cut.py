@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, transformer
-from memopt.solver.hull import lower_hull
-from memopt.solver.min_cut import CutNetwork, needed_by_backward
+from memopt.solver.min_cut import CutNetwork, lower_hull, needed_by_backward
 from tests.solver.reference import closed_choices
 
 

@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.solver.arrays import Floats, Ints
-from memopt.solver.min_heap import heapify, sift_down
 from memopt.solver.native import native
+from memopt.solver.repair import heapify, sift_down
 
 
 @native

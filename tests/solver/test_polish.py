@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, text
-from memopt.solver.arrays import arrays_of
-from memopt.solver.cut_schedules import just_in_time
-from memopt.solver.liveness import to_array, to_schedule
+from memopt.solver.arrays import arrays_of, to_array, to_schedule
+from memopt.solver.min_cut import just_in_time
 from memopt.solver.polish import polish
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 
 

@@ -23,11 +23,10 @@ from memopt.solver import (
     SolverError,
     simulate,
 )
-from memopt.solver.baselines import baseline_solvers
 from memopt.solver.chain_plans import NestedChain
-from memopt.solver.cut_schedules import MinimumCut
 from memopt.solver.exact import Exact, solve_exactly
-from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers, checked_solvers, proposed
+from memopt.solver.min_cut import MinimumCut
+from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers, baseline_solvers, checked_solvers, proposed
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 

@@ -5,13 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, text, transformer
-from memopt.solver.arrays import arrays_of
-from memopt.solver.cut_schedules import just_in_time
-from memopt.solver.liveness import to_array, to_schedule
+from memopt.solver.arrays import arrays_of, to_array, to_schedule
 from memopt.solver.lower_bound import floor_bytes
-from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.min_cut import just_in_time
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.repair import repair
-from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
 
 

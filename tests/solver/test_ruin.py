@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, text
-from memopt.solver.arrays import arrays_of
-from memopt.solver.liveness import to_array, to_schedule
-from memopt.solver.ruin import next_reads, ruin
-from memopt.solver.schedule import Schedule
+from memopt.solver.arrays import arrays_of, to_array, to_schedule
+from memopt.solver.polish import next_reads, ruin
+from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import Schedule
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 

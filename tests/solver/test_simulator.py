@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.schedule import Schedule
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.simulator import simulate
 from tests.solver.reference import naive_live_bytes
 

@@ -2,9 +2,8 @@ import math
 
 import pytest
 
-from memopt.solver.problem import Link
-from memopt.solver.schedule import Offload, Schedule
-from memopt.solver.time_line import stall_seconds, time_line
+from memopt.solver.problem import Link, Offload, Schedule
+from memopt.solver.simulator import stall_seconds, time_line
 from tests.solver.small import SAVE_ALL, small_step
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from examples.models.problems import random_problem
 from memopt.solver import Infeasible, Portfolio, floor_bytes
-from memopt.solver.linear_model import LinearModel
+from memopt.solver.stage_model import LinearModel
 
 
 @pytest.mark.parametrize("seed", [3, 11, 24])

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, text, transformer
 from memopt.solver import Portfolio, Schedule, floor_bytes, simulate
-from memopt.solver.arrays import arrays_of
-from memopt.solver.liveness import peak_bytes, to_array, to_schedule
+from memopt.solver.arrays import arrays_of, peak_bytes, to_array, to_schedule
+from memopt.solver.exact import random_window, solved, window
 from memopt.solver.repair import repair
-from memopt.solver.windows import random_window, solved, window
 
 
 @settings(max_examples=30, deadline=None)

@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 
-from memopt.train.follow_up import FollowUp, Outcome
-from memopt.train.step_result import Verdict
+from memopt.train.scaling import FollowUp, StepResult, Verdict
 
 
 class Scheduler:
@@ -24,27 +23,27 @@ class Late(Verdict):
     on_host = False  # type: ignore[assignment]
 
 
-def outcome(skipped: bool, loss: float = 1.0, *, late: bool = False, number: int = 3) -> Outcome:
-    return Outcome(number, torch.tensor(loss), (Late if late else Verdict)(skipped))
+def result(skipped: bool, loss: float = 1.0, *, late: bool = False) -> StepResult:
+    return StepResult(torch.tensor(loss), torch.tensor(1.0), torch.tensor(1.0), (Late if late else Verdict)(skipped))
 
 
 def test_schedulers_step_after_steps_only() -> None:
     first, second = Scheduler(), Scheduler()
     follow_up = FollowUp([first, second], scale_adapts=True)
     for skipped in (False, True, False):
-        follow_up.of(outcome(skipped))
+        follow_up.take(3, result(skipped))
     assert (first.steps, second.steps) == (2, 2)
 
 
 def test_a_late_verdict_is_followed_up_once_when_asked() -> None:
     scheduler = Scheduler()
     follow_up = FollowUp([scheduler], scale_adapts=False)
-    follow_up.of(outcome(False, late=True))
+    follow_up.take(3, result(False, late=True))
     assert scheduler.steps == 0
     follow_up.settle()
     follow_up.settle()
     assert scheduler.steps == 1
-    follow_up.of(outcome(False, late=True))
+    follow_up.take(3, result(False, late=True))
     follow_up.forget()
     follow_up.settle()
     assert scheduler.steps == 1
@@ -58,5 +57,5 @@ def test_what_no_smaller_scale_mends_is_said_once(loss: float, adapts: bool, sai
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in (3, 4):
-            follow_up.of(outcome(True, loss, number=number))
+            follow_up.take(number, result(True, loss))
     assert [str(warning.message)[:19] for warning in caught] == ["step 3 was skipped:"] * said

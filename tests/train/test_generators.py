@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from memopt.train.generators import random_state, set_random_state
+from memopt.train.step_state import random_state, set_random_state
 
 CPU = {torch.device("cpu")}
 

@@ -44,6 +44,7 @@ def body() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
 
 
+@pytest.mark.plans_always
 def test_a_model_with_a_loss_function() -> None:
     batches = [(normals(64, 32, seed=seed), normals(64, 32, seed=seed + 50)) for seed in range(3)]
     loss_fn = nn.functional.mse_loss

@@ -1,4 +1,4 @@
-"""Optimisers, schedulers and figures as the user gives them."""
+"""Optimisers, schedulers and limits that a TrainStep takes or refuses, and the gradients of all optimisers together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import SGD, lr_scheduler
 
 from memopt.optimizers import OptimizerInBackward
 from memopt.planning.options import positive_int
-from memopt.train.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of
+from memopt.train.optimizers import (
+    as_optimizers,
+    as_schedulers,
+    clear,
+    clip,
+    multiply,
+    norm_limit,
+    parameters_of,
+    with_gradients,
+)
 
 MODEL = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 BODY, HEAD = SGD(MODEL[0].parameters()), SGD(MODEL[1].parameters())
@@ -95,3 +104,34 @@ def test_limits_of_the_norm(value: Any, error: type[Exception]) -> None:
     assert norm_limit(2) == 2.0
     with pytest.raises(error, match="max_grad_norm must be"):
         norm_limit(value)
+
+
+def two() -> tuple[list[torch.Tensor], tuple[optim.Optimizer, ...]]:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first.grad = torch.tensor([3.0, 4.0])
+    return [first, second], (optim.SGD([first]), optim.SGD([second]))
+
+
+def test_only_optimizers_with_a_gradient_step() -> None:
+    parameters, optimizers = two()
+    assert with_gradients(optimizers) == optimizers[:1]
+    clear(parameters)
+    with pytest.raises(ValueError, match="no parameter of the optimizers got a gradient"):
+        with_gradients(optimizers)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="no norm of sparse gradients; build its module with sparse=False"):
+        with_gradients((optim.SGD(table.parameters()),))
+
+
+def test_the_norm_is_that_before_clipping() -> None:
+    parameters, _ = two()
+    assert float(clip(parameters, None)) == 5.0
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.tolist() == [3.0, 4.0]
+    multiply(parameters, torch.tensor(2.0))
+    assert float(clip(parameters, 1.0)) == 10.0
+    assert parameters[0].grad.norm() == pytest.approx(1.0)

@@ -18,7 +18,7 @@ import memopt
 from examples.models.ddp import VOCABULARY, gpt2_of
 from examples.models.families import integers, library
 from memopt import RunState, TrainStep
-from memopt.optimizers.low_bit_optimizer import LowBitOptimizer
+from memopt.optimizers.state_optimizers import LowBitOptimizer
 from tests.two_ranks import on_ranks
 
 STEPS, SAVED_AFTER, TEXTS = 4, 2, 8

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.train.test_ranks import batch, built, step_of
+from tests.train.test_effective_batch import batch, built, step_of
 from tests.two_ranks import on_two_ranks
 
 

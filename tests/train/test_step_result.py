@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memopt import StepResult
-from memopt.train.step_result import Verdict
+from memopt.train.scaling import Verdict
 
 LOSS, SCALE, NORM = torch.tensor(1.25), torch.tensor(1024.0), torch.tensor(0.5)
 

@@ -1,5 +1,8 @@
+"""Facts about nodes, and the modules that they come from."""
+
 import operator
 
+import pytest
 import torch
 
 from passes import is_pure, is_random
@@ -8,6 +11,7 @@ from passes.graphs.node_facts import (
     backward_nodes,
     binds_new_symbols,
     may_write,
+    module_path,
 )
 from tests.passes.capture import Sketch, aten, gpt2, resnet, rows_above_zero
 
@@ -81,3 +85,29 @@ def test_keys_tell_types_apart() -> None:
     assert len({argument_key(item) for item in different}) == len(different)
     assert argument_key([1, {"b": 2, "a": 1}]) == argument_key((1, {"a": 1, "b": 2}))
     assert argument_key(torch.device("cpu")) == argument_key(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("L['self'].layers.0", "layers.0"),
+        ("L['self']._modules['layers']._modules['0']", "layers.0"),
+        ("L['self'].layers[0].mlp", "layers.0.mlp"),
+        ("L['run'].__self__.__dict__['_modules']['net'].__dict__['_modules']['model'].layers.0", "net.model.layers.0"),
+        ("L['fn'].__closure__.0.cell_contents.head", "head"),
+        ("L['self']", ""),
+    ],
+)
+def test_paths(source: str, path: str) -> None:
+    sketch = Sketch()
+    node = sketch.call(aten.relu.default, sketch.input("x", 4))
+    node.meta["nn_module_stack"] = {"outer": ("L['self']", torch.nn.Module), "inner": (source, torch.nn.ReLU)}
+    assert module_path(node) == path
+
+
+def test_a_node_of_the_backward_has_the_module_of_its_forward() -> None:
+    sketch = Sketch()
+    node = sketch.call(aten.relu.default, sketch.input("x", 4))
+    assert module_path(node) == ""
+    node.meta["fwd_nn_module_stack"] = {"inner": ("L['self'].head", torch.nn.Linear)}
+    assert module_path(node) == "head"

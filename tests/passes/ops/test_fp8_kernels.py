@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memopt.device.hardware_table import hardware_of
+from memopt.device.devices import hardware_of
 from passes.ops import fp8_kernels
 from passes.ops.fp8_formats import E4M3, E5M2, E8M0, TILES, WHOLE, quantize, turned
 from passes.ops.fp8_kernels import (
@@ -23,13 +23,13 @@ from passes.ops.fp8_kernels import (
     Operand,
     kernel_for,
     library,
+    scaled_matmul,
     swizzled,
     tiles_of_32,
     tiles_of_128,
     whole,
     why_not,
 )
-from passes.ops.fp8_matmul import scaled_matmul
 from passes.ops.fp8_ops import SCALINGS
 from tests.passes.operators import norm_error
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from passes.ops import fp8_ops
-from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, quantize, scale_shape, turned
-from passes.ops.fp8_history import Histories, fp8_delayed_scale
+from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, Histories, fp8_delayed_scale, quantize, scale_shape, turned
 from passes.ops.fp8_kernels import Operand
 from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS, fp8_dequantize, fp8_matmul, fp8_quantize, fp8_quantize_by
 from tests.passes.operators import norm_error

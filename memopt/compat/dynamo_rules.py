@@ -1,0 +1,189 @@
+"""Calls that Dynamo by itself traces otherwise than their author wrote them, or breaks the graph at.
+
+torch._dynamo takes more than a second to import, so functions import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from passes.compat import private, replaced
+
+PRIVATE_NAMES = (
+    *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),
+    *private(
+        "torch._dynamo.variables",
+        "TensorVariable.method_addcdiv_ TensorVariable.method_addcmul_ TensorVariable.method_add_",
+        needed=False,
+    ),
+    *private("torch._dynamo.variables.tensor", "TensorVariable.tp_methods", needed=False, since=(2, 15)),
+    *private("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable._get_handlers", call=""),
+    *private(
+        "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
+    ),
+    *private("torch._dynamo.variables.base", "VariableTracker.is_tensor VariableTracker.as_proxy", call="self"),
+    *private("torch._dynamo.variables.base", "VariableTracker.call_method", call="self, tx, name, args, kwargs"),
+    *private(
+        "torch._dynamo._trace_wrapped_higher_order_op",
+        "autograd_function_backward_rewritten",
+        needed=False,
+        since=(2, 13),
+    ),
+)
+
+
+@contextmanager
+def scaled_operators_kept() -> Iterator[None]:
+    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a
+    number as `alpha`, as one operator.
+
+    By itself it replaces them by several operators, which round in another way, so that the number may be a tensor;
+    `add_` only in torch 2.11.
+    """
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def kept(own: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            is_tensor = any(isinstance(kwargs.get(name), TensorVariable) for name in ("value", "alpha"))
+            return own(self, tx, *args, **kwargs) if is_tensor else None
+
+        return traced
+
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+    handler = handlers[torch.addcdiv]
+    handlers[torch.addcdiv] = kept(handler)
+    try:
+        with _tensor_methods(kept, "add_", "addcdiv_", "addcmul_"):
+            yield
+    finally:
+        handlers[torch.addcdiv] = handler
+
+
+@contextmanager
+def _tensor_methods(changed: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> Iterator[None]:
+    """Context in which Dynamo traces these methods of tensors by what `changed` makes of its own functions for them.
+
+    Torch 2.15 reads them from a table that holds the functions; torch 2.13 looks them up by name in the class.
+    """
+    from torch._dynamo.variables import TensorVariable
+
+    owner: Any = TensorVariable
+    methods = {name: own for name in names if (own := getattr(owner, f"method_{name}", None)) is not None}
+    table: dict[str, Any] = getattr(owner, "tp_methods", {})
+    entries = {name: table[name] for name in methods if name in table}
+    for name, own in methods.items():
+        function = changed(own)
+        setattr(owner, f"method_{name}", function)
+        if name in entries:
+            table[name] = type(entries[name])(function)
+    try:
+        yield
+    finally:
+        for name, own in methods.items():
+            setattr(owner, f"method_{name}", own)
+        table.update(entries)
+
+
+_keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
+
+
+@contextmanager
+def keeping_requires_grad() -> Iterator[None]:
+    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value into the graph, as a node that
+    nothing reads, and traces on with a value that requires a gradient.
+
+    Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
+    returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
+    """
+
+    def changed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+            value = self.as_proxy().node.meta["example_value"]
+            wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+            if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
+                return own(self, tx, requires_grad)
+            tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+            value.requires_grad_()
+            self.requires_grad = True
+            return self
+
+        return method_requires_grad_
+
+    token = _keeps_requires_grad.set(True)
+    try:
+        with _tensor_methods(changed, "requires_grad_"):
+            yield
+    finally:
+        _keeps_requires_grad.reset(token)
+
+
+@contextmanager
+def strided_outs_captured() -> Iterator[None]:
+    """Context in which Dynamo traces `op(…, out=part)`, with a part of a tensor that is not contiguous, as
+    `part.copy_(op(…))`, which writes the same numbers.
+
+    Where eager mode would resize or refuse, for a part of another shape or dtype or for gradients, it is left to
+    Dynamo, which breaks the graph.
+    """
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    owner: Any = TorchInGraphFunctionVariable
+    own = owner.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        part = kwargs.get("out")
+        if not _is_strided(part):
+            return own(self, tx, args, kwargs)
+        result = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "out"})
+        if not _fits(result, part):
+            return own(self, tx, args, kwargs)
+        return part.call_method(tx, "copy_", [result], {})
+
+    with replaced(owner, "call_function", call_function):
+        yield
+
+
+def _is_strided(part: Any) -> bool:
+    """Whether Dynamo has this as a tensor that is not contiguous."""
+    return part is not None and part.is_tensor() and not _value(part).is_contiguous()
+
+
+def _fits(result: Any, part: Any) -> bool:
+    """Whether the result can be copied to the part as `out=` would write it there."""
+    if not result.is_tensor():
+        return False
+    made, into = _value(result), _value(part)
+    if made.dtype != into.dtype or made.device != into.device or made.shape != into.shape:
+        return False
+    return not (torch.is_grad_enabled() and (made.requires_grad or into.requires_grad))
+
+
+def _value(tensor: Any) -> torch.Tensor:
+    """The fake tensor of one of Dynamo's tensors."""
+    value: torch.Tensor = tensor.as_proxy().node.meta["example_value"]
+    return value
+
+
+_NAME = "autograd_function_backward_rewritten"
+
+
+def outputs_without_gradients() -> AbstractContextManager[None]:
+    """Context in which Dynamo traces a backward again whatever the outputs are that it gets no gradients for."""
+    from torch._dynamo import _trace_wrapped_higher_order_op as owner
+
+    return replaced(owner, _NAME, _with_contiguous_gradients) if hasattr(owner, _NAME) else nullcontext()
+
+
+def _with_contiguous_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a function, whose gradients are made contiguous before it gets them."""
+
+    def contiguous(context: Any, *gradients: Any) -> Any:
+        return backward(context, *[None if gradient is None else gradient.contiguous() for gradient in gradients])
+
+    return contiguous

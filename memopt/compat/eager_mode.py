@@ -1,0 +1,282 @@
+"""What eager mode does and tracing by itself would not: its kernels, which torch replaces by Python functions that give
+other bits, and the choices that transformers makes by values.
+
+With a mask, attention in which several heads share keys repeats the keys; without one it shares them itself, and the
+gradients of the keys are then summed in another order. Transformers gives this choice up while Dynamo traces.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import add, getitem
+from types import FunctionType, ModuleType
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+from torch._C import DispatchKey
+
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST, is_on_host
+from memopt.compat.operators import plain_tensors, tree_leaves, without_torch_functions
+from memopt.compat.symbols import is_symbolic
+from passes.compat import private, replaced
+
+# transformers 4.56 and later.
+PRIVATE_NAMES = (
+    *private("torch._ops", "OpOverload.py_kernels OpOverload._dispatch_cache OpOverload._op_dk", needed=False),
+    *private("torch._C", "DispatchKey _dispatch_get_all_op_names _get_mkldnn_enabled _set_mkldnn_enabled"),
+    *private("torch._inductor.config", "fallback_random"),
+    *private("transformers.masking_utils", "find_packed_sequence_indices", call="position_ids", needed=False),
+    *private("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa", needed=False),
+    *private(
+        "torch._dynamo.comptime", "comptime ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator"
+    ),
+    *private("torch._dynamo.eval_frame", "skip_code"),
+    *private("torch._dynamo.variables", "ConstantVariable.create"),
+)
+
+aten = torch.ops.aten
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+# Eager batch normalisation writes its running statistics without saying so, which a trace would lose.
+_KEPT = ("batch_norm",)
+_SAMPLE = 65_537
+"""Values on which a product is tried: every significand of 16-bit numbers many times, and a part of fp32's."""
+
+
+@contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Context in which operators on fixed sizes are differentiated by eager mode's kernels.
+
+    Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces, so that sizes may be
+    symbols, by Python functions that sum or round in another order and may hold more memory.
+    """
+    replaced = {(operator, key): operator.py_kernels[key] for operator, key in _replaced_operators()}
+    for (operator, key), python in replaced.items():
+        _set_kernel(operator, key, _eager_kernel(operator, key, python))
+    try:
+        yield
+    finally:
+        for (operator, key), python in replaced.items():
+            _set_kernel(operator, key, python)
+
+
+def dead_draws_kept() -> AbstractContextManager[None]:
+    """Context in which random operators without readers are left in traced graphs: they advance the generator.
+
+    While it traces, torch takes this setting of inductor's to say so, whatever the backend.
+    """
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.patch(fallback_random=True)
+
+
+def _set_kernel(operator: Any, key: DispatchKey, kernel: Callable[..., Any]) -> None:
+    operator.py_kernels[key] = kernel
+    operator._dispatch_cache.clear()
+
+
+@functools.cache
+def _replaced_operators() -> tuple[tuple[Any, DispatchKey], ...]:
+    """The operators that have a Python replacement and a kernel of eager mode, with the dispatch keys of the former."""
+    found: list[tuple[Any, DispatchKey]] = []
+    for name in torch._C._dispatch_get_all_op_names():
+        library, _, overload = name.partition("::")
+        base, _, variant = overload.partition(".")
+        if library != "aten" or any(kept in base for kept in _KEPT) or variant == "out":
+            continue
+        operator = getattr(getattr(aten, base), variant or "default", None)
+        kernels = getattr(operator, "py_kernels", {})
+        if DispatchKey.Autograd in kernels or operator is aten.matmul.default:
+            found += [(operator, key) for key in _KEYS if key in kernels]
+    return tuple(found)
+
+
+def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs what eager mode runs for an operator, or with symbolic sizes torch's replacement of it."""
+    if operator is aten.dropout.default:
+        return _dropout
+
+    # oneDNN's LSTM saves a workspace whose size only a run tells, and must not run on made-up values.
+    by_cells = operator.overloadpacket is aten.lstm
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        if not by_cells and any(map(is_symbolic, tree_leaves((args, kwargs)))):
+            return python(*args, **kwargs)
+        ours = operator.py_kernels.pop(key)
+        operator._dispatch_cache.clear()
+        try:
+            with _without_onednn() if by_cells else nullcontext():
+                return operator(*args, **kwargs)
+        finally:
+            _set_kernel(operator, key, ours)
+
+    return eager
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Context in which composite operators do not choose oneDNN's; the public flags warn of missing cards."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout with the bits of eager mode, on sizes of any kind, with a mask of one byte an element."""
+    empty = not is_symbolic(value) and value.numel() == 0
+    if train and 0 < p < 1 and is_on_host(value) and value.dtype.is_floating_point and not empty:
+        return _Dropout.apply(value, p)  # type: ignore[no-untyped-call]
+    return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, value, p, train)
+
+
+class _Dropout(torch.autograd.Function):
+    """Multiplies kept elements by `1 / (1 - p)` in the dtype of the value, as eager mode does on a CPU.
+
+    `native_dropout` and its backward do so where they round alike, which depends on `p` and on the dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, p: float) -> torch.Tensor:
+        result, kept = aten.native_dropout(value, p, True)
+        if not _rounds_alike(p, value.dtype)[0]:
+            result = value * _noise(kept, p, value.dtype)
+        ctx.save_for_backward(kept)
+        ctx.p = p
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        (grad,) = grads
+        if _rounds_alike(ctx.p, grad.dtype)[1]:
+            return aten.native_dropout_backward(grad, kept, 1 / (1 - ctx.p)), None
+        return grad * _noise(kept, ctx.p, grad.dtype), None
+
+
+def _noise(kept: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    return kept.to(dtype).div(1 - p)
+
+
+@functools.lru_cache(maxsize=64)
+def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether `native_dropout`, and whether its backward, give the products of eager mode's dropout."""
+    with plain_tensors(), without_torch_functions(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        values = torch.linspace(1, 2, _SAMPLE, dtype=torch.float64, device=HOST).to(dtype)
+        result, kept = torch.native_dropout(values, p, True)
+        expected = values * _noise(kept, p, dtype)
+        forward = torch.equal(expected, result)
+        backward = torch.equal(expected, aten.native_dropout_backward(values, kept, 1 / (1 - p)))
+    return forward, backward
+
+
+_SAME_VALUES = {"expand", "to", "long", "contiguous"}
+
+
+@contextmanager
+def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which transformers, traced by Dynamo, makes these choices as for the arguments of this call in eager
+    mode. Dynamo guards on them: a call for which they differ is captured by itself."""
+    names = "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.utils.import_utils"
+    masking, attention, asking = map(sys.modules.get, names)
+    for loaded in filter(None, (masking, asking)):
+        _run_frames_eagerly(loaded)
+    changes = [(masking, "find_packed_sequence_indices", _finding_packed)]
+    if _mask_is_idle(args, kwargs):
+        changes.append((attention, "use_gqa_in_sdpa", _sharing_keys))
+    with ExitStack() as stack:
+        for module, name, change in changes:
+            if (original := getattr(module, name, None)) is not None:
+                stack.enter_context(replaced(module, name, change(original)))
+        yield
+
+
+@functools.cache
+def _run_frames_eagerly(module: ModuleType) -> None:
+    """Have Dynamo trace the functions of a module only as parts of graphs that begin elsewhere. Where a forward with
+    graph breaks calls them outside of any graph, they run as in the eager model and choose by values."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for function in vars(module).values():
+        while isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            skip_code(function.__code__)
+            function = getattr(function, "__wrapped__", None)
+
+
+def _mask_is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has an attention mask that masks nothing, or positions of one sequence a row: eager mode makes no
+    mask of either."""
+    for named in (kwargs, *(value for value in args if isinstance(value, Mapping))):
+        mask, positions = named.get("attention_mask"), named.get("position_ids")
+        if _has_values(mask):
+            return bool(mask.all())
+        if _has_values(positions):
+            return bool((positions.diff(dim=-1) == 1).all())
+    return False
+
+
+def _has_values(value: Any) -> TypeGuard[torch.Tensor]:
+    known = isinstance(value, torch.Tensor) and not value.is_meta and type(value) is not FakeTensor
+    return known and value.dim() == 2
+
+
+@functools.lru_cache(maxsize=2)
+def _sharing_keys(original: Callable[..., bool]) -> Callable[..., bool]:
+    def use_gqa_in_sdpa(attention_mask: Any, *rest: Any) -> bool:
+        return original(None, *rest)
+
+    return use_gqa_in_sdpa
+
+
+@functools.lru_cache(maxsize=2)
+def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.comptime import comptime
+    from torch._dynamo.eval_frame import skip_code
+
+    def find_packed_sequence_indices(position_ids: Any) -> Any:
+        counts_up = False
+        comptime(_note_counting)
+        return None if counts_up else original(position_ids)
+
+    skip_code(find_packed_sequence_indices.__code__)
+    return find_packed_sequence_indices
+
+
+def _note_counting(context: Any) -> None:
+    """Set the traced function's `counts_up` where its positions are plainly 0, 1, 2 and so on: one sequence a row."""
+    from torch._dynamo.variables import ConstantVariable
+
+    if _counts_up(context.get_local("position_ids").as_proxy().node):
+        traced = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        traced.symbolic_locals["counts_up"] = ConstantVariable.create(True)
+
+
+def _counts_up(node: fx.Node) -> bool:
+    """Whether a value of Dynamo's graph is an `arange` of whole steps of one, shifted or repeated in rows."""
+    while node.target is not torch.arange:
+        tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
+        shifts = node.target in (add, torch.add)
+        if len(tensors) != 1 or not (shifts or node.target in _SAME_VALUES or _adds_rows(node)):
+            return False
+        if node.meta["example_value"].dtype != torch.int64:
+            return False
+        (node,) = tensors
+    return len(node.args) < 3 and "step" not in node.kwargs
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _adds_rows(node: fx.Node) -> bool:
+    """Whether a call adds a dimension in front: `unsqueeze(0)`, `[None]`, `[None, :]`."""
+    if node.target == "unsqueeze":
+        return node.args[1:] == (0,)
+    return node.target is getitem and node.args[1] in (None, (None,), (None, slice(None)))

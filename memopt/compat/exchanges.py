@@ -1,0 +1,290 @@
+"""Exchanges among ranks: which gathered parameters FSDP2 keeps between forward and backward, exchanges by gloo that
+hold no memory once they return, and the stages, order and loss of schedules of `torch.distributed.pipelining`.
+
+gloo's threads drop their references to the tensors of an exchange some time after it is over, and with them, by chance,
+the last one: the memory is then freed late, by a thread that no profiler of this one sees. A step would hold more than
+was planned by up to two exchanges, or seem to.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from memopt.compat.fsdp import groups_of
+from memopt.compat.host import HOST
+from memopt.compat.tensors import users_of
+from passes.compat import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState._is_root FSDPState._auto_reshard_after_forward",
+        needed=False,
+    ),
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup.post_forward_mesh_info FSDPParamGroup.mesh_info FSDPParamGroup._all_gather_process_group",
+        needed=False,
+    ),
+    *private("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam._sharded_param_data", needed=False),
+    *private("torch.distributed.pipelining.schedules", "_PipelineSchedule"),
+    *private(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineSchedule._n_microbatches _PipelineSchedule._loss_fn _PipelineSchedule._has_backward "
+        "_PipelineSchedule._split_inputs PipelineScheduleSingle._stage PipelineScheduleMulti._stages",
+        needed=False,
+    ),
+)
+
+ALL = sys.maxsize
+"""A number of blocks that is larger than any model's."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a model whose parameters FSDP2 gathers together, and frees after its forward unless told otherwise."""
+
+    path: str
+    module: Any
+    gathered_bytes: int
+    """Bytes of its parameters once they are gathered."""
+
+
+class Resharding:
+    """The blocks of a model that `fully_shard` frees after their forward, and how many of the last of them are kept.
+
+    Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are left as they are. The
+    last blocks are the cheapest to keep, since their backward comes first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.count = 0
+        """How many blocks are kept now."""
+        self._automatic: list[bool] = []
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in the order of the model's modules. They are known once the model has run a forward, in which
+        FSDP2 finds out which part is the root."""
+        found: dict[int, Block] = {}
+        for path, module in self.model.named_modules():
+            groups = groups_of(module, recurse=False)
+            if groups and _state(module)._is_root is False and all(map(_frees, groups)):
+                # Several modules may be one block: `fully_shard([norm, head])`.
+                found.setdefault(id(_state(module)), Block(path, module, sum(map(_gathered_bytes, groups))))
+        return tuple(found.values())
+
+    def keep(self, count: int) -> None:
+        """Keep the parameters of the last `count` blocks from their forward to their backward, and free the others
+        after the forward."""
+        if count == self.count:
+            return
+        if not self._automatic:
+            self._automatic = [_state(block.module)._auto_reshard_after_forward for block in self.blocks]
+        for number, block in enumerate(reversed(self.blocks)):
+            if (number < count) != (number < self.count):
+                block.module.set_reshard_after_forward(number >= count, recurse=False)
+        self.count = count
+
+    def restore(self) -> None:
+        """Leave all blocks to FSDP2, as before the first `keep`."""
+        if self.count:
+            self.keep(0)
+        for block, automatic in zip(self.blocks, self._automatic, strict=True) if self._automatic else ():
+            _state(block.module)._auto_reshard_after_forward = automatic
+        self._automatic = []
+
+    @property
+    def in_use(self) -> tuple[tuple[str, int], ...]:
+        """The path and the bytes of each block that is kept now."""
+        kept = self.blocks[len(self.blocks) - self.count :] if self.count else ()
+        return tuple((block.path, block.gathered_bytes) for block in kept)
+
+
+def _state(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
+def _frees(group: Any) -> bool:
+    """Whether a group frees its parameters after the forward and gathers them from all ranks again."""
+    after = group.post_forward_mesh_info
+    return after is not None and after == group.mesh_info
+
+
+def _gathered_bytes(group: Any) -> int:
+    ranks, computed = group.mesh_info.shard_mesh_size, group.mp_policy.param_dtype
+    return sum(
+        ranks * parameter._sharded_param_data.numel() * (computed or parameter.sharded_param.dtype).itemsize
+        for parameter in group.fsdp_params
+    )
+
+
+LONGEST_S = 1.0
+"""How long an exchange waits for gloo's threads at most."""
+
+
+def settle_gloo(model: nn.Module) -> None:
+    """Have the parts of a model that `fully_shard` was applied to, and that exchange by gloo in FSDP2's own way, wait
+    for gloo's threads after each exchange."""
+    for group in groups_of(model):
+        if group.device.type == HOST.type and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
+            gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
+            if type(gather).__name__ == "DefaultAllGather":
+                group._all_gather_comm = _Gather(gather)
+            if type(reduce).__name__ == "DefaultReduceScatter":
+                group._reduce_scatter_comm = _Reduce(reduce)
+
+
+def unsettle_gloo(model: nn.Module) -> None:
+    """Have all parts exchange as before `settle_gloo`."""
+    for group in groups_of(model):
+        if isinstance(group._all_gather_comm, _Gather):
+            group._all_gather_comm = group._all_gather_comm.usual
+        if isinstance(group._reduce_scatter_comm, _Reduce):
+            group._reduce_scatter_comm = group._reduce_scatter_comm.usual
+
+
+def gather_of(module: nn.Module) -> Any:
+    """The function by which a part of a model that `fully_shard` was applied to gathers its own parameters."""
+    return groups_of(module, recurse=False)[0]._all_gather_comm
+
+
+class _Gather:
+    """FSDP2's own all-gather, and a wait for gloo's threads."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual, self.allocate = usual, usual.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        with settling(output_tensor), settling(input_tensor):
+            self.usual(output_tensor, input_tensor, group=group, async_op=False)
+
+
+class _Reduce:
+    """FSDP2's reduce-scatter by `reduce_scatter`."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual, self.allocate = usual, usual.allocate
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group, op)
+
+
+def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
+    """Write this rank's part of the reduced input to the output, both of one dimension: as gloo's own reduce-scatter,
+    which reduces a copy of the whole input, but this thread holds the copy."""
+    copy = input_tensor.clone()
+    with settling(copy):
+        distributed.all_reduce(copy, op, group=group)
+    output_tensor.copy_(copy.view(distributed.get_world_size(group), -1)[distributed.get_rank(group)])
+
+
+@contextmanager
+def settling(tensor: torch.Tensor) -> Iterator[None]:
+    """A block after which the tensor has no more users than before it; waits for them to let it go."""
+    users = _users(tensor)
+    yield
+    latest = time.monotonic() + LONGEST_S
+    while _users(tensor) > users and time.monotonic() < latest:
+        time.sleep(1e-5)
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """Everything that refers to a tensor. C++ has a reference from Python, too, which a thread drops last."""
+    return users_of(tensor) + sys.getrefcount(tensor)
+
+
+_FORWARD, _BACKWARD = "F", "B"
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether a value is a schedule of `torch.distributed.pipelining`."""
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    return isinstance(value, _PipelineSchedule)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages that this rank holds, in their order."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def microbatches_of(schedule: Any) -> int:
+    """The number of microbatches in which a batch is run."""
+    return int(schedule._n_microbatches)
+
+
+def loss_of(schedule: Any) -> Callable[..., Any] | None:
+    """The function that computes a microbatch's loss; None for a schedule that does not train."""
+    return schedule._loss_fn
+
+
+def set_loss(schedule: Any, loss_fn: Callable[..., Any] | None) -> None:
+    """Have the schedule compute losses by this function."""
+    schedule._loss_fn = loss_fn
+
+
+def trains(schedule: Any) -> bool:
+    """Whether a step runs backwards: not while the schedule evaluates."""
+    return bool(schedule._has_backward)
+
+
+def in_flight(schedule: Any) -> list[tuple[int, dict[int, int]]]:
+    """For each forward and backward of this rank, in order: its stage, and of every stage here the microbatches whose
+    backward is to come, its own among them."""
+    waiting = {stage.stage_index: 0 for stage in stages_of(schedule)}
+    found = []
+    for stage, kind in _actions(schedule):
+        waiting[stage] += kind == _FORWARD
+        if kind in (_FORWARD, _BACKWARD):
+            found.append((stage, dict(waiting)))
+        waiting[stage] -= kind == _BACKWARD
+    return found
+
+
+def splits_backward(schedule: Any) -> bool:
+    """Whether the schedule computes the gradients of inputs and those of weights at different times."""
+    kinds = {kind for _, kind in _actions(schedule)}
+    return not kinds <= {_FORWARD, _BACKWARD, "REDUCE_GRAD"}
+
+
+def sends_kept(schedule: Any) -> int:
+    """The number of microbatches whose tensors stay on the device after they were sent, in each direction: the handles
+    of all exchanges are held to the end of a step, but for 1F1B, which holds those of the latest two."""
+    from torch.distributed.pipelining import Schedule1F1B
+
+    many = microbatches_of(schedule)
+    return min(2, many) if isinstance(schedule, Schedule1F1B) else many
+
+
+def ranks_of_pipeline(schedule: Any) -> list[int]:
+    """The ranks that hold the stages of the pipeline, by their numbers among all."""
+    group = stages_of(schedule)[0].group
+    return list(distributed.get_process_group_ranks(group or distributed.group.WORLD))
+
+
+def first_microbatch(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first microbatch of the arguments of a batch, the largest of them."""
+    return tuple(schedule._split_inputs(args, {})[0][0])
+
+
+def _actions(schedule: Any) -> list[tuple[int, str]]:
+    """Stage and kind of what this rank computes in a step, in order."""
+    order = schedule.pipeline_order[stages_of(schedule)[0].group_rank]
+    found = []
+    for action in order:
+        for part in () if action is None else action.sub_actions or (action,):
+            found.append((part.stage_index, part.computation_type.value))
+    return found

@@ -1,0 +1,161 @@
+"""What inductor must know before it lowers a graph, so that one graph always gets the same code, with eager mode's
+numbers: the operators that it calls as they are, and the order of random kernels.
+
+Inductor makes an operator known (`make_fallback`) when it comes to the first call of it. A value with several users is
+written to memory at once if one of them is known to need its inputs in memory. In the first graph of a process that has
+such an operator, what comes before the call was therefore lowered without it, and other code was written for the same
+graph later on, which holds other bytes.
+
+From torch 2.13 on, inductor keeps the order of random kernels itself where `fallback_random` is set, but not after an
+operator whose results nobody reads (the last dropout of a branch that the loss does not reach), nor for one that saves
+the generator's state for the backward. Later draws then get other numbers than in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from passes.compat import private
+from passes.ops.offload_ops import COPY_OUT, TRANSFERS
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._inductor.lowering",
+        "lowerings decompositions require_contiguous tag_to_layout_constraint FALLBACK_ALLOW_LIST",
+    ),
+    *private("torch._inductor.lowering", "make_fallback", call="op, layout_constraint=, warn=, override_decomp="),
+    *private("torch._inductor.config", "implicit_fallbacks _pre_fusion_custom_pass"),
+    *private("torch._inductor.ir", "ExternKernel.require_exact_strides", call="value, strides, allow_padding="),
+    *private("torch._inductor.ir", "FlexibleLayout.stride_ordered_for_memory_format"),
+    *private("torch._inductor.virtualized", "V"),
+    *private(
+        "torch._inductor.graph", "GraphLowering.nodes_prefer_channels_last GraphLowering.operations", needed=False
+    ),
+    *private("torch._library.utils", "get_layout_constraint_tag", call="op, with_default="),
+    *private("torch._library.utils", "is_builtin"),
+    *private("torch._inductor.custom_graph_pass", "CustomSchedulerPass", needed=False, since=(2, 13)),
+    *private("torch._inductor.custom_graph_pass", "CustomGraphPass"),
+    *private("torch._inductor.dependencies", "WeakDep", call="name, mutating, is_fake="),
+    *private("torch._inductor.scheduler", "NodeUser", call="node, is_weak="),
+    *private(
+        "torch._inductor.scheduler",
+        "Scheduler.topological_sort_schedule Scheduler.compute_ancestors BaseSchedulerNode.add_fake_dep",
+    ),
+)
+
+FALLBACKS = "copies to the host laid out as results"
+"""Describes the layout rules of this module. It is part of the key of inductor's cache, so that code compiled under
+other rules is not reused."""
+
+
+def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
+    """Give each operator of the graph, and of graphs within it, the fallback that inductor would give it at its call,
+    if it has no lowering. Nothing is done where the user has turned such fallbacks off: inductor then raises."""
+    from torch._inductor import config
+    from torch._inductor import lowering as untyped
+
+    lowering: Any = untyped
+    for op in dict.fromkeys(_operators(module)):
+        if op in lowering.lowerings or op in lowering.decompositions:
+            continue
+        if f"{op.namespace}::{op.overloadpacket.__name__}" in lowering.FALLBACK_ALLOW_LIST:
+            lowering.make_fallback(op, warn=False, override_decomp=True)
+        elif config.implicit_fallbacks:
+            lowering.make_fallback(op, layout_constraint=_layout_constraint(op, is_backward=is_backward))
+
+
+def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
+    """The operators that are called, and those that are given to other operators as an argument."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op == "call_function":
+                yield from (word for word in (node.target, *node.args) if isinstance(word, OpOverload))
+
+
+def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
+    """The layout that inductor gives to the inputs of an operator without a lowering: contiguous ones for an operator
+    of torch in a backward, where its tags do not say otherwise. Host copies keep their strides."""
+    from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag, is_builtin
+
+    if op in TRANSFERS:
+        return _as_returned if op is COPY_OUT else None
+    if get_layout_constraint_tag(op, with_default=False) is None and is_builtin(op) and is_backward:
+        return require_contiguous
+    return tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
+
+
+def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `memopt::copy_out`: the value laid out as inductor lays out a result of the graph, since the
+    copy on the host is one. Otherwise inductor would copy it to a second host tensor with other strides, whose memory
+    the offloading operators do not know."""
+    from torch._inductor import ir as untyped
+    from torch._inductor.virtualized import V
+
+    ir: Any = untyped
+    strides = node.meta["val"].stride()
+    if len(value.get_size()) == 4 and node in V.graph.nodes_prefer_channels_last:
+        strides = ir.FlexibleLayout.stride_ordered_for_memory_format(value.get_size(), torch.channels_last)
+    return (ir.ExternKernel.require_exact_strides(value, strides, allow_padding=True),), {}
+
+
+def order_of_random_kernels() -> Any:
+    """Return the scheduler pass that inductor's setting `_pre_fusion_custom_pass` gets: `keep_random_order`, after the
+    pass that the user has set there, if any."""
+    from torch._inductor import config as untyped
+    from torch._inductor import custom_graph_pass
+
+    config: Any = untyped
+    users = config._pre_fusion_custom_pass
+    if users is not None:
+        return lambda nodes: keep_random_order(users(nodes))
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+    class RandomOrder(base):  # type: ignore[misc]
+        """A pass with a name for the keys of inductor's caches."""
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return keep_random_order(nodes)
+
+        def uuid(self) -> str:
+            return "memopt: random kernels in the order of the graph"
+
+    return RandomOrder()
+
+
+def keep_random_order(nodes: list[Any]) -> list[Any]:
+    """Make each random kernel depend on the one before it in the graph. Returns the scheduler's nodes in an order in
+    which every node comes after those that it depends on.
+
+    A kernel that only redraws from a saved state leaves the generator as it was, and may run at any time."""
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.scheduler import NodeUser
+    from torch._inductor.virtualized import V
+
+    places = {id(operation): place for place, operation in enumerate(V.graph.operations)}
+    random = sorted((node for node in nodes if _draws(node.node)), key=lambda node: places[id(node.node)])
+    if len(random) < 2:
+        return nodes
+    for before, after in pairwise(random):
+        buffer = before.get_outputs()[0]
+        after.add_fake_dep(WeakDep(buffer.get_name(), after.get_name(), is_fake=True))
+        buffer.users.append(NodeUser(after, is_weak=True))
+    scheduler: Any = random[0].scheduler
+    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()
+    sorted_nodes: list[Any] = scheduler.nodes
+    return sorted_nodes
+
+
+def _draws(kernel: Any) -> bool:
+    """True if a node of inductor's graph draws from the generator."""
+    operator = getattr(kernel, "op_overload", None)
+    if operator is torch.ops.higher_order.run_and_save_rng_state:
+        return True
+    return isinstance(operator, OpOverload) and torch.Tag.nondeterministic_seeded in operator.tags

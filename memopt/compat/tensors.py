@@ -1,0 +1,257 @@
+"""Tensors: the storages that they lie in, subclasses and sparse ones, and which functions on them read no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memopt.compat.operators import plain_tensors
+from passes.compat import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch",
+        "Tensor._make_wrapper_subclass Tensor._indices Tensor._values Tensor._nested_tensor_size _mkldnn "
+        "UntypedStorage._cdata Tensor._is_view Tensor._use_count",
+    ),
+    *private("torch._C", "DisableTorchFunctionSubclass _storage_Use_Count"),
+    *private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+    *private("torch.distributed.tensor", "DTensor._local_tensor", needed=False),
+    *private("torch._library.fake_class_registry", "FakeScriptObject"),
+)
+
+Subclass = TypeVar("Subclass", bound=torch.Tensor)
+
+_PROPERTIES = (
+    "_backward_hooks", "_base", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
+    "is_meta", "is_mkldnn", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize",
+    "layout", "name", "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    "__hash__", "__len__", "detach", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_conj",
+    "is_floating_point", "is_inference", "is_neg", "is_signed", "ndimension", "nelement", "numel", "register_hook",
+    "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
+)  # fmt: skip
+_FUNCTIONS = (torch.detach, torch.is_complex, torch.is_conj, torch.is_floating_point, torch.is_neg, torch.numel)
+_OF_MEMORY = ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "tolist")
+
+
+def _of(names: Sequence[str]) -> list[Any]:
+    return [found for name in names if (found := getattr(torch.Tensor, name, None)) is not None]
+
+
+_READ_NO_VALUES = frozenset((*(found.__get__ for found in _of(_PROPERTIES)), *_of(_METHODS), *_FUNCTIONS))
+_NEED_MEMORY = frozenset(_of(_OF_MEMORY))
+
+
+def reads_no_values(function: Any) -> bool:
+    """Whether a torch function, as `__torch_function__` gets it, reads sizes and the like only."""
+    return function in _READ_NO_VALUES
+
+
+def needs_memory(function: Any) -> bool:
+    """Whether a torch function hands out a tensor's memory, which it refuses for subclasses."""
+    return function in _NEED_MEMORY
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether a value is a tensor that holds other tensors, which torch.compile sees in its place."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that hold the memory of these: themselves, those inside a wrapper such as a quantised weight of
+    torchao or a sharded parameter, or the indices and values of a sparse or
+    nested one, without a copy."""
+    for tensor in tensors:
+        anything: Any = tensor
+        if is_wrapper(tensor):
+            names: Sequence[str] = anything.__tensor_flatten__()[0]
+            parts = (getattr(tensor, name) for name in names)
+            yield from with_memory(part for part in parts if isinstance(part, torch.Tensor))
+        elif tensor.layout is torch.sparse_coo:
+            yield from (anything._indices(), anything._values())
+        elif tensor.layout in _COMPRESSED:
+            by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            yield tensor.crow_indices() if by_rows else tensor.ccol_indices()
+            yield from (tensor.col_indices() if by_rows else tensor.row_indices(), tensor.values())
+        elif tensor.is_nested:
+            yield tensor.values()
+        else:
+            yield tensor
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+_LAYOUTS = {
+    torch.sparse_coo: "sparse COO",
+    torch.sparse_csr: "sparse CSR",
+    torch.sparse_csc: "sparse CSC",
+    torch.sparse_bsr: "sparse BSR",
+    torch.sparse_bsc: "sparse BSC",
+    torch.jagged: "jagged nested",
+    _MKLDNN: "mkldnn",
+}
+
+
+def special_kind(tensor: torch.Tensor) -> str:
+    """The kind of a tensor that is no array of numbers in memory, such as "sparse CSR"; empty for one that is, and for
+    wrappers that torch.compile looks into."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return "strided nested"
+    return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
+
+
+def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
+    """The sizes of a tensor, of a sparse or nested one those of the tensors that hold its memory."""
+    if not special_kind(tensor):
+        return tensor.shape
+    if tensor.is_nested and tensor.layout is torch.strided:
+        anything: Any = tensor
+        return [size for row in anything._nested_tensor_size().tolist() for size in row]
+    own = [] if tensor.is_nested else [*tensor.shape]
+    return [*own, *(size for part in with_memory([tensor]) for size in part.shape)]
+
+
+def has_no_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory lies in no storage that torch knows of: oneDNN's."""
+    return tensor.layout is _MKLDNN
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor (`DTensor`) that lies on this rank; any other tensor itself."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed over ranks (`DTensor`)."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def is_replicated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed over ranks (`DTensor`) so that each of them has all of it."""
+    anything: Any = tensor
+    return is_sharded(tensor) and all(placement.is_replicate() for placement in anything.placements)
+
+
+def spread_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """How a tensor is distributed over ranks, in words: the shape of their mesh, and the placement on each of its
+    dimensions; empty for a tensor that is not."""
+    anything: Any = tensor
+    return (str(tuple(anything.device_mesh.shape)), str(anything.placements)) if is_sharded(tensor) else ()
+
+
+def is_opaque(value: object) -> bool:
+    """Whether a value of a traced graph stands for an object that is not looked into, such as a device mesh."""
+    return isinstance(value, FakeScriptObject)
+
+
+def mesh_dimensions(sharded: torch.Tensor) -> int:
+    """The number of dimensions of the mesh over which a sharded tensor is distributed."""
+    anything: Any = sharded
+    dimensions: int = anything.device_mesh.ndim
+    return dimensions
+
+
+def ranks_of(sharded: torch.Tensor) -> list[int]:
+    """The ranks over which a sharded tensor is distributed."""
+    anything: Any = sharded
+    numbers: list[int] = anything.device_mesh.mesh.flatten().tolist()
+    return numbers
+
+
+def as_implemented() -> AbstractContextManager[Any]:
+    """Context in which torch functions run their implementation, and return what that returns."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def wrapper_tensor(
+    kind: type[Subclass], sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Subclass:
+    """A tensor of the subclass `kind` with an empty storage, whose operators go to `kind.__torch_dispatch__`."""
+    make: Callable[..., Subclass] = torch.Tensor._make_wrapper_subclass
+    return make(kind, sizes, strides=strides, dtype=dtype, device=device, storage_size=0)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that two live tensors share if and only if they share a storage, fake and meta tensors included."""
+    return tensor.untyped_storage()._cdata
+
+
+def users_of(tensor: torch.Tensor) -> int:
+    """A number that grows with every further tensor in the tensor's storage, and with everything in C++ that refers to
+    the tensor itself."""
+    sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
+    referring: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sharing + referring
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another one."""
+    return tensor._is_view()
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages in which a tensor lies: those of its indices and values where it is sparse, those of the tensors
+    inside a wrapper, and else its own; none where it has none that torch hands out (oneDNN's)."""
+    if type(tensor) in _PLAIN and not special_kind(tensor):
+        return [tensor.untyped_storage()]
+    with plain_tensors(), torch.no_grad():
+        return [part.untyped_storage() for part in with_memory([tensor]) if not has_no_storage(part)]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
+    """The bytes of the storages on a device in which the tensors among some values lie, by their address.
+
+    A step asks this for all that its model has and saves, so that it makes no call for a plain tensor.
+    """
+    found: dict[int, int] = {}
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            continue
+        plain = type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+        try:
+            for storage in (value.untyped_storage(),) if plain else storages_of(value):
+                found[storage.data_ptr()] = storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own
+            continue
+    return found
+
+
+class WeakStorage:
+    """The device, the address and the bytes of a storage, for as long as some tensor lives in it; it does not keep it
+    alive."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._nbytes, self.device = storage.nbytes(), storage.device
+
+    @property
+    def address(self) -> int:
+        """The address of the memory, 0 once the storage is gone."""
+        return 0 if self._reference.expired() else self._address  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the memory, 0 once the storage is gone."""
+        return self._nbytes if self.address else 0
+
+
+def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
+    """The storages of the tensors among some values; tensors without memory of their own are left out."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            try:
+                yield from map(WeakStorage, storages_of(value))
+            except (NotImplementedError, RuntimeError):
+                continue

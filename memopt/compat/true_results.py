@@ -1,0 +1,254 @@
+"""What kernels do and fakes do not say: the layout and the dtype of their results, and the dtypes that they refuse.
+
+It is found by running operators on small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.compat.fakes import FakeTensor, FakeTensorMode
+from memopt.compat.operators import plain_tensors, schema_of, tree_leaves, tree_map, without_torch_functions
+from memopt.compat.symbols import is_symbolic
+from passes.compat import private
+
+PRIVATE_NAMES = (
+    *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),
+    *private("torch._decomp", "decomposition_table"),
+)
+
+_SMALL = 4
+"""Sizes up to this one are kept."""
+
+
+class _SmallOperands:
+    """The arguments of a call with small sizes in place of large ones, equal ones for equal ones.
+
+    No size of the call may be symbolic.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._arguments = args, kwargs
+        sizes = {size for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) for size in leaf.shape}
+        large = sorted(size for size in sizes if size > _SMALL)
+        self._numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
+
+    def made(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments; `make` makes an operand from a tensor on "meta" that is laid out so."""
+
+        def small(leaf: Any) -> Any:
+            return make(_small_like(leaf, self._numbers)) if isinstance(leaf, torch.Tensor) else leaf
+
+        positional, named = tree_map(small, self._arguments)
+        return [_small_sizes(argument, self._numbers) for argument in positional], named
+
+
+def order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor from the outermost to the innermost in memory."""
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
+    """A tensor on "meta" with fewer elements and its dimensions in the same order; expanded ones stay so."""
+    strides = [0] * tensor.dim()
+    step = 1
+    for dim in reversed(order(tensor)):
+        if tensor.stride(dim) > 0:
+            strides[dim] = step
+            step *= numbers.get(tensor.shape[dim], tensor.shape[dim])
+    shape = [numbers.get(size, size) for size in tensor.shape]
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
+    """An argument with its sizes replaced where it is a list of numbers."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in argument)
+    return argument
+
+
+_TRUSTED = ("mm", "conv", "empty", "new_", "as_strided", "attention", "set_", "_like", "lift", "rng")
+"""Parts of the names of operators whose fake results are laid out as their kernels' are, or whose layout depends on
+sizes."""
+
+
+def correct_strides(mode: FakeTensorMode) -> None:
+    """Have a fake mode give the results of operators the strides and dtypes that their kernels give them, from now on.
+
+    An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
+    tensors of the same layouts, real and fake; where these disagree, the dtype and the order of the real dimensions are
+    taken.
+    """
+    if "dispatch" not in vars(mode):
+        mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
+
+
+def may_differ(func: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the results of an operator with these operands may have other strides than torch's fakes."""
+    return _is_decomposed(func) and not all(tensor.is_contiguous() for tensor in tensors)
+
+
+_Layout: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""The dimensions of a tensor from the outermost to the innermost in memory, and its dtype."""
+
+
+class _Corrected:
+    """The dispatch of a fake mode, with corrected strides and dtypes."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self.fake = mode, mode.dispatch
+        self._layouts: dict[Hashable, list[_Layout | None]] = {}
+        """For each kind of call the layout of each result, or None where the fake one is right. A mode belongs to one
+        region, which bounds its size."""
+
+    def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.fake(func, types, args, kwargs)
+        if not _is_decomposed(func):
+            return result
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not _is_doubtful(inputs, result):
+            return result
+        key = func, *map(_key, tree_leaves((args, kwargs)))
+        if key not in self._layouts:
+            self._layouts[key] = []  # for the calls made meanwhile
+            self._layouts[key] = self._tried(func, types, args, kwargs or {})
+        if not self._layouts[key]:
+            return result
+        layouts = iter(self._layouts[key])
+        return tree_map(lambda leaf: self._laid(leaf, next(layouts, None)), result)
+
+    def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[_Layout | None]:
+        """The layout of each result of a call on small real tensors, None where it is that of small fakes."""
+        operands = _SmallOperands(args, kwargs)
+
+        def real(meta: torch.Tensor) -> torch.Tensor:
+            made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+            return made.fill_(1)
+
+        def fake(meta: torch.Tensor) -> torch.Tensor:
+            with self.mode:
+                return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        try:
+            with plain_tensors(), without_torch_functions(), torch.no_grad():
+                positional, named = operands.made(real)
+                true = tree_leaves(func(*positional, **named))
+                positional, named = operands.made(fake)
+                guessed = tree_leaves(self.fake(func, types, tuple(positional), named))
+        except Exception:  # an operator may refuse made-up values and sizes with any error
+            return []
+        layouts = [
+            None if _same(*pair) else (order(pair[0]), pair[0].dtype) for pair in zip(true, guessed, strict=True)
+        ]
+        return layouts if any(layouts) else []
+
+    def _laid(self, result: Any, layout: _Layout | None) -> Any:
+        """A fake result in this dtype, and with its dimensions in this order in memory."""
+        if layout is None or not isinstance(result, FakeTensor):
+            return result
+        dimensions, dtype = layout
+        with self.mode:
+            laid = torch.empty([result.shape[dim] for dim in dimensions], dtype=dtype, device=result.device)
+            return laid.permute([dimensions.index(dim) for dim in range(len(dimensions))])
+
+
+@lru_cache(maxsize=4096)
+def _is_decomposed(func: Any) -> bool:
+    """Whether an operator's fake results may be laid out in another order than its kernel's."""
+    from torch._decomp import decomposition_table
+
+    if func not in decomposition_table:
+        return False
+    schema = schema_of(func)
+    if any(part in schema.name for part in _TRUSTED) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
+
+
+def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
+    """Whether these operands and results are such that the operator has to be tried."""
+    if not all(_is_number(tensor.dtype) for tensor in inputs):
+        return False
+    numbers = (number for tensor in inputs for number in (*tensor.shape, *tensor.stride()))
+    if any(map(is_symbolic, inputs)) or any(isinstance(number, torch.SymInt) for number in numbers):
+        return False
+    in_order = all(tensor.is_contiguous() for tensor in inputs)
+    floats = {tensor.dtype for tensor in inputs} - {torch.bool}
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and not is_symbolic(leaf)]
+    return (not in_order and any(leaf.dim() > 1 for leaf in results)) or (len(floats) > 1 and bool(results))
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype == torch.bool
+
+
+def _key(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), repr(leaf)
+
+
+def _same(real: Any, fake: Any) -> bool:
+    if not isinstance(real, torch.Tensor) or real.shape != fake.shape:
+        return True
+    moves = [dim for dim, size in enumerate(real.shape) if size > 1]
+    return real.dtype == fake.dtype and all(real.stride(dim) == fake.stride(dim) for dim in moves)
+
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class RaisingForRefusedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode for calls on fakes which raises the kernel's own error where an operator takes no 16-bit operands.
+
+    Each kind of call with such operands is run once on small real tensors, and where that fails, once more in fp32: an
+    operator that fails there, too, may have refused made-up values, and is let through. So are random ones, which would
+    advance the generator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tried: set[Hashable] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not random and any(dtype in _LOW for dtype in dtypes) and not any(map(is_symbolic, leaves)):
+            kind = func, dtypes, *(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+            if kind not in self._tried:
+                self._tried.add(kind)
+                _try(func, args, kwargs, tensors[0].device)
+        return func(*args, **kwargs)
+
+
+def _try(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
+    """Raise the error of a call on small tensors, unless it fails in fp32 as well."""
+    operands = _SmallOperands(args, kwargs)
+
+    def run(low: bool) -> None:
+        def made(meta: torch.Tensor) -> torch.Tensor:
+            dtype = torch.float32 if meta.dtype in _LOW and not low else meta.dtype
+            return torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device=device).fill_(1)
+
+        positional, named = operands.made(made)
+        func(*positional, **named)
+
+    with plain_tensors(), without_torch_functions(), torch.no_grad():
+        try:
+            run(low=True)
+        except RuntimeError:
+            try:
+                run(low=False)
+            except Exception:  # an operator may refuse made-up values and sizes with any error
+                return
+            raise

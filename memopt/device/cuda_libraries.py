@@ -1,0 +1,172 @@
+"""CUDA's libraries on this machine's card: the workspaces that cuBLAS keeps, allocated before a step, and the blocks of
+operators whose kernels have a workspace, found by running them. cuDNN chooses its algorithm when an operator runs, and
+torch's own kernels allocate several blocks, of which a rule for their sum does not say the order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from memopt.compat.host import MemoryEvents
+from memopt.compat.operators import plain_tensors, schema_of
+from memopt.compat.tensors import WeakStorage, weak_storages
+from memopt.device.hardware import Chip, reported_chip
+from memopt.device.live_bytes import NOTABLE, Rehearsal
+from memopt.device.op_call import OpCall
+from memopt.solver.problem import BlockCall
+
+_PATIENCE_SECONDS = 1.0
+
+
+def start_libraries(device: torch.device) -> None:
+    """Have cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
+
+    They would otherwise do so at their first call, out of a block that the allocator has cached between two values of
+    the step. A large value that had this block would then find none of its size in the next step.
+
+    Free segments go back to the card before, since a workspace within a large one would keep it from being used for
+    anything as large again. Nothing but the workspaces is left allocated when this returns. Raises
+    `torch.OutOfMemoryError` where they have no room.
+    """
+    torch.cuda.empty_cache()
+    used: list[WeakStorage] = []
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+            weight = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+            bias = torch.ones(16, device=device, dtype=dtype, requires_grad=True)
+            made = functional.linear(rows, weight, bias)
+            gradients = torch.autograd.grad(made, (rows, weight, bias), torch.ones_like(made))
+            used += weak_storages((rows, weight, bias, made, *gradients))
+            del rows, weight, bias, made, gradients
+    _wait_for(used)
+
+
+def _wait_for(storages: Sequence[WeakStorage]) -> None:
+    """Wait until some storages are freed: autograd's thread holds them a moment longer than its caller."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while any(storage.address for storage in storages) and time.monotonic() < end:
+        time.sleep(1e-4)
+
+
+_OPS = frozenset({
+    # cuDNN's
+    "convolution", "_convolution", "convolution_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
+    # Parts of an output in fp32, or of the keys.
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
+    # A buffer, and the counters of its thread blocks in a block of their own.
+    "sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "prod", "linalg_vector_norm", "amax", "amin",
+    "argmax", "argmin", "max", "min", "any", "all",
+    # Sums of each part of the rows, and copies.
+    "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "native_batch_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "native_batch_norm_backward", "batch_norm_backward",
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+    # Copies of what is not contiguous.
+    "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    "max_pool2d_with_indices", "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
+})  # fmt: skip
+"""The operators that are run to be seen. No size and no address of theirs depends on values: they run on tensors that
+are not filled."""
+_ROOM = 64 * 1024**2
+"""The bytes of a free segment beyond those that a call needs."""
+
+
+def is_run(call: OpCall) -> bool:
+    """Whether a call is run to see what it allocates."""
+    return schema_of(call.op).name.split("::")[-1] in _OPS
+
+
+def library_run(call: OpCall, chip: Chip) -> Rehearsal | None:
+    """The allocator's calls of an operator with a workspace, which is run once to be seen; None for other operators,
+    where this process uses no card with that `chip`, and where the card has no room for the operator now."""
+    if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reported_chip(device) != chip:
+        return None
+    cudnn = torch.backends.cudnn
+    return _seen(call, device, (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32))
+
+
+@lru_cache(maxsize=2**12)
+def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> Rehearsal | None:
+    """What a run of the call on the device allocates; `settings` are cuDNN's, which its choice depends on."""
+    # Profilers, autocast, dispatch modes and streams belong to a thread: in its own the run sees none of the caller's.
+    with ThreadPoolExecutor(1, "memopt-library") as worker:
+        events = worker.submit(_events, call, device).result()
+    torch.cuda.empty_cache()
+    return None if events is None else from_events(events, [spec.bytes for spec in call.outputs])
+
+
+def _events(call: OpCall, device: torch.device) -> list[int] | None:
+    """The bytes that the allocator gives out (and takes back, negative) during a run of the call; None where it fails,
+    which it does with an error of torch or of the library."""
+    try:
+        # Attention with dropout draws random numbers, which are the user's.
+        rng = torch.random.fork_rng([device])
+        with torch.cuda.device(device), plain_tensors(), torch.no_grad(), rng:
+            args, kwargs = call.make_arguments("cuda")
+            first = _recorded(call, args, kwargs)  # the library makes its plan, and initialises itself
+            torch.cuda.empty_cache()
+            # In one large segment all blocks have the bytes that were asked for: a rest of up to 1 MB is not split off.
+            room = torch.empty(max(accumulate(first), default=0) + _ROOM, dtype=torch.uint8, device=device)
+            del room
+            return _recorded(call, args, kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
+    """The bytes of the blocks that a run of the call allocates, and minus those that it frees."""
+    events = MemoryEvents("cuda")
+    events.start()
+    try:
+        result = call.op(*args, **kwargs)
+        torch.cuda.synchronize()
+    finally:
+        found = events.stop()
+    del result
+    return found
+
+
+def from_events(events: Sequence[int], outputs: Sequence[int]) -> Rehearsal:
+    """The calls of an operator with results of `outputs` bytes, from the allocator's `events`, which do not name their
+    blocks: of several blocks of one size the latest is freed, and the results are what is left."""
+    calls: list[BlockCall] = []
+    alive: dict[int, int] = {}
+    for number, nbytes in enumerate(events):
+        block = number if nbytes > 0 else next(one for one in reversed(alive) if alive[one] == -nbytes)
+        if nbytes > 0:
+            alive[block] = nbytes
+        else:
+            del alive[block]
+        calls.append(BlockCall(nbytes > 0, block, abs(nbytes)))
+    peak = max(accumulate(events), default=0)
+    return Rehearsal(_numbered(calls, alive, outputs), max(0, peak - sum(alive.values())))
+
+
+def _numbered(calls: Sequence[BlockCall], left: dict[int, int], outputs: Sequence[int]) -> tuple[BlockCall, ...]:
+    """The calls with each result's block numbered by its place among `outputs`, each the smallest that is left and
+    large enough; without small blocks of the workspace."""
+    place: dict[int, int] = {}
+    for at in sorted(range(len(outputs)), key=outputs.__getitem__, reverse=True):
+        large = [block for block, nbytes in left.items() if nbytes >= outputs[at] > 0 and block not in place]
+        if large:
+            place[min(large, key=left.__getitem__)] = at
+    numbered = (
+        BlockCall(allocates, place.get(block, len(outputs) + block), nbytes)
+        for allocates, block, nbytes in calls
+        if block in place or (nbytes > NOTABLE and block not in left)
+    )
+    return tuple(numbered)

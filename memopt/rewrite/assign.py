@@ -1,0 +1,217 @@
+"""Decides the dtype of each operator: 16 bits in and out wherever kernels sum in fp32, else fp32."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import fx
+
+from memopt.rewrite.policy import Choice, PrecisionPlan, Rules
+from passes.graphs.node_facts import has_floats
+from passes.graphs.op_kinds import (
+    FP32,
+    FP32_SET_DTYPE,
+    LOWER_PRECISION,
+    follows_input,
+    is_cast,
+    is_new,
+    is_pointwise,
+    mutated_arguments,
+    op_name,
+)
+
+FP32_OURS = frozenset(
+    {
+        "cross_entropy_loss", "ctc_loss", "binary_cross_entropy", "nll_loss_nd", "mean", "var", "std", "var_mean",
+        "std_mean", "norm", "nansum",
+    }
+)  # fmt: skip
+"""Composite operators that call a listed one, and sums that are on no list."""
+
+KERNELS_SUM_IN_FP32 = frozenset(
+    {"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm"}
+    | {"native_batch_norm", "instance_norm"}
+    | {f"{kind}{dims}d" for kind in ("avg_pool", "adaptive_avg_pool", "upsample_nearest") for dims in (1, 2, 3)}
+)
+"""Operators whose kernels take 16 bits, compute in fp32 and round once, also where autocast lists them for fp32."""
+
+
+_BEHIND = ("dropout", "add", "masked_fill", "where")
+
+
+class _State(Enum):
+    """The precision of a value: fp32 of a master parameter or an input, 16 bits, or fp32 by decision or request."""
+
+    MASTER = 0
+    LOW = 1
+    FULL = 2
+
+
+@dataclass(frozen=True)
+class AssignPrecision:
+    """The decider for an operator graph captured in fp32. It edits nothing: `passes.InsertCasts` applies its plan.
+
+    Operators on a list get the dtype of the list, norms that of their input. Elementwise ones compute in 16 bits unless
+    a full-size operand is fp32; so do sums that only attention's softmax reads, and that softmax. The residual stream,
+    which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and turns an
+    fp32 one back to 16 bits if it was widened before: in a model that is captured in fp32, `.to(input_dtype)` is
+    `.to(float32)`. Unknown operators get operands in the dtype that they had before.
+    """
+
+    low: torch.dtype
+    rules: Rules = field(default_factory=Rules)
+    author_typed: Collection[str] = frozenset()
+    """Names of nodes that keep the dtypes that they have."""
+    kept_out: tuple[tuple[str, str], ...] = ()
+    """Nodes that must compute in fp32, with the reason, as `screen` finds them."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> PrecisionPlan:
+        calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+        walk = _Walk(self)
+        for node in calls:
+            walk.visit(node)
+        return PrecisionPlan(self.low, walk.choices)
+
+
+class _Walk:
+    """One walk over the calls, in order, that collects the choices."""
+
+    def __init__(self, decider: AssignPrecision) -> None:
+        self.decider = decider
+        self.kept_out = dict(decider.kept_out)
+        self.states: dict[fx.Node, _State] = {}
+        self.given: set[fx.Node] = set()
+        """Parameters and inputs, and what is computed from them."""
+        self.choices: dict[str, Choice] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        operands = [source for source in node.all_input_nodes if has_floats(source)]
+        if any(operand.op == "placeholder" or operand in self.given for operand in operands):
+            self.given |= {node, *operands}
+        if not has_floats(node) and not operands:
+            return
+        if node.target is operator.getitem or is_new(node) or op_name(node) == "detach":
+            self.states[node] = self._state(operands[0]) if operands else _State.MASTER
+            return
+        chosen = self._choose(node, operands)
+        if chosen is None:
+            self.states[node] = self._state(operands[0]) if follows_input(node) and operands else _State.MASTER
+            return
+        self.choices[node.name] = chosen
+        self.states[node] = _State.LOW if chosen.dtype == self.decider.low else _State.FULL
+
+    def _choose(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
+        low, name = self.decider.low, op_name(node)
+        if node.name in self.decider.author_typed or not name or not operands:
+            return None
+        if written := [argument for argument in mutated_arguments(node) if has_floats(argument)]:
+            return self._as(self._state(written[0]), "it writes in place")
+        if node.name in self.kept_out:
+            return Choice(torch.float32, self.kept_out[node.name], wished=True)
+        if is_cast(node):
+            return self._cast(node, operands[0])
+        if (rule := self.decider.rules.choose(node)) is not None:
+            return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
+        if name in KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
+            return Choice(low, "its kernel computes in fp32 inside")
+        if (
+            name == "softmax"
+            and self._state(operands[0]) is _State.LOW
+            and only_read_by(node, LOWER_PRECISION, _BEHIND)
+        ):
+            return Choice(low, "its kernel computes in fp32 inside, and a 16-bit product reads it")
+        if node.kwargs.get("dtype") == torch.float32 or (name in FP32_SET_DTYPE and torch.float32 in node.args):
+            return Choice(torch.float32, "the model asks for fp32")
+        if name in LOWER_PRECISION:
+            return Choice(low, "autocast's 16-bit list")
+        if name in FP32 | FP32_SET_DTYPE and not self._small_power(node, operands):
+            return Choice(torch.float32, "autocast's fp32 list")
+        if name in FP32_OURS:
+            return Choice(torch.float32, "sums, or reaches autocast's fp32 list")
+        if follows_input(node):
+            return None
+        return self._pointwise(node, operands) if is_pointwise(node) else None
+
+    def _small_power(self, node: fx.Node, operands: list[fx.Node]) -> bool:
+        """Returns whether a call is x² or x³ of a 16-bit value, which are as exact as products."""
+        if op_name(node) != "pow" or len(operands) != 1 or self.decider.low != torch.bfloat16:
+            return False
+        return node.args[1] in (2, 3, 2.0, 3.0) and self._state(operands[0]) is _State.LOW
+
+    def _cast(self, node: fx.Node, source: fx.Node) -> Choice | None:
+        if not has_floats(node) or node.meta["val"].dtype != torch.float32:
+            return None
+        if source.meta["val"].dtype != torch.float32:
+            return None
+        if str(node.target) == "aten.to.dtype_layout":
+            return self._as(self._state(source), "moves between devices")
+        if self._state(source) is _State.FULL and self._before_widening(source) is _State.LOW:
+            return Choice(self.decider.low, "the model casts back")
+        return Choice(torch.float32, "the model casts to fp32")
+
+    def _before_widening(self, node: fx.Node) -> _State:
+        """Returns the state of a value before the model widened it and computed with it; LOW if that is not visible."""
+        pending, seen = [node], {node}
+        while pending:
+            node = pending.pop(0)
+            if op_name(node) == "softmax":
+                return self._state(node.all_input_nodes[0])
+            if is_cast(node):
+                state = self._state(node.all_input_nodes[0])
+                return _State.LOW if state is _State.LOW else _State.FULL
+            if not (is_pointwise(node) or follows_input(node) or op_name(node) in ("mean", "sum", "var", "rsqrt")):
+                continue
+            fresh = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return _State.LOW
+
+    def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
+        # As text, so that symbols in sizes leave no guards.
+        size = str(node.meta["val"].shape) if isinstance(node.meta["val"], torch.Tensor) else None
+        full_size = [operand for operand in operands if size is None or str(operand.meta["val"].shape) == size]
+        states = {self._state(operand) for operand in full_size or operands}
+        if op_name(node) in ("add", "sub") and only_read_by(node, {"softmax"}, _BEHIND):
+            states -= {_State.FULL}
+        elif _State.LOW in states and op_name(node) in ("add", "sub") and any(map(self._stream, operands)):
+            return Choice(torch.float32, "the residual stream is summed in fp32")
+        if _State.FULL in states:
+            return Choice(torch.float32, "an operand is fp32")
+        if _State.LOW in states or _State.LOW in {self._state(operand) for operand in operands}:
+            return Choice(self.decider.low, "elementwise, operands in 16 bits")
+        if _State.FULL in {self._state(operand) for operand in operands}:
+            return Choice(torch.float32, "an operand is fp32")
+        return None
+
+    def _stream(self, operand: fx.Node) -> bool:
+        """Returns whether an fp32 parameter or input holds activations or positions rather than a bias."""
+        if self._state(operand) is not _State.MASTER or operand not in self.given:
+            return False
+        return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
+
+    def _as(self, state: _State, reason: str) -> Choice | None:
+        """Returns the choice that leaves a value in its state; None for fp32 parameters and inputs, which need none."""
+        if state is _State.MASTER:
+            return None
+        return Choice(self.decider.low if state is _State.LOW else torch.float32, reason)
+
+    def _state(self, node: fx.Node) -> _State:
+        return self.states.get(node, _State.MASTER)
+
+
+def only_read_by(
+    node: fx.Node, readers: Collection[str], behind: Collection[str] = ("add", "masked_fill", "where")
+) -> bool:
+    """Returns whether something reads a value, and only the operators in `readers` do.
+
+    They may read it behind casts, calls that follow their input, and the operators in `behind`.
+    """
+    for reader in node.users:
+        passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in behind
+        if op_name(reader) not in readers and not (passes_on and only_read_by(reader, readers, behind)):
+            return False
+    return bool(node.users)

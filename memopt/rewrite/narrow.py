@@ -1,0 +1,283 @@
+"""Decides which activations are saved for the backward in bf16 or 8 bits, and which linear layers compute in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import fx
+
+from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.operators import Decision, OperatorGraph, traced_from
+from memopt.device.hardware import Hardware, scaled_rate
+from memopt.device.storages import storage_bytes
+from memopt.device.time_model import op_seconds
+from memopt.rewrite.policy import Rules
+from memopt.units import duration
+from passes import (
+    EliminateDeadCode,
+    FoundLinear,
+    Fp8Linears,
+    NarrowSaved,
+    Pipeline,
+    QuantizeSaved,
+    SumWide,
+    find_fp8_linears,
+)
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import backward_nodes
+from passes.graphs.op_kinds import is_cast, is_view, op_name
+from passes.ops.fp8_formats import E4M3, E5M2, turned
+from passes.ops.fp8_ops import SCALINGS, Scaling
+
+# They read operands of products, or of smooth derivatives: a relative error of 2^-9 there is one of the gradients, no
+# more than their own rounding. `_log_softmax_backward_data` is not here: it takes the exponential.
+_TOLERATE_BF16 = frozenset(
+    {
+        "_fused_rms_norm_backward", "_softmax_backward_data", "gelu_backward", "mul", "native_batch_norm_backward",
+        "native_group_norm_backward", "native_layer_norm_backward", "pow", "sigmoid_backward", "silu_backward",
+        "tanh_backward", "threshold_backward",
+    }
+)  # fmt: skip
+# Smaller values are not worth two casts.
+LEAST_BYTES = 64 * 1024
+
+
+def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
+    """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
+
+    `exact` holds the names of the operator graph's nodes whose dtype the author or the user has set.
+    """
+    return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
+
+
+def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
+
+    Left alone are values that are held anyway, as inputs or outputs, values that the backward reads through several
+    views, widened 16-bit values, and all that the author or the user wants in fp32.
+    """
+    backward = backward_nodes(graph)
+    values = sole_values(graph, forward_outputs)
+    return tuple(node.name for node in values if worth_narrowing(node) and tolerated(node, backward, exact))
+
+
+def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
+    """Returns the values that the forward computes and the backward reads, without inputs and outputs.
+
+    Storages of which the backward reads more than one view are left out.
+    """
+    backward = backward_nodes(graph)
+    results = graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    kept = [
+        *graph.find_nodes(op="placeholder"),
+        *(result for result in results[:forward_outputs] if isinstance(result, fx.Node)),
+    ]
+    stays = {storage for node in kept for storage in storages(node)}
+    seen: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
+            for storage in storages(node):
+                seen.setdefault(storage, []).append(node)
+    return tuple(nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
+
+
+def worth_narrowing(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_cast(node):
+        return False
+    if value.dim() == 0 or value.shape[-1] == 1:  # a statistic of each row: few bytes, and every element depends on it
+        return False
+    return storage_bytes(value) >= LEAST_BYTES
+
+
+def tolerated(
+    value: fx.Node,
+    backward: frozenset[fx.Node],
+    exact: frozenset[str] = frozenset(),
+    tolerant: frozenset[str] = _TOLERATE_BF16,
+) -> bool:
+    """Returns whether only `tolerant` operators of the backward read a value, behind views too.
+
+    By default these are the ones that may read it in bf16. What is traced from a node in `exact` tolerates nothing.
+    """
+    if traced_from(value) in exact:
+        return False
+    return all(
+        tolerated(reader, backward, exact, tolerant)
+        if is_view(reader)
+        else op_name(reader) in tolerant and traced_from(reader) not in exact
+        for reader in value.users
+        if reader in backward
+    )
+
+
+FP8_ACTIVATIONS = "fp8_activations"
+_SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
+# They read factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 there
+# is a random one of single elements of gradients. Sums of squares, and functions that saturate, are not here.
+_TOLERATE_8_BITS = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
+
+
+def has_units(card: Hardware, scaling: str = "current") -> bool:
+    """Returns whether a card has units for one of `SCALINGS`, by the hardware table or by measurement."""
+    return card.multiplies(SCALINGS[scaling].values)
+
+
+@dataclass(frozen=True)
+class DecideFp8:
+    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, gradients by their scaling.
+
+    Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
+    those are chosen that the time model predicts to be faster; on others all that are possible, since they save half as
+    many bytes. Layers are left alone if the kernels do not take their sizes, if no other layer follows (the one that
+    makes the logits), if they share their weight with an embedding, or if the author or the user has set their dtype.
+    """
+
+    card: Hardware
+    rules: Rules = field(default_factory=Rules)
+    lever: str = "fp8"
+    scaling: str = "current"
+    """One of `passes.ops.fp8_ops.SCALINGS`."""
+    histories: str = ""
+    """The prefix of the `Histories` that delayed scaling uses."""
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        if autocast_is_on():
+            return Decision(
+                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on: dtypes are left to it",)
+            )
+        chosen: dict[str, str] = {}
+        left: dict[str, None] = {}
+        found = [self._judged(layer, graph) for layer in find_fp8_linears(graph.module, self.scaling)]
+        for _, group in groupby(sorted(found, key=lambda layer: layer.reads), key=lambda layer: layer.reads):
+            layers = list(group)
+            left |= dict.fromkeys(layer.reason for layer in layers if layer.reason)
+            free = [layer for layer in layers if not layer.reason]
+            slower, text = self._compared(free)
+            if slower:
+                left[text] = None
+            else:
+                chosen |= {layer.name: f"fp8: {text}" for layer in free}
+        notes = tuple(f"{self.lever}: left alone, since {reason}" for reason in left)
+        if not chosen:
+            return Decision(Pipeline((), label=self.lever), notes=notes)
+        by = self._scaling
+        passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
+        units = "" if self._quick else f"; {self.card.name} multiplies wider copies of them"
+        done = (
+            f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
+            f"{self.scaling} scaling{units}"
+        )
+        return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
+
+    @property
+    def _scaling(self) -> Scaling:
+        return SCALINGS[self.scaling]
+
+    @property
+    def _quick(self) -> bool:
+        return has_units(self.card, self.scaling)
+
+    def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
+        """Returns a layer with a reason if it is not to be rewritten."""
+        node = next(other for other in graph.module.graph.nodes if other.name == layer.name)
+        reason = layer.reason
+        if node.name in graph.author_typed:
+            reason = "its dtypes are the model's own choice"
+        elif self.rules.choose(node) is not None:
+            reason = "a rule of yours sets its dtype"
+        elif _is_last(node):
+            reason = "no other layer follows it"
+        elif _is_embedding(node):
+            reason = "an embedding shares its weight"
+        return FoundLinear(layer.name, layer.reads, reason) if reason else layer
+
+    def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
+        """Returns whether layers that read one value are slower in 8 bits, and a text with their times."""
+        if not self._quick:
+            return False, "what it saves is half as large"
+        wide = sum(_seconds(layer, "bfloat16", self.card) for layer in layers)
+        rate = scaled_rate(self._scaling.values)
+        narrow = sum(_seconds(layer, rate, self.card) for layer in layers)
+        narrow += _quantizing(layers, self._scaling, self.card)
+        if narrow >= wide:
+            return bool(layers), "its matrices are too small for 8 bits to be faster"
+        return False, f"{duration(wide)} would become {duration(narrow)}"
+
+
+def _seconds(layer: FoundLinear, rate: str, card: Hardware) -> float:
+    """Returns the seconds of the products of a layer and its gradients at a rate of the card, with 16-bit results."""
+    size = 2 if rate == "bfloat16" else 1
+    rows, inner, columns = layer.rows, layer.inner, layer.columns
+    flops, operands = 2 * rows * inner * columns, (rows * inner, inner * columns, rows * columns)
+    moved = [size * (sum(operands) - result) + 2 * result for result in operands]
+    return sum(op_seconds(flops, nbytes, rate, card) for nbytes in moved)
+
+
+def _quantizing(layers: list[FoundLinear], by: Scaling, card: Hardware) -> float:
+    """Returns the seconds of quantising the operands of layers that read one value.
+
+    The input is quantised once for all, weights and gradients for each layer; every time 16 bits are read twice and 8
+    written. By tiles it is done along each summed dimension. Three operands are transposed for the kernels.
+    """
+    if not layers:
+        return 0.0
+    values, weights = (1 if turned(tile) == tile else 2 for tile in (by.values, by.weights))
+    bytes_moved = [5 * values * layers[0].rows * layers[0].inner]
+    for layer in layers:
+        of_x, of_weight, of_result = layer.rows * layer.inner, layer.inner * layer.columns, layer.rows * layer.columns
+        # An fp32 weight is quantised where it would have been cast, which moves 6 bytes an element.
+        bytes_moved += [(9 * weights - 6) * of_weight, 5 * values * of_result, 2 * of_x, 2 * of_weight, 2 * of_result]
+    return sum(op_seconds(0, nbytes, "float32", card) for nbytes in bytes_moved)
+
+
+def _is_last(layer: fx.Node) -> bool:
+    """Returns whether no other linear layer depends on a layer's result."""
+    pending, seen = [layer], {layer}
+    while pending:
+        for user in pending.pop().users:
+            if op_name(user) in ("linear", "addmm"):
+                return False
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return True
+
+
+def _is_embedding(layer: fx.Node) -> bool:
+    weight = layer.args[2 if op_name(layer) == "addmm" else 1]
+    assert isinstance(weight, fx.Node)
+    while (is_cast(weight) or is_view(weight)) and weight.all_input_nodes:
+        weight = weight.all_input_nodes[0]
+    return any(op_name(user) == "embedding" for user in weight.users)
+
+
+def note_activations(graph: OperatorGraph) -> Decision:
+    """Returns a decision without passes, whose note says what `quantizing` does to the joint graph."""
+    note = f"{FP8_ACTIVATIONS}: what activations and products save for the backward is saved in 8 bits"
+    return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
+
+
+def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
+    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits."""
+    narrow = narrowing(module, forward_outputs, exact)
+    return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs, exact))))
+
+
+def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Returns the names of the 16-bit values of the forward that only tolerant operators of the backward read."""
+    backward = backward_nodes(graph)
+    return tuple(
+        node.name
+        for node in sole_values(graph, forward_outputs)
+        if _worth_quantizing(node.meta["val"]) and tolerated(node, backward, exact, _TOLERATE_8_BITS)
+    )
+
+
+def _worth_quantizing(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return storage_bytes(value) >= LEAST_BYTES and value.dim() > 1 and value.is_contiguous()

@@ -1,0 +1,176 @@
+"""The price of an operator in a dtype: its time, forward and backward, and the bytes that it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt.compat.fakes import new_fake_mode
+from memopt.compat.host import HOST
+from memopt.compat.operators import OpOverload, overload_name, schema_of
+from memopt.device.hardware import Hardware
+from memopt.device.op_call import OpCall, op_call
+from memopt.device.storages import storage_bytes
+from memopt.device.time_model import node_seconds
+from memopt.rewrite.narrow import tolerated, worth_narrowing
+from passes.graphs.aliases import storages
+from passes.graphs.edit import propagating
+from passes.graphs.node_facts import backward_nodes, tensors
+from passes.graphs.op_kinds import CAST_FIRST_ONLY
+
+
+class Saved(Enum):
+    """What is saved of an operand or a result for the backward of an operator."""
+
+    NOTHING = 0
+    ROUNDED = 1
+    """A copy in bf16 is enough: see `memopt.rewrite.narrow`."""
+    WHOLE = 2
+
+
+@dataclass(frozen=True)
+class OpPrice:
+    """The price of one call in one dtype."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    operands: tuple[Saved, ...] = ()
+    """The saved part of every operand, in the order of `operands(node)`."""
+    result: Saved = Saved.NOTHING
+    inner_bytes: int = 0
+    """Bytes that are saved besides operands and result: statistics of rows, masks, log-probabilities."""
+
+
+@dataclass
+class OpPrices:
+    """Prices calls for a device. Each kind of call is differentiated once, on fake tensors; nothing runs.
+
+    With `narrows`, fp32 values that the backward may read rounded are priced as such: the joint graph is to go through
+    `memopt.rewrite.narrow`.
+    """
+
+    hardware: Hardware
+    narrows: bool = False
+    _known: dict[Hashable, OpPrice | None] = field(default_factory=dict, repr=False)
+
+    def price(self, node: fx.Node, dtype: torch.dtype, differentiated: Collection[fx.Node]) -> OpPrice | None:
+        """Returns the price with floating-point operands in `dtype`; None for a call that cannot be traced alone.
+
+        Operands that are `differentiated` get gradients.
+        """
+        try:
+            call = op_call(node)
+        except ValueError:  # a size that depends on data, without bound
+            return None
+        if call is None:
+            return None
+        flags = tuple(operand in differentiated for operand in operands(node))
+        key = call, dtype, flags
+        if key not in self._known:
+            self._known[key] = self._trace(call, dtype, flags)
+        return self._known[key]
+
+    def _trace(self, call: OpCall, dtype: torch.dtype, differentiated: tuple[bool, ...]) -> OpPrice | None:
+        run = _functional(call.op)
+
+        def run_with(leaves: Iterator[torch.Tensor]) -> Any:
+            """Runs the call with other tensors instead of its own, in order."""
+            return run(*_with(args, leaves), **{name: _with(value, leaves) for name, value in kwargs.items()})
+
+        with propagating(new_fake_mode()), torch.enable_grad():
+            args, kwargs = call.make_arguments(HOST.type)
+            leaves = list(tensors([args, *kwargs.values()]))
+            casts = len(leaves) if schema_of(call.op).name.split("::")[-1] not in CAST_FIRST_ONLY else 1
+            leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]
+            for leaf, needs in zip(leaves, differentiated, strict=True):
+                leaf.requires_grad_(needs and leaf.is_floating_point())
+            try:
+                graph, results = _joint(lambda given: run_with(iter(given)), leaves)
+                return _read(graph, results, self.hardware, self.narrows)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):  # sizes that depend on data among them
+                return None
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the nodes that a call reads tensors from, one entry for each tensor, in the order of the arguments."""
+    found: list[fx.Node] = []
+
+    def add(source: fx.Node) -> None:
+        found.extend([source] * len(list(tensors(source.meta.get("val")))))
+
+    fx.map_arg((node.args, node.kwargs), add)
+    return tuple(found)
+
+
+def _functional(op: OpOverload) -> Callable[..., Any]:
+    """Returns the operator without its in-place effect."""
+    space, _, name = schema_of(op).name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, overload_name(op), op) if packet is not None else op
+
+
+def _retyped(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return leaf.to(dtype) if leaf.dtype in (torch.float32, torch.bfloat16, torch.float16) else leaf
+
+
+def _with(value: Any, leaves: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_with(element, leaves) for element in value]
+    return next(leaves) if isinstance(value, torch.Tensor) else value
+
+
+def _joint(call: Callable[[list[torch.Tensor]], Any], leaves: list[torch.Tensor]) -> tuple[fx.Graph, int]:
+    """Traces forward and backward of a call as AOTAutograd does: `primals_*`, `tangents_*` → results, gradients.
+
+    Returns the graph and the number of results.
+    """
+
+    def flowing(result: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors(result) if tensor.requires_grad]
+
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+        results = call(primals)
+        wanted = [primal for primal in primals if primal.requires_grad]
+        gradients = torch.autograd.grad(flowing(results), wanted, tangents, allow_unused=True) if tangents else ()
+        return [*tensors(results), *(gradient for gradient in gradients if gradient is not None)]
+
+    results = call(leaves)
+    tangents = [torch.empty_like(value) for value in flowing(results)]
+    return make_fx(joint)(leaves, tangents).graph, len(list(tensors(results)))
+
+
+def _read(graph: fx.Graph, results: int, hardware: Hardware, narrows: bool) -> OpPrice:
+    """Returns the price of a call, given the joint graph of it that `_joint` traced."""
+    backward = backward_nodes(graph)
+    primals = [node for node in graph.find_nodes(op="placeholder") if node not in backward]
+    returned: Any = graph.output_node().args[0]
+    seconds = {node: node_seconds(node, hardware) for node in graph.nodes if node.op == "call_function"}
+    saved: dict[Hashable, tuple[Saved, int]] = {}
+    for node in graph.nodes:
+        if node in backward or node.op == "output" or not any(user in backward for user in node.users):
+            continue
+        rounded = narrows and worth_narrowing(node) and tolerated(node, backward)
+        for storage, tensor in zip(storages(node), tensors(node.meta.get("val")), strict=False):
+            before = saved.get(storage, (Saved.NOTHING, 0))[0]
+            here = Saved.ROUNDED if rounded and before is not Saved.WHOLE else Saved.WHOLE
+            saved[storage] = here, storage_bytes(tensor)
+
+    def of(node: fx.Node | None) -> Saved:
+        found = [saved.pop(storage, (Saved.NOTHING, 0))[0] for storage in (storages(node) if node is not None else ())]
+        return max(found, key=lambda kind: kind.value, default=Saved.NOTHING)
+
+    operands = tuple(map(of, primals))
+    result = max(map(of, returned[:results]), key=lambda kind: kind.value, default=Saved.NOTHING)
+    return OpPrice(
+        forward_seconds=sum(group for node, group in seconds.items() if node not in backward),
+        backward_seconds=sum(group for node, group in seconds.items() if node in backward),
+        operands=operands,
+        result=result,
+        inner_bytes=sum(nbytes // (2 if how is Saved.ROUNDED else 1) for how, nbytes in saved.values()),
+    )

@@ -1,0 +1,130 @@
+"""Turns a precision policy, and the user's own passes, into the rewriting of a model's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.operators import DecideJoint, Decision, OperatorGraph, Operators, Rewriting
+from memopt.device.hardware import Hardware
+from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.narrow import narrowing
+from memopt.rewrite.op_prices import OpPrices
+from memopt.rewrite.policy import Policy, PrecisionPlan, Rules, low_dtype, searches
+from memopt.rewrite.screen import KeptOut
+from memopt.rewrite.screenings import Screenings
+from memopt.rewrite.search import SearchPrecision
+from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pass, Pipeline, passes_for
+
+LABEL = "precision"
+
+
+def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
+    """Returns the rewriting that gives a model's operator graphs their precision on a device; nothing for fp32.
+
+    Raises ValueError for unknown names, and for fp16 on a device without it.
+    """
+    low = low_dtype(policy, hardware)
+    rules = Rules() if isinstance(policy, str) else Rules.of(policy)
+    if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
+        return Rewriting(planned_for=hardware.device_type)
+    screenings = Screenings() if torch.float16 in (low, *(dtype for _, dtype in rules.dtypes)) else None
+    prices = OpPrices(hardware, narrows=low == torch.bfloat16) if searches(policy) else None
+    decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings, prices=prices)
+    joint = narrowing if low == torch.bfloat16 else None
+    return Rewriting((decide,), joint, low, hardware.device_type, replaces_autocast=policy != "auto")
+
+
+@dataclass(frozen=True)
+class DecidePrecision:
+    """Decides the dtype of each operator of a region, and names the passes that apply it.
+
+    What the model's caller gets has the dtype that the plain model gives it.
+    """
+
+    low: torch.dtype
+    rules: Rules = field(default_factory=Rules)
+    kept_out: tuple[tuple[str, str], ...] = ()
+    yields: bool = False
+    """Whether a region that is captured under the caller's own autocast is left alone."""
+    screenings: Screenings | None = field(default=None, compare=False, repr=False)
+    """The ranges of values on sample batches; None where nothing is to compute in fp16."""
+    prices: OpPrices | None = field(default=None, compare=False, repr=False)
+    """The prices by which dtypes are searched; None for the default choices."""
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        if self.left_to_autocast:
+            return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: dtypes are left to it",))
+        plan = self.plan(graph)
+        passes = InsertCasts(plan.assignment, outputs=graph.result_dtypes), MergeCasts(), EliminateDeadCode()
+        calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+        scaled = "; its gradients need a loss scale: train with memopt.TrainStep, or a torch.amp.GradScaler"
+        note = f"precision: {plan.summary()}" + (scaled if plan.low == torch.float16 else "")
+        notes, unmatched = (note, *plan.notes), self.rules.unmatched(calls)
+        return Decision(Pipeline(passes, label=LABEL), plan.reasons, notes, unmatched, graph.author_typed | plan.exact)
+
+    @property
+    def left_to_autocast(self) -> bool:
+        """Whether it decides nothing, since the caller's own autocast is on."""
+        return self.yields and autocast_is_on()
+
+    def plan(self, graph: OperatorGraph) -> PrecisionPlan:
+        """Returns the dtype of each operator, with a reason."""
+
+        def decide(kept_out: KeptOut) -> PrecisionPlan:
+            default = AssignPrecision(self.low, self.rules, graph.author_typed, (*self.kept_out, *kept_out))
+            return SearchPrecision(default, self.prices)(graph) if self.prices else default(graph.module)
+
+        if self.screenings is None:
+            return decide(())
+
+        plan, note = self.screenings.decide(graph, decide)
+        return replace(plan, notes=(*plan.notes, note))
+
+
+def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
+    """Raises ValueError for a rule of the user that matches nothing in any region of the model."""
+    nothing = frozenset.intersection(*(region.unmatched for region in regions)) if regions else frozenset()
+    for rule in sorted(nothing):
+        raise ValueError(
+            f"the precision rule {rule!r} matches no operator, module or node of {type(model).__name__}; write a "
+            "module as in model.named_modules(), an operator as in plan.diff('precision'), or remove the rule"
+        )
+
+
+@dataclass(frozen=True)
+class RunPasses:
+    """Decides that passes run on the operator graph of every region."""
+
+    passes: tuple[Pass, ...]
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        return Decision(Pipeline(self.passes))
+
+
+@dataclass(frozen=True)
+class RunJointPasses:
+    """Decides that passes run on every joint graph, behind those of another decision."""
+
+    passes: tuple[Pass, ...]
+    before: DecideJoint | None = None
+
+    def __call__(self, joint: fx.GraphModule, forward_outputs: int, exact: frozenset[str]) -> Pipeline:
+        first = () if self.before is None else (self.before(joint, forward_outputs, exact),)
+        return Pipeline((*first, *self.passes))
+
+
+def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
+    """The rewriting with the user's passes behind all others, and their names before those of its levers. Raises
+    `TypeError` for an object that is no `Pass`."""
+    on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
+    if on_operators:
+        rewriting = replace(rewriting, deciders=(*rewriting.deciders, RunPasses(on_operators)))
+    if on_joint:
+        rewriting = replace(rewriting, joint=RunJointPasses(on_joint, rewriting.joint))
+    names = dict.fromkeys(user_pass.name for user_pass in passes)
+    return replace(rewriting, levers=(*names, *rewriting.levers))

@@ -1,0 +1,188 @@
+"""The ranges of values that a model's regions had on sample batches, and which operators fp16 may compute by them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memopt.account.account import distinct_bytes
+from memopt.account.eager_bytes import EagerBytes
+from memopt.capture.author_modes import autocast_state
+from memopt.capture.data_sizes import is_real, new_symbols
+from memopt.capture.dynamo import in_brief
+from memopt.capture.inputs import Call, call_signature, tensors_in
+from memopt.capture.operators import Decide, OperatorGraph, Rewriting, rewrite
+from memopt.capture.sample import run_sample
+from memopt.compat.host import is_on_host
+from memopt.compat.operators import plain_tensors
+from memopt.rewrite.policy import PrecisionPlan
+from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
+from memopt.units import size
+from passes import format_graph
+from passes.graphs.graph_text import format_node
+
+NO_VALUES = "it was planned without values"
+WITHIN = "all values are within range"
+
+
+class _NotRun(Exception):
+    """A graph must not be run on the sample batch; the message is the reason, after "since" in the plan's note."""
+
+
+class Screenings:
+    """The ranges of values by region, as first observed; later captures of a region use the same ones."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[str, Ranges] = {}
+        self._lines: dict[str, dict[str, Range]] = {}
+        """By the printed inputs of a region, then by printed node; other rewritings share some of them."""
+        self._looked: set[str] = set()
+        """Signatures of calls that have been run, with the state of autocast."""
+        self._why_not = NO_VALUES
+
+    def look(
+        self,
+        model: nn.Module,
+        call: Call,
+        loss_fn: Callable[..., Any] | None,
+        rewritings: Sequence[Rewriting],
+        *,
+        room_bytes: int | None,
+        differentiate_all: bool,
+    ) -> None:
+        """Runs the forward of a training call in fp32, without gradients, unless a call like it was run before.
+
+        It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
+        `room_bytes` (None: any) beside the model and the call. If it would hold more, if there are no values, or if it
+        fails, the plan says so.
+        """
+        signature = f"{call_signature(call)} {autocast_state()}"
+        if signature in self._looked:
+            return
+        if not all(map(is_real, (*model.parameters(), *tensors_in(call)))):
+            self._why_not = NO_VALUES
+            return
+        self._looked.add(signature)
+        copies = distinct_bytes(model.buffers()) if is_on_host(next(model.parameters())) else 0
+        others = [takewhile(self._is_not_of, rewriting.deciders) for rewriting in rewritings]
+        befores = list(dict.fromkeys(map(tuple, others)))
+        room_bytes = None if room_bytes is None else room_bytes - copies
+        look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])
+        try:
+            run_sample(model, call, loss_fn, look, rewritings[0], differentiate_all=differentiate_all)
+        except _NotRun as reason:
+            self._why_not = str(reason)
+        except Exception as failure:  # planning the model reports what is wrong with it
+            self._why_not = f"its forward failed: {in_brief(failure)}"
+        else:
+            self._why_not = look.why_not or self._why_not
+            for text, ranges in look.found.items():
+                self._ranges.setdefault(text, ranges)
+                lines = self._lines.setdefault(_inputs(look.modules[text]), {})
+                for node in look.modules[text].graph.nodes:
+                    if node.name in ranges:
+                        lines.setdefault(format_node(node), ranges[node.name])
+
+    def _is_not_of(self, decide: Decide) -> bool:
+        """Returns whether a decider does not hold these screenings."""
+        return getattr(decide, "screenings", None) is not self
+
+    def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
+        """Returns the plan of `decide` without operators that leave fp16's range, and a note on them."""
+        ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
+        if ranges is None:
+            ranges = self._in_part(graph.module)
+            part = f" in part, since {self._why_not};"
+        if not ranges:
+            return decide(()), f"fp16 was not screened on a sample batch, since {self._why_not}; values may overflow"
+        kept = kept_out(graph.module, ranges, decide)
+        found = f"{len(kept)} ops have values beyond its range and stay in fp32" if kept else WITHIN
+        return decide(kept), f"fp16 was screened on a sample batch:{part} {found}"
+
+    def _in_part(self, module: fx.GraphModule) -> Ranges:
+        """Returns the ranges known of a graph that was not run: of nodes that other rewritings of its region share."""
+        lines = self._lines.get(_inputs(module), {})
+        return {node.name: lines[line] for node in module.graph.nodes if (line := format_node(node)) in lines}
+
+
+class _Look:
+    """Runs the operator graphs of a sample batch, as several rewritings leave them; records ranges of values."""
+
+    def __init__(
+        self, befores: Sequence[tuple[Decide, ...]], room_bytes: int | None, known: Collection[torch.Tensor]
+    ) -> None:
+        self.befores, self.room_bytes, self.known = befores, room_bytes, {id(tensor) for tensor in known}
+        self.found: dict[str, dict[str, Range]] = {}
+        self.modules: dict[str, fx.GraphModule] = {}
+        self.why_not = ""
+        """Why a graph was not run; "" if all were."""
+
+    def __call__(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
+        modules = [rewrite(graph, before).stages[-1] for before in self.befores]
+        results, ran = None, False
+        for text, module in {_fingerprint(module): module for module in modules}.items():
+            try:
+                self.check_room(module, inputs)
+            except _NotRun as reason:
+                self.why_not = str(reason)
+                continue
+            results = None  # freed before the next run
+            results, ran = self.run(text, module, inputs), True
+        if not ran:
+            raise _NotRun(self.why_not)
+        return results
+
+    def run(self, text: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        screening = Screening(module)
+        results = screening.run_all(inputs)
+        self.modules[text] = module
+        found = self.found.setdefault(text, {})
+        for name, entry in screening.ranges.items():
+            found[name] = entry.joined(found[name]) if name in found else entry
+        return results
+
+    def check_room(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        if self.room_bytes is None:
+            return
+        given = [one for one in inputs if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)]
+        needed = held_bytes(module) + distinct_bytes(value for value in given if id(value) not in self.known)
+        if needed > self.room_bytes:
+            raise _NotRun(
+                f"its forward in fp32 would hold {size(needed)} where the budget leaves {size(max(0, self.room_bytes))}"
+            )
+
+
+def held_bytes(module: fx.GraphModule) -> int:
+    """Returns the peak bytes, beside its inputs, of running an operator graph without gradients and recording ranges.
+
+    Found on fake tensors.
+    """
+    if any(True for _ in new_symbols(module.graph)):
+        raise _NotRun("sizes depend on data, so that what its forward would hold is not known")
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
+    if not tensors:
+        return 0
+    mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]
+    home = tensors[0].device.type
+    live = EagerBytes(home, home)
+    mixes, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # constants, and single numbers, are real
+    try:
+        with plain_tensors(), torch.no_grad(), mode, live:
+            fx.Interpreter(module).run(*fakes)
+    finally:
+        mode.allow_non_fake_inputs = mixes
+    return live.peak_bytes + looking_bytes(home)
+
+
+def _inputs(module: fx.GraphModule) -> str:
+    return "\n".join(map(format_node, module.graph.find_nodes(op="placeholder")))
+
+
+def _fingerprint(module: fx.GraphModule) -> str:
+    return hashlib.sha256(format_graph(module.graph).encode()).hexdigest()[:16]

@@ -1,0 +1,241 @@
+"""Training calls whose modules run as activation checkpoints, for forwards that cannot be planned in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from memopt.capture.inputs import tensors_in
+from memopt.compat.host import is_on_host
+from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
+from memopt.training_state import Attributes
+
+Spots: TypeAlias = tuple["Spot", ...]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_DEEPEST = 3
+"""How deep checkpoints are nested at most: blocks, their parts, and the parts of these."""
+_SUMS_AGREE = 1e-5
+"""The sums of the values of a module's outputs may differ by this part of those of their magnitudes when it runs again:
+kernels on a GPU may add in another order each time."""
+
+
+class RecomputedOtherwiseError(RuntimeError):
+    """A module that ran a second time returned other values than the first time."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A module that runs as an activation checkpoint, and those within it that do so while it runs again."""
+
+    module: nn.Module
+    within: Spots = ()
+
+
+@dataclass(eq=False)
+class Checkpoints:
+    """A choice of modules that run as activation checkpoints (`torch.utils.checkpoint`, not reentrant).
+
+    What a module changes in itself, such as running statistics, is set back for its second run and changes once, as in
+    the plain model.
+    """
+
+    model: nn.Module
+    spots: Spots
+    _checks: bool = field(default=False, init=False)
+    _silently: set[int] = field(default_factory=set, init=False)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A block in which calls of these modules are checkpoints."""
+        with _standing_in(self.spots, self._call_of):
+            yield
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """A block in which `RecomputedOtherwiseError` is raised where a second run returns other values."""
+        before, self._checks = self._checks, True
+        try:
+            with set_checkpoint_early_stop(False):
+                yield
+        finally:
+            self._checks = before
+
+    def __str__(self) -> str:
+        """The modules in words."""
+        names = {module: name for name, module in self.model.named_modules()}
+        nested = [inner for spot in self.spots for inner in spot.within]
+        text = _in_words([names.get(spot.module, "") for spot in self.spots])
+        return f"{text}, and within each {len(nested) // len(self.spots)} or more of its own" if nested else text
+
+    def _call_of(self, spot: Spot) -> Callable[..., Any]:
+        own = compiled_call(spot.module) or plain_call(spot.module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            body = _Body(spot, own, partial(_standing_in, spot.within, self._call_of), self._checks, self._silently)
+            return checkpoint(partial(body, **kwargs), *args, use_reentrant=False)
+
+        return call
+
+
+@dataclass(eq=False)
+class _Body:
+    """One call of a module, which runs once in the forward, and once more in the backward from the same state."""
+
+    spot: Spot
+    own: Callable[..., Any]
+    inner: Callable[[], AbstractContextManager[None]]
+    """Returns a block in which the calls of the modules within it are checkpoints."""
+    checks: bool
+    silently: set[int]
+    """The `id`s of the buffers to which kernels write without counting it."""
+    _before: _State | None = None
+    _sums: list[tuple[float, float]] | None = None
+    _ran: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ran:
+            return self._again(*args, **kwargs)
+        before, self._ran = _State(self.spot.module), True
+        try:
+            with self.inner():
+                outputs = self.own(*args, **kwargs)
+        finally:  # a second run of a checkpoint around this one ends by an exception once it has all that it needs
+            changed = before.has_changed(self.silently, look=self.checks)
+            self._before = before if changed else None
+        self._sums = _sums(outputs) if self.checks else None
+        return outputs
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        with self._before.for_a_time() if self._before else nullcontext(), self.inner():
+            outputs = self.own(*args, **kwargs)
+        if self._sums is not None and not _agree(self._sums, _sums(outputs)):
+            raise RecomputedOtherwiseError(f"{type(self.spot.module).__name__} returns other values in a second run")
+        return outputs
+
+
+class _State:
+    """The attributes and the buffers of a module at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._attributes = module, Attributes(module)
+        buffers = (*module.buffers(), *self._attributes.tensors())
+        self._values = [(one, one._version, one.detach().clone()) for one in buffers if not one.is_inference()]
+
+    def has_changed(self, silently: set[int], *, look: bool) -> bool:
+        """Whether they were set or written to since then; copies of those that were not are freed.
+
+        Some kernels, such as that of batch normalisation, write to a buffer without counting it. `silently` holds the
+        `id`s of such buffers, which are found by their values where those may be looked at: to `look` at them on a GPU
+        makes the host wait.
+        """
+        for tensor, version, value in self._values:
+            if tensor._version == version and (look or is_on_host(tensor)) and not torch.equal(tensor, value):
+                silently.add(id(tensor))
+        self._values = [kept for kept in self._values if kept[0]._version != kept[1] or id(kept[0]) in silently]
+        return bool(self._values) or self._attributes.have_changed()
+
+    @contextmanager
+    def for_a_time(self) -> Iterator[None]:
+        """A block in which they are as at this moment; after it they are as before it."""
+        now = Attributes(self._module)
+        values = [(tensor, tensor.detach().clone()) for tensor, *_ in self._values]
+        self._attributes.restore()
+        _write((tensor, value) for tensor, _, value in self._values)
+        try:
+            yield
+        finally:
+            now.restore()
+            _write(values)
+
+
+def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in values:
+            tensor.copy_(value)
+
+
+@contextmanager
+def _standing_in(spots: Spots, call_of: Callable[[Spot], Callable[..., Any]]) -> Iterator[None]:
+    """A block in which the calls of modules go through what `call_of` returns for them."""
+    before = [(spot.module, compiled_call(spot.module)) for spot in spots]
+    calls = [call_of(spot) for spot in spots]
+    for spot, call in zip(spots, calls, strict=True):
+        set_compiled_call(spot.module, call)
+    try:
+        yield
+    finally:
+        for module, own in before:
+            reset_compiled_call(module) if own is None else set_compiled_call(module, own)
+
+
+def choices(model: nn.Module) -> Iterator[Checkpoints]:
+    """The choices of modules worth trying, from the fastest to the one that holds least: the repeated blocks of the
+    model; and within each of them, while it runs again, the modules that it is made of."""
+    blocks = tuple(dict.fromkeys(_blocks(model)))
+    before = None
+    for depth in range(_DEEPEST) if blocks else ():
+        spots = tuple(_spot(block, depth) for block in blocks)
+        if spots != before:
+            yield Checkpoints(model, spots)
+        before = spots
+
+
+def _spot(block: nn.Module, depth: int) -> Spot:
+    """A module with those within it down to a depth."""
+    return Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules within a module that hold most of its activations: the elements of its outermost lists and sequences
+    of modules, and the modules beside those."""
+    for child in module.children():
+        elements = list(child.children()) if isinstance(child, _CONTAINERS) else []
+        if len(elements) > 1 and any(map(_is_composed, elements)):
+            yield from filter(_is_composed, elements)
+        elif elements or any(isinstance(one, _CONTAINERS) for one in child.modules()):
+            yield from list(_blocks(child)) or ([child] if isinstance(child, nn.Sequential) else [])
+        elif _is_composed(child):
+            yield child
+
+
+def _parts(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules made of others that a block calls."""
+    for child in block.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from filter(_is_composed, child.children())
+        elif _is_composed(child):
+            yield child
+
+
+def _is_composed(module: nn.Module) -> bool:
+    """Whether a module is made of others: of a single one, such as a linear layer, the input is held in any case."""
+    return next(module.children(), None) is not None
+
+
+def _sums(outputs: Any) -> list[tuple[float, float]]:
+    """The sums of the values of tensors, and of their magnitudes."""
+    with torch.no_grad():
+        floats = [one.detach() for one in tensors_in(((outputs,), {})) if one.is_floating_point() and not one.is_sparse]
+        return [(one.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(one, 1).item()) for one in floats]
+
+
+def _agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:
+    if len(first) != len(second):
+        return False
+    pairs = zip(first, second, strict=True)
+    return all(a == c or abs(a - c) <= _SUMS_AGREE * max(b, d) for (a, b), (c, d) in pairs)
+
+
+def _in_words(names: Sequence[str]) -> str:
+    """Paths of modules, those that differ in a number together: "blocks.0 to blocks.11"."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

@@ -1,0 +1,187 @@
+"""Plans that can be run: which run of a region in a forward is which one that the plan schedules."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.capture.data_sizes import in_shapes
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Rewriting
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.symbols import known_sizes
+from memopt.device.storages import find_storages
+from memopt.emit.partition import Emitted
+from memopt.errors import CaptureError
+from memopt.planning.captured import Captured
+from memopt.planning.plan import Plan
+from memopt.planning.region_schedule import RegionSchedule
+from passes import is_pure
+
+Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The planned run that a run of the present forward is."""
+
+    number: int
+    joint: JointGraph
+    """The graph that it runs by."""
+    schedule: RegionSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A plan that can be run, the captured call that it is for, and the runs that it schedules."""
+
+    captured: CapturedCall
+    plan: Plan
+    runs: tuple[RegionRun, ...]
+    """The runs that have a schedule, in the order of the plan's regions."""
+    region: Emitted | None = None
+    """The code of a call in one region; that of several is emitted as they run."""
+    _planned_values: dict[int, tuple[Value, ...]] = field(default_factory=dict, repr=False)
+    """What the planned runs make at the largest sizes, by their number."""
+    _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
+        default_factory=dict, repr=False
+    )
+    """Planned node → node of a run of that region with these sizes, for runs in the place of the planned run of that
+    number; None for a run that may not take its place."""
+
+    @property
+    def step(self) -> Captured:
+        """The graphs of the plan."""
+        step = self.plan.captured
+        assert step is not None
+        return step
+
+    def limits(self, number: int) -> dict[str, int]:
+        """The limits of the sizes that depend on data within planned run `number`, by their symbol in its graph."""
+        changing = self.runs[number].data_sizes.allowed
+        within = {name: most for name, most in self.step.sizes_of(number).items() if name not in changing}
+        return in_shapes(self.step.regions[number].module.graph, within)
+
+    @property
+    def rewriting(self) -> Rewriting:
+        """The passes and the precision of its regions."""
+        return self.step.rewriting_of_regions
+
+    def find(self, run: RegionRun, first: int, trace: Trace) -> Found | None:
+        """The planned run, `first` or later, that a run of the present forward is; None where there is none, or it has
+        larger sizes than the plan is for.
+
+        `trace` traces a region that was recorded on fakes, or once more under other guards or for other sizes.
+        """
+        for number in range(first, len(self.runs)):
+            planned, joint = self.runs[number], self.step.regions[number]
+            if planned.place != run.place:
+                continue
+            schedule = self.plan.regions[number]
+            if planned.region is run.region:
+                return Found(number, joint, schedule) if run.is_within(planned) else None
+            own = trace(run.region, self.rewriting)
+            own = own.accumulating(_as_planned(run, planned, joint))
+            if own.fingerprint == joint.fingerprint and not run.region.changing:
+                return Found(number, own, schedule)
+            names = self._names_in(own, run, number)
+            if names is not None:
+                evaluations = tuple(names[name] for name in schedule.evaluations)
+                return Found(number, own, replace(schedule, fingerprint=own.fingerprint, evaluations=evaluations))
+        return None
+
+    def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
+        """Planned node → node of a run with the same operators on values that are not larger; None for other runs."""
+        key = run.region, run.sizes, number
+        if key not in self._names:
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            try:
+                with known_sizes(run.data_sizes.seen):
+                    ours = values_of(joint)
+            except CaptureError:  # sizes that depend on data and have no limit are observed in captures alone
+                self._names[key] = None
+                return None
+            planned = self._values(number)
+            names = names_in(ours, planned)
+            schedule = self.plan.regions[number]
+            known = names is not None and names.keys() >= set(schedule.evaluations) and not schedule.offloads
+            self._names[key] = names if known else None
+        return self._names[key]
+
+    def _values(self, number: int) -> tuple[Value, ...]:
+        if number not in self._planned_values:
+            with self.step.with_sizes(number):
+                self._planned_values[number] = values_of(self.step.regions[number])
+        return self._planned_values[number]
+
+
+def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
+    """The numbers, among the inputs of a run, of the parameters whose gradients the planned run adds to `.grad`."""
+    numbers = {
+        joint.place_of(number): joint.place_of(own)
+        for number, own in zip(planned.parameter_ids, run.parameter_ids, strict=True)
+    }
+    return frozenset(numbers[number] for number in joint.parameter_inputs if number in numbers)
+
+
+_MOST_NAMES = 4096
+"""The number of answers that are remembered."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A node that allocates memory or has effects."""
+
+    name: str
+    computation: int
+    """A hash of the operators that compute it from the inputs of the graph, without sizes and other numbers."""
+    nbytes: int
+    """The bytes that it allocates."""
+
+
+def values_of(joint: JointGraph) -> tuple[Value, ...]:
+    """The values of a graph in its order, with the sizes that `upper_bound` takes for its symbols. Raises
+    `CaptureError` where a size is not known."""
+    graph = joint.module.graph
+    made = {info.maker: info.bytes for info in find_storages(graph).infos}
+    of_node: dict[fx.Node, int] = {}
+    found = []
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            of_node[node] = hash(("input", len(of_node)))
+        operands = tuple(of_node[operand] for operand in node.all_input_nodes if operand in of_node)
+        if node.op == "call_function" and (node in made or not is_pure(node)):
+            of_node[node] = hash((str(node.target), operands))
+            found.append(Value(node.name, of_node[node], made.get(node, 0)))
+        elif node.op == "call_function" and operands:
+            of_node[node] = _of_view(node, operands)
+    return tuple(found)
+
+
+def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
+    """The computation of a node that allocates nothing: a view, which counts as what it is a view of, or one of several
+    results."""
+    part: Any = node.args[1] if node.target is operator.getitem else None
+    return operands[0] if part is None else hash((operands[0], part))
+
+
+def names_in(ours: Sequence[Value], planned: Sequence[Value]) -> dict[str, str] | None:
+    """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Of
+    several with the same computation, the first is the first."""
+    left: defaultdict[int, list[Value]] = defaultdict(list)
+    for value in reversed(ours):
+        left[value.computation].append(value)
+    names = {}
+    for value in planned:
+        own = left[value.computation].pop() if left[value.computation] else None
+        if own is None or own.nbytes > value.nbytes:
+            return None
+        names[value.name] = own.name
+    return names if len(names) == len(ours) else None

@@ -1,0 +1,216 @@
+"""By which plan a call in progress runs: the first of some situations whose plan fits beside all else on the device; in
+one region, that for sizes up to a ceiling that covers its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from memopt.account.elsewhere import in_steps
+from memopt.capture.dynamic_shapes import Place, all_places, markable
+from memopt.capture.inputs import Call
+from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
+from memopt.errors import BudgetError
+from memopt.planning.plan import Plan
+from memopt.planning.situation import Situation
+from memopt.recent import Recent
+from memopt.run.executable import Executable
+from memopt.run.ledger import Moment
+from memopt.run.pending import PendingForward
+from memopt.run.road import Road
+from memopt.run.sizes import PlansBySize, SizeBounds, captured_for, insisted, places_of
+
+
+@dataclass(frozen=True, eq=False)
+class CallInProgress:
+    """A training call that is being run, and its situation."""
+
+    call: Call
+    situation: Situation
+    """The situation of the call, without what is beside it."""
+    moment: Moment
+    """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
+    begin_forward: Callable[[Plan, Situation, int], PendingForward]
+    most_between: float = math.inf
+    """The bytes that code between the regions of a forward may hold while it is recorded."""
+
+    @property
+    def crowded(self) -> Situation:
+        """The situation with the forwards that wait for their backward."""
+        return replace(self.situation, other_forwards=self.moment.waiting_bytes)
+
+    def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
+        """The result of `make` for the first situation whose plan fits beside everything else on the device.
+
+        `known` says whether there is a plan for a situation already: before another one is made, which takes longer
+        than a look, what lies elsewhere is looked for. Raises the `BudgetError` of a plan that leaves room for it where
+        there is none.
+        """
+        made = make(self.situation)
+        if self.moment.fits(made.plan, self.situation):
+            return made
+        refused: BudgetError | None = None
+        closely = replace(self.moment, closely=True)
+        for situation in self._further(made.plan):
+            if not self.moment.closely and not known(situation):
+                return replace(self, moment=closely).fitting(make, known)
+            try:
+                made = make(situation)
+            except BudgetError as error:
+                refused = error
+                continue
+            if self.moment.fits(made.plan, situation):
+                return made
+        try:
+            if refused is None or closely.may_fit(made.plan):
+                return made
+            if self.moment.closely:
+                raise refused
+        finally:
+            refused = None  # its traceback holds this frame, and with it the caller's tensors
+        return replace(self, moment=closely).fitting(make, known)
+
+    def _further(self, plan: Plan) -> Iterator[Situation]:
+        """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
+        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly."""
+        now = self.moment.elsewhere_bytes(plan)
+        there = None if now == plan.account.elsewhere else now
+        rounded = there and in_steps(there, plan.budget_bytes)
+        group = self.moment.in_group
+        for elsewhere in dict.fromkeys((rounded, there)):
+            if group is not None:
+                among = replace(self.situation, other_forwards=group.other_forwards, to_come=group.to_come)
+                yield replace(among, elsewhere=elsewhere)
+            yield replace(self.crowded, elsewhere=elsewhere)
+
+    def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
+        """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""
+        return self.begin_forward(plan, self.situation, exchanges)
+
+
+_MOST = 512
+"""The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""
+
+
+class Stopped(Exception):
+    """Ends a call within the stub of a region. Between the stub and whoever began the call lie the frames of Dynamo and
+    of the model, so that it cannot be returned why the call has not run."""
+
+
+class Recorded(Stopped):
+    """Ends a call that was to be recorded and not run, with the region that was recorded and its inputs."""
+
+    def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.region, self.inputs = region, inputs
+
+
+class Insists(Stopped):
+    """Ends a call for whose sizes the graphs that were captured are not valid, with the line of the model that insists
+    on each of them."""
+
+    def __init__(self, lines: dict[Place, str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+
+class PlansOfRegions:
+    """The plans of calls in one region, by region, situation and ceiling. Sizes that differ between calls are symbols
+    of one region; a new situation needs no new capture."""
+
+    def __init__(self, road: Road, bounds: SizeBounds) -> None:
+        self.road, self.bounds = road, bounds
+        self.insists: dict[Place, str] = {}
+        """The sizes that Dynamo took as constants though they had changed, each with the line of the model."""
+        self._marked: set[Place] = set()
+        self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
+        """The plans that were made before the first run of their call."""
+        self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
+        self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
+
+    @property
+    def runs(self) -> bool:
+        """Whether any call has run by a plan."""
+        return bool(len(self._emitted))
+
+    def changing(self, call: Call) -> Collection[Place]:
+        """The places of a call whose sizes are to be symbols in its capture."""
+        found = markable(call, self.bounds.changing(call))
+        self._marked |= found
+        return found
+
+    def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> CapturedCall:
+        """The call of a region that was recorded ahead of its run, for the sizes that it is planned for."""
+        return self._captured_call(region, self.bounds.ahead(region, inputs, call), inputs, call)
+
+    def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
+        """Have the first run in this situation use a plan that was made ahead."""
+        self._plans[captured.regions[0], situation, captured.ceiling] = plan
+
+    def forget(self) -> None:
+        """Drop all plans and emitted code, so that calls are planned again; captured calls are kept."""
+        self._plans.clear()
+        self._emitted.clear()
+
+    def forget_captured(self) -> None:
+        """Drop captured calls too."""
+        self.forget()
+        self._captured.clear()
+
+    def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
+        """The call emitted by a plan that fits beside what else is on the device. Raises `Insists`, `BudgetError`,
+        `CaptureError`."""
+        _check_sizes(region, inputs, in_progress.call)
+        make = partial(self._emitted_in, region, inputs, in_progress.call)
+        return in_progress.fitting(make, lambda situation: (region, situation) in self._emitted)
+
+    def _emitted_in(
+        self, region: RecordedRegion, inputs: tuple[Any, ...], call: Call, situation: Situation
+    ) -> Executable:
+        key = region, situation
+        if key not in self._emitted:
+            self.insists |= insisted(region, inputs, call, self._marked)
+            self._emitted[key] = PlansBySize()
+        plans = self._emitted[key]
+        sizes = region.sizes_of(inputs)
+        ceiling = plans.covering(sizes)
+        if ceiling is None:
+            ceiling = sizes
+            if (region, situation, sizes) not in self._plans:
+                above = self.bounds.above(region, inputs, call)
+                ceiling = sizes if plans.is_refused(above) else above
+        if ceiling in plans:
+            return plans[ceiling]
+        started = time.perf_counter()
+        for most in dict.fromkeys((ceiling, sizes)):
+            captured = self._captured_call(region, most, inputs, call)
+            try:
+                planned = self._plans.get((region, situation, most))
+                emitted = self.road.emit_call(captured, call, situation, planned)
+                break
+            except BudgetError:
+                if most == sizes:
+                    raise
+                plans.refuse(most)
+        plans.add(most, emitted, time.perf_counter() - started)
+        _check_sizes(region, inputs, call)  # tracing may have found more conditions
+        return emitted
+
+    def _captured_call(self, region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], call: Call) -> CapturedCall:
+        key = region, ceiling
+        if key not in self._captured:
+            self._captured[key] = captured_for(region, ceiling, inputs, call)
+        return self._captured[key]
+
+
+def _check_sizes(region: RecordedRegion, inputs: tuple[Any, ...], call: Call) -> None:
+    """Raise `Insists` where the graphs of a region are not valid for the sizes of its inputs."""
+    sizes = region.sizes_of(inputs)
+    if not region.allows(sizes):
+        lines = region.forbids(sizes)
+        found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
+        raise Insists(found or dict.fromkeys(all_places(call), "torch"))

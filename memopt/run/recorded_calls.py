@@ -1,0 +1,335 @@
+"""Training calls that Dynamo has recorded, in one region or in several, and which run by their plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.data_sizes import SizeOutgrown
+from memopt.capture.dynamic_shapes import marked
+from memopt.capture.dynamo import TooManyShapes, compile_call
+from memopt.capture.inputs import Call, tensors_in
+from memopt.capture.outputs import hand_out
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
+from memopt.capture.shards import is_tensor_parallel
+from memopt.capture.trace import forward_as_planned
+from memopt.compat.fsdp import Gathered, is_fully_sharded
+from memopt.emit.emit import emit_region
+from memopt.emit.partition import Emitted, check_own_memory
+from memopt.errors import CaptureError
+from memopt.garbage import rare_collections
+from memopt.planning.plan import Plan
+from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.situation import Situation
+from memopt.progress import stage
+from memopt.recent import Recent
+from memopt.run.control_paths import ControlPaths, PlansOfPaths
+from memopt.run.executable import Executable
+from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
+from memopt.run.on_demand import Notice, run_withholding
+from memopt.run.pending import PendingForward
+from memopt.run.road import Road
+from memopt.run.safety_net import Replay
+from memopt.run.sharding import Keeping
+from memopt.run.sizes import SizeBounds
+from memopt.training_state import ForwardState, undone, values_restored
+
+_Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]
+"""A region, its schedule, the numbers of the parameters to whose `.grad` it adds, and the limits of sizes within it."""
+_ATTEMPTS = 8
+"""How often a forward is begun that takes another path than planned: each time its regions are captured once more."""
+_MOST_VARIANTS = 1024
+"""The number of emitted regions that are kept, one for each region and schedule."""
+
+
+class OtherPathTaken(CaptureError):
+    """A forward ran through other regions than those that were planned, repeatedly from the same state."""
+
+
+def recording(
+    run_region: Callable[[RecordedRegion, tuple[Any, ...]], Any],
+    *,
+    differentiate_all: bool,
+    narrowed: torch.dtype | None = None,
+) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A Dynamo backend that records each region, and leaves a stub in its place which has it run by `run_region`; the
+    further arguments are those of `RecordedRegion.record`.
+
+    Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time.
+    """
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
+
+        def stub(*values: Any) -> Any:
+            return run_region(region, values)
+
+        return stub
+
+    return backend
+
+
+@dataclass
+class _Forward:
+    """A planned forward that runs."""
+
+    pending: PendingForward
+    planned: Executable
+    may_run_unplanned: bool = False
+    runs: int = 0
+    """How many planned runs of regions have begun or were left out."""
+
+
+class RecordedCalls:
+    """Records calls of a model in one region (`whole`) or in several, and runs them by plans.
+
+    Dynamo's compiled code checks its guards on shapes and everything else that a recorded region depends on, and then
+    calls the region's stub, which runs the code that is emitted for it by the plan of the call. That of a call in one
+    region is chosen there, since the guards tell which region it is; several are planned all together, before the first
+    of them runs, and a forward that takes another path is undone and begun again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        to_capture: Callable[[], Callable[..., Any]],
+        road: Road,
+        keeping: Keeping,
+        bounds: SizeBounds,
+        notice: Notice,
+        *,
+        whole: bool,
+        differentiate_all: bool,
+        unplanned_allowed: bool,
+    ) -> None:
+        self.model, self.to_capture, self.road, self.keeping = model, to_capture, road, keeping
+        self.whole, self.differentiate_all, self.unplanned_allowed = whole, differentiate_all, unplanned_allowed
+        self.regions = PlansOfRegions(road, bounds)
+        self.paths = PlansOfPaths(model, road, keeping, self._captured_again)
+        self.ran_unplanned = False
+        self._notice = notice
+        self._in_progress: CallInProgress | None = None
+        self._most_between = math.inf
+        """The bytes that code between the regions of the present call may hold while it is recorded."""
+        self._forward: _Forward | None = None
+        self._rehearsal: Rehearsal | None = None
+        self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
+        self._written: set[int] = set()
+        """The numbers of the tensors of calls that forwards were seen to write to."""
+        self._has_symbols = False
+        # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
+        self._symbols = not (whole and is_tensor_parallel(model))
+        self._compile()
+
+    def _compile(self) -> None:
+        narrowed = self.road.planner.proposing.floats if self.whole else None
+        self._backend = recording(self.run_region, differentiate_all=self.differentiate_all, narrowed=narrowed)
+        self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
+
+    def capture_whole(self, call: Call) -> CapturedCall | None:
+        """Record a call in one region without running it; None where torch.compile passes it over. Raises
+        `GraphBreak`, `Insists`."""
+        assert self._in_progress is None
+        try:
+            self._call_whole(call)
+        except Recorded as recorded:
+            return self.regions.ahead(recorded.region, recorded.inputs, call)
+        return None
+
+    def capture(self, call: Call, reason: str, most_bytes: float = math.inf) -> CapturedCall:
+        """Record the regions of a call by running it without gradients; changes to the model and to the tensors of the
+        call are then undone. Other ranks need not do the same.
+
+        `reason` says why the call is not one region, and `most_bytes` how many code between them may hold. Raises
+        `CaptureError`.
+        """
+        found = as_run_later(partial(self._rehearsed, call, reason, most_bytes), self._backend)
+        return replace(found, kept=self.keeping.kept)
+
+    def _rehearsed(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
+        gathered = Gathered(self.model)
+        forward_of = partial(forward_as_planned, rewriting=self.road.planner.rewriting)
+        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
+        inputs_kept = values_restored(tensors_in(call), self._written)
+        try:
+            with undone(self.model), inputs_kept, gathered.without_exchange():
+                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+        finally:
+            self._rehearsal = None
+
+    def _captured_again(self, call: Call, reason: str) -> CapturedCall:
+        """The regions of a call that runs now, on its values: as it will take them."""
+        with stage("capturing"):
+            return self.capture(call, reason, self._most_between)
+
+    def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
+        """Have further calls of the kind of this one run by a plan in that situation, which was made ahead."""
+        if self.whole:
+            self.regions.planned(captured, situation, plan)
+        else:
+            self.paths.planned(captured, call, situation, plan)
+
+    def forget(self) -> None:
+        """Drop all plans and emitted code, so that every call is planned again; recorded regions are kept."""
+        self.forget_plans(but=None)
+        self._emitted.clear()
+
+    def forget_plans(self, but: Plan | None) -> None:
+        """Drop all plans, of calls in several regions all but one; their emitted regions are kept."""
+        self.regions.forget()
+        self.paths.forget(but)
+
+    def use_road(self, road: Road) -> None:
+        """Have recorded regions planned again, by another road."""
+        self.road = self.regions.road = road
+        self.forget()
+        self.paths.use_road(road)
+
+    def run(self, in_progress: CallInProgress, first: Callable[[], CapturedCall] | None = None) -> Any:
+        """Run a call by its plan, which is made first if there is none; `first` captures a call in several regions of
+        whose kind it is the first.
+
+        Raises `GraphBreak` where a call is not one region, `Insists`, `BudgetError`, `CaptureError`.
+        """
+        if not self.whole:
+            assert first is not None
+            fitting, call, self._most_between = self.paths.fitting, in_progress.call, in_progress.most_between
+            self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
+            return self._run_a_path(in_progress, self.paths.of(call, first))
+        self._in_progress = in_progress
+        try:
+            return self._call_whole(in_progress.call)
+        finally:
+            self._in_progress = None
+
+    def _call_whole(self, call: Call) -> Any:
+        """Run the code that Dynamo has compiled for a call in one region, or has it compile some."""
+        changing = self.regions.changing(call) if self._symbols and not self._has_symbols else ()
+        with marked(call, changing), nullcontext() if self.regions.runs else rare_collections():
+            try:
+                return self._compiled(*call[0], **call[1])
+            except TooManyShapes:
+                self.regions.forget_captured()
+                self._compile()
+                return self._compiled(*call[0], **call[1])
+
+    def _run_a_path(self, in_progress: CallInProgress, paths: ControlPaths) -> Any:
+        """Run a call one of these paths, or another one that is captured then."""
+        before = ForwardState.of(self.model, tensors_in(in_progress.call), self._written)
+        untried, captured = list(paths.calls), False
+        # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
+        attempts = 1 if Gathered(self.model) else _ATTEMPTS
+        for attempt in range(attempts):
+            path = untried.pop(0)
+            paths.use(path)
+            try:
+                return self._run_path(in_progress, paths, last=attempt == attempts - 1)
+            except OtherPathTaken:
+                if attempt == attempts - 1 or not before.can_be_undone():
+                    raise
+                before.undo()
+            if not untried and not (captured and paths.separate()):
+                paths.add(self._captured_again(in_progress.call, paths.calls[0].break_reason), in_progress.call)
+                captured = True
+            untried = untried or paths.calls[:1]
+        raise AssertionError("the last attempt returns or raises")
+
+    def _run_path(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
+        """Run a call the first of these paths; `last`: there is no further attempt after it."""
+        planned = self.paths.fitting(in_progress, paths)
+        pending = in_progress.begin(planned.plan)
+        pending.gathered = gathered = Gathered(self.model)
+        pending.whole_gradients = gathered.gradient_bytes
+        self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
+        try:
+            return self._compiled(*in_progress.call[0], **in_progress.call[1])
+        except OtherPathTaken:
+            pending.after_backward()  # it will have none
+            raise
+        finally:
+            self._forward = None
+
+    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+        """Run one region of the present call by its plan, or, while the call is recorded, without one."""
+        if self._rehearsal is not None:
+            return self._rehearsal.run(region, inputs)
+        self._has_symbols |= bool(region.changing)
+        if self.whole and self._in_progress is None:
+            raise Recorded(region, inputs)
+        if not region.differentiable:
+            return region.graph_module(*inputs)
+        forward = self._begun(region, inputs, self._in_progress) if self._in_progress else self._forward
+        assert forward is not None, "a region runs outside of any call"
+        emitted = forward.planned.region or self._next(region, inputs, forward)
+        if emitted is None:
+            return region.graph_module(*inputs)
+        pending, own_run = forward.pending, emitted.run
+
+        def run(*values: Any) -> Any:
+            return pending.note_outputs(own_run(*values))
+
+        replay = self._replay(region, inputs, pending) if region.undifferentiated else None
+        try:
+            outputs = run_withholding(region, run, inputs, self._notice, pending)
+        except SizeOutgrown as outgrown:
+            if self.whole:
+                raise
+            raise OtherPathTaken(
+                f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
+                "numbers"
+            ) from None
+        return hand_out(outputs, pending, replay, region.undifferentiated)
+
+    def _begun(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> _Forward:
+        """The forward of a call in one region, which begins now."""
+        found = self.regions.fitting(region, inputs, in_progress)
+        check_own_memory(inputs, found.plan.regions[0].steps)
+        return _Forward(in_progress.begin(found.plan, found.region.exchanges if found.region else 0), found)
+
+    def _next(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: _Forward) -> Emitted | None:
+        """The code for the run of a region that begins now, among several of the call; None for one that runs without:
+        it makes views of its inputs alone, for which no plan has a place, or the call goes on unplanned.
+
+        Raises `OtherPathTaken` where that run is not planned.
+        """
+        planned, trace = forward.planned, self.paths.trace
+        found = planned.find(RegionRun.of(region, inputs), forward.runs, trace)
+        if found is None:
+            if not trace(region, planned.rewriting).differentiated:
+                return None
+            if forward.may_run_unplanned:
+                self.ran_unplanned = True
+                return None
+            raise OtherPathTaken(
+                "the forward took another path than when it was planned, from the same inputs and random numbers, "
+                f"{'; '.join(planned.captured.notes[:1])}; mend the graph break, or add 'plain' to allow to run it "
+                "unplanned"
+            )
+        forward.runs = found.number + 1
+        limits = planned.limits(found.number) if region.depends_on_data else {}
+        key = region, found.schedule, found.joint.parameter_inputs, tuple(sorted(limits.items()))
+        if key not in self._emitted:
+            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, limits)
+        return self._emitted[key]
+
+    def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:
+        """The second forward by which outputs get gradients that the plan does not differentiate."""
+        planner, plan = self.road.planner, forward.plan
+        prevented = ""
+        if region.plain is None or is_fully_sharded(planner.model):
+            prevented = "the parameters are spread over ranks"
+        elif self.road.accumulation.exchange is not None:
+            prevented = "other ranks wait for the gradients of the loss"
+        elif plan.regions[0].steps:
+            prevented = "parameters are stepped within the backward"
+        elif planner.fuses and plan.captured is not None and plan.captured.draws:
+            prevented = "the random numbers of compiled code cannot be drawn again"
+        return Replay(region, inputs, forward, forward.before, prevented, planner.differentiate_outputs)

@@ -1,0 +1,266 @@
+"""The sizes that calls of changing sizes are planned for, so that a few plans serve batches of all sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memopt.capture.data_sizes import DataSizes
+from memopt.capture.dynamic_shapes import Place, all_places
+from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
+from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
+from memopt.capture.together import MARGIN, with_eager_bytes
+from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
+from memopt.compat.tensors import special_kind, storage_key
+from memopt.device.storages import storage_bytes
+from memopt.planning.plan import Plan
+from memopt.recent import Recent
+from memopt.run.executable import Executable
+
+
+class SizeBounds:
+    """The largest sizes that plans are for: those that were seen, with a margin where they grow."""
+
+    def __init__(self, declared: Callable[[Call], Mapping[Place, int | None]]) -> None:
+        self.declared = declared
+        """Returns the places of a call whose sizes the user declares to change, and the largest size of each."""
+        self._largest: dict[Place, int] = {}
+        """The largest size seen."""
+        self._grown: set[Place] = set()
+        """The places where a later batch exceeded an earlier one."""
+        self.changed: set[Place] = set()
+        """The places whose sizes were seen to change."""
+        self.fixed: set[Place] = set()
+        """The places whose sizes the model insists on."""
+
+    def changing(self, call: Call) -> Collection[Place]:
+        """The places of a call whose sizes are to be symbols: those that are declared, and, once any size has changed,
+        that size and the first of every tensor, since the last batch of an epoch is smaller."""
+        shapes = [tensor.shape for tensor in tensors_in(call)]
+        seen = all_places(call)
+        changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
+        changed &= self._largest.keys()
+        self.changed |= changed
+        first = {place for place in seen if place[1] == 0} if changed else set()
+        return (changed | first | self.declared(call).keys()) - self.fixed
+
+    def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
+        """The sizes to plan for a call ahead of its run: the largest that are declared, else its own."""
+        self.see(call)
+        return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
+
+    def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
+        """The sizes to plan for a call that exceeds all plans: the largest that are declared, else with a margin."""
+        self.see(call)
+        declared = self.declared(call) if region.changing else {}
+        found = []
+        for number, symbol in region.changing.items():
+            places = list(places_of(region, symbol, inputs, call))
+            limits = [most for place in places if (most := declared.get(place)) is not None]
+            if limits and inputs[number] <= min(limits):
+                found.append(min(limits))
+                continue
+            largest = max([inputs[number], *(self._largest.get(place, 0) for place in places)])
+            if not places or any(place in self._grown for place in places):
+                largest = math.ceil(MARGIN * largest)
+            limit = limit_of(region.inputs[number])
+            found.append(largest if limit is None else min(largest, limit))
+        return tuple(found)
+
+    def see(self, call: Call) -> None:
+        """Note the sizes of a call that is planned, or that runs as the plain model does."""
+        for number, tensor in enumerate(tensors_in(call)):
+            for dimension, size in enumerate(tensor.shape) if not special_kind(tensor) else ():
+                place = number, dimension
+                if size != self._largest.setdefault(place, size):
+                    self.changed.add(place)
+                if size > self._largest[place]:
+                    self._largest[place] = size
+                    self._grown.add(place)
+
+
+def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], call: Call) -> CapturedCall:
+    """The call of a region to be planned for sizes up to `ceiling`."""
+    if not ceiling:
+        return CapturedCall.of(region)
+    symbols = list(region.changing.values())
+    seen = dict(zip(symbols, region.sizes_of(inputs), strict=True))
+    allowed = dict(zip(symbols, ceiling, strict=True))
+    sizes = DataSizes(seen, allowed, _names_of(region, inputs, call))
+    return CapturedCall.of(region, sizes, _input_bytes(region, allowed, inputs, call))
+
+
+def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: Collection[Place]) -> dict[Place, str]:
+    """The marked places whose sizes are numbers in a region, each with the line of the model for which it is one."""
+    numbers = tensor_numbers(call)
+    found: dict[Place, str] = {}
+    for value, fake in zip(inputs, region.inputs, strict=True):
+        for dimension in range(fake.dim() if id(value) in numbers else 0):
+            place = numbers[id(value)], dimension
+            if place in marked and (line := line_that_fixed(fake, dimension)):
+                found[place] = line
+    return found
+
+
+def _names_of(region: RecordedRegion, inputs: Sequence[Any], call: Call) -> dict[str, str]:
+    """Symbol → the size that it stands for, like "input_ids.shape[1]", for the changing sizes of a region."""
+    places = {symbol: next(places_of(region, symbol, inputs, call), None) for symbol in region.changing.values()}
+    return {
+        symbol: f"{leaf_name(call, place[0])}.shape[{place[1]}]" if place else symbol
+        for symbol, place in places.items()
+    }
+
+
+def places_of(region: RecordedRegion, symbol: str, inputs: Sequence[Any], call: Call) -> Iterator[Place]:
+    """The places of the call that have a symbol as size."""
+    numbers = tensor_numbers(call)
+    for value, fake in zip(inputs, region.inputs, strict=True):
+        if id(value) in numbers:
+            for dimension, size in enumerate(fake.shape):
+                if plain_symbol(size) == symbol:
+                    yield numbers[id(value)], dimension
+
+
+def _input_bytes(
+    region: RecordedRegion, allowed: Mapping[str, int], inputs: Sequence[Any], call: Call
+) -> tuple[int, ...]:
+    """The bytes of each of the call's tensors, at the largest sizes for those that the region takes."""
+    largest: dict[int, int] = {}
+    with sizes_up_to(allowed):
+        for value, fake in zip(inputs, region.inputs, strict=True):
+            if isinstance(value, torch.Tensor):
+                largest[storage_key(value)] = storage_bytes(fake)
+    own = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(call)}
+    return tuple(max(size, largest.get(key, 0)) for key, size in own.items())
+
+
+Shapes = tuple[Sizes, ...]
+
+
+@dataclass(frozen=True)
+class LargestSizes:
+    """The sizes of inputs up to which the bytes between regions are known, from captures and with a margin where sizes
+    have grown."""
+
+    shapes: Shapes
+
+    @classmethod
+    def of(cls, call: Call) -> LargestSizes:
+        """The sizes of one call."""
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors_in(call)))
+
+    def cover(self, call: Call) -> bool:
+        """Whether no input of a call is larger."""
+        return all(size <= most for size, most in _pairs(LargestSizes.of(call).shapes, self.shapes))
+
+    def covering(self, call: Call) -> LargestSizes:
+        """These sizes, and a margin above those of a call where it has larger ones."""
+        shapes = zip(self.shapes, LargestSizes.of(call).shapes, strict=True)
+        return LargestSizes(
+            tuple(
+                tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
+                for pair in shapes
+            )
+        )
+
+    def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
+        """A copy of `captured` whose bytes of eager code grow in proportion to these sizes over those of `call`."""
+        own = LargestSizes.of(call).shapes
+        if own == self.shapes:
+            return captured
+        growth = max([1.0, *(most / max(1, size) for most, size in _pairs(self.shapes, own))])
+        return with_eager_bytes(captured, min(growth, MARGIN))
+
+    def input_bytes(self, call: Call) -> tuple[int, ...]:
+        """The bytes of each of the call's tensors at these sizes."""
+        found: dict[object, int] = {}
+        for tensor, shape in zip(tensors_in(call), self.shapes, strict=True):
+            nbytes = max(tensor.untyped_storage().nbytes(), math.prod(shape) * tensor.element_size())
+            found[storage_key(tensor)] = max(nbytes, found.get(storage_key(tensor), 0))
+        return tuple(found.values())
+
+
+def _pairs(shapes: Shapes, others: Shapes) -> Iterator[tuple[int, int]]:
+    for shape, other in zip(shapes, others, strict=True):
+        yield from zip(shape, other, strict=True)
+
+
+_MOST = 6
+"""The number of emitted plans that are kept."""
+_MOST_WITH_SMALLER = 4
+"""Plans for smaller batches are made while there are fewer plans than this, so that they never displace the largest."""
+_NEGLIGIBLE = 0.02
+"""Added time, as a fraction of the step, below which a plan for smaller batches is not worth its planning."""
+_SHRINKS = (0.75, 0.5)
+"""Smaller sizes, as fractions of the largest one."""
+
+
+class PlansBySize:
+    """Emitted plans by the largest sizes that each of them is for."""
+
+    def __init__(self) -> None:
+        self.planning_seconds = math.inf
+        """The time that the latest of the plans took."""
+        self._emitted: Recent[Sizes, Executable] = Recent(_MOST)
+        self._refused: Recent[Sizes, bool] = Recent(_MOST)
+        self._lost_seconds: Recent[Sizes, float] = Recent(_MOST)
+
+    def __contains__(self, ceiling: Sizes) -> bool:
+        return ceiling in self._emitted
+
+    def __getitem__(self, ceiling: Sizes) -> Executable:
+        return self._emitted[ceiling]
+
+    def add(self, ceiling: Sizes, emitted: Executable, seconds: float) -> None:
+        """Keep a plan that took `seconds` to make."""
+        self._emitted[ceiling] = emitted
+        self.planning_seconds = seconds
+
+    def refuse(self, ceiling: Sizes) -> None:
+        """Note that no plan for these sizes fits the budget, so that smaller calls are planned for their own."""
+        self._refused[ceiling] = True
+
+    def is_refused(self, ceiling: Sizes) -> bool:
+        """Whether no plan for these sizes fits the budget."""
+        return ceiling in self._refused
+
+    def covering(self, sizes: Sizes) -> Sizes | None:
+        """The ceiling by whose plan a call of these sizes runs; None where the call exceeds all of them.
+
+        It is that of the plan with the least added time, or one that has no plan yet: a smaller ceiling, once the
+        calls it covers have lost as much time to the recomputation of larger plans as planning takes.
+        """
+        plans = {ceiling: emitted.plan for ceiling, emitted in self._emitted.items() if covers(ceiling, sizes)}
+        if not plans:
+            return None
+        best = min(plans, key=lambda ceiling: plans[ceiling].added_time)
+        smaller = self._worth_planning(best, sizes, plans)
+        return best if smaller is None else smaller
+
+    def _worth_planning(self, best: Sizes, sizes: Sizes, plans: Mapping[Sizes, Plan]) -> Sizes | None:
+        plan = plans[best]
+        if plan.added_time <= _NEGLIGIBLE or len(self._emitted) >= _MOST_WITH_SMALLER:
+            return None
+        smaller = _smaller(max(plans, key=math.prod), sizes)
+        if covers(smaller, best) or self.is_refused(smaller):
+            return None
+        lost = plan.added_seconds * math.prod(sizes) / math.prod(best)
+        self._lost_seconds[smaller] = lost = lost + (self._lost_seconds.get(smaller) or 0.0)
+        return smaller if lost > self.planning_seconds else None
+
+
+def covers(ceiling: Sizes, sizes: Sizes) -> bool:
+    """Whether no size exceeds that of the ceiling."""
+    return all(size <= most for size, most in zip(sizes, ceiling, strict=True))
+
+
+def _smaller(ceiling: Sizes, sizes: Sizes) -> Sizes:
+    """The smallest of a few fractions of each of the ceiling's sizes that still covers the sizes."""
+    return tuple(
+        min([most, *(shrunk for part in _SHRINKS if (shrunk := math.ceil(part * most)) >= size)])
+        for size, most in zip(sizes, ceiling, strict=True)
+    )

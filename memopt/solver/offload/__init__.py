@@ -1,1 +1,0 @@
-"""Solvers that may offload storages to the host, besides saving and recomputing them."""

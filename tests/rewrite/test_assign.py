@@ -1,0 +1,129 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from memopt.capture.operators import Decision, OperatorGraph, Operators
+from memopt.device.devices import hardware
+from memopt.rewrite import (
+    AssignPrecision,
+    DecidePrecision,
+    Rules,
+    best_dtype,
+    check_policy,
+    check_rules,
+    low_dtype,
+    precision_rewriting,
+)
+from tests.passes.capture import Sketch, aten
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def norm_and_linear() -> GraphModule:
+    """Llama's norm as it is captured in fp32, a linear, a residual, and the loss."""
+    sketch = Sketch()
+    x, scale, weight = sketch.input("x", 4, 8), sketch.input("scale", 8), sketch.input("weight", 8, 8)
+    labels = sketch.input("labels", 4, dtype=torch.int64)
+    first = sketch.call(aten.linear.default, x, weight)
+    wide = sketch.call(aten.to.dtype, first, FP32)
+    mean = sketch.call(aten.mean.dim, sketch.call(aten.pow.Tensor_Scalar, wide, 2), [-1], True)
+    normed = sketch.call(aten.mul.Tensor, wide, sketch.call(aten.rsqrt.default, mean))
+    back = sketch.call(aten.to.dtype, normed, FP32)
+    scaled = sketch.call(aten.mul.Tensor, scale, back)
+    added = sketch.call(aten.add.Tensor, first, sketch.call(aten.gelu.default, scaled))
+    return sketch.returns(sketch.call(aten.cross_entropy_loss.default, added, labels))
+
+
+def decided(low: torch.dtype, rules: Rules | None = None) -> Decision:
+    return DecidePrecision(low, rules or Rules())(OperatorGraph(norm_and_linear(), frozenset()))
+
+
+def test_reasons() -> None:
+    plan = AssignPrecision(BF16)(norm_and_linear())
+    assert plan.reasons == {
+        "linear": "bf16: autocast's 16-bit list",
+        "to": "fp32: the model casts to fp32",
+        "pow_1": "fp32: autocast's fp32 list",
+        "mean": "fp32: sums, or reaches autocast's fp32 list",
+        "rsqrt": "fp32: autocast's fp32 list",
+        "mul": "fp32: an operand is fp32",
+        "to_1": "bf16: the model casts back",
+        "mul_1": "bf16: elementwise, operands in 16 bits",
+        "gelu": "bf16: elementwise, operands in 16 bits",
+        "add": "bf16: elementwise, operands in 16 bits",
+        "cross_entropy_loss": "fp32: sums, or reaches autocast's fp32 list",
+    }
+
+
+def test_fp32_is_no_pass_at_all() -> None:
+    assert not precision_rewriting("fp32", hardware("h100"))
+    assert not precision_rewriting({"default": "fp32", "linear": "fp32"}, hardware("h100"))
+
+
+def test_the_pipeline_trains_masters() -> None:
+    pipeline = decided(BF16).pipeline
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((4, 8), (8,), (8, 8))]
+    (loss,) = pipeline(norm_and_linear())(*leaves, torch.tensor([0, 1, 2, 3]))
+    (exact,) = norm_and_linear()(*leaves, torch.tensor([0, 1, 2, 3]))
+    assert loss.dtype == FP32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+    for gradient in torch.autograd.grad(loss, leaves):
+        assert gradient.dtype == FP32
+        assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("t4", FP16), ("a100-80", BF16), ("h100", BF16), ("h200", BF16), ("rtx-3090", BF16), ("rtx-4090", BF16)],
+)
+def test_auto_by_device(name: str, dtype: torch.dtype) -> None:
+    assert best_dtype(hardware(name)) == dtype
+
+
+def test_auto_on_a_cpu() -> None:
+    assert low_dtype("auto", hardware("cpu"), cpu_has_bf16=True) == BF16
+    assert low_dtype("auto", hardware("cpu"), cpu_has_bf16=False) == FP32
+
+
+def test_a_node_rule_beats_an_operator_rule() -> None:
+    rules = Rules.of({"default": "bf16", "mul": "bf16", "gelu": "fp32", "mul_1": "fp32"})
+    choices = AssignPrecision(BF16, rules)(norm_and_linear()).choices
+    assert [choices[name].dtype for name in ("mul", "mul_1", "gelu", "add")] == [BF16, FP32, FP32, FP32]
+
+
+def test_module_rules() -> None:
+    graph_module = norm_and_linear()
+    for node in graph_module.graph.nodes:
+        if node.name == "linear":
+            node.meta["nn_module_stack"] = {"0": ("L['self'].layers.0.mlp", torch.nn.Linear)}
+    for pattern in ("layers.0.mlp", "layers", "layers.*.mlp", "layers.0"):
+        plan = AssignPrecision(BF16, Rules.of({pattern: "fp32"}))(graph_module)
+        assert plan.choices["linear"].dtype == FP32
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'f8' in precision"):
+        check_policy({"linear": "f8"})
+    with pytest.raises(ValueError, match=r"precision must be one of .*'auto', or a dict of rules, not 'half'"):
+        check_policy("half")
+    with pytest.raises(TypeError, match=r"precision must be a name, such as 'bf16', or a dict of dtypes .*, not 16"):
+        check_policy(16)  # type: ignore[arg-type]
+
+
+def test_rules_that_match_nothing() -> None:
+    decision = decided(BF16, Rules.of({"lm_haed": "fp32", "gelu": "fp32", "default": "bf16"}))
+    assert decision.unmatched == ("lm_haed",)
+    here = Operators(decisions=(decision,))
+    with pytest.raises(ValueError, match="'lm_haed' matches no operator, module or node of Linear"):
+        check_rules(torch.nn.Linear(1, 1), [here])
+    elsewhere = Operators(decisions=(decided(BF16, Rules.of({"gelu": "fp32"})),))
+    check_rules(torch.nn.Linear(1, 1), [here, elsewhere])
+
+
+def test_fp16_on_a_device_without_it() -> None:
+    without = replace(hardware("t4"), flops={"float32": 8.1e12})
+    with pytest.raises(ValueError, match="t4 does not compute in fp16; use 'auto'"):
+        precision_rewriting("fp16", without)
