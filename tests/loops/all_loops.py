@@ -31,7 +31,10 @@ _ALL = (
     Loop(generative.ddpm),
     Loop(contrastive.clip, quick=("exact third",)),
     Loop(contrastive.simclr, faults={"exact third": LOSS_OUTSIDE}),
-    Loop(contrastive.contrastive_pairs, faults={"exact half": SECOND_FORWARD, "exact third": SECOND_FORWARD}),
+    Loop(
+        contrastive.contrastive_pairs,
+        faults={"exact half": SECOND_FORWARD, "exact third": SECOND_FORWARD, "default third": SECOND_FORWARD},
+    ),
     Loop(language.nanogpt),
     Loop(language.word_lstm, faults={"exact half": FIRST_STEP}),
     Loop(language.distillation, faults={"exact half": LOSS_OUTSIDE_OVER, "exact third": LOSS_OUTSIDE_OVER}),

@@ -21,12 +21,6 @@ __all__ = ["counted"]
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("counted")]
 
 
-@pytest.fixture(autouse=True)
-def plain_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have calls that fit their budget run plain, as they do for users."""
-    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
-
-
 @cache
 def plain(name: str) -> Run:
     return run(LOOPS[name])

@@ -49,8 +49,8 @@ def _text(low: int, high: int) -> str:
 
 
 def trl_dpo(optimize: Optimize, log: Log) -> None:
-    """TRL's DPOTrainer: chosen and rejected answers of many lengths, a reference model that answers first, and two
-    batches accumulated."""
+    """TRL's DPOTrainer: chosen and rejected answers of many lengths, a reference model that answers before it,
+    two batches accumulated."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
