@@ -29,6 +29,9 @@ from memopt.training_state import undone
 READS_MARGIN = 4
 """A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
 this many times as much would fit."""
+LEFT_OUT_MARGIN = 2
+"""A step with kernels that make more bytes than their fake results have, such as those of recurrent layers, is counted
+on values only if this many times what is known of it would fit: one such kernel may hold more than all that is left."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,12 @@ def _count_on_fakes(
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
             count = EagerBytes(card.device_type, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode, failing_on_fakes():
-                return _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
+                step = _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
+            if step is None or not count.left_out:
+                return step
+            if LEFT_OUT_MARGIN * step.peak_bytes > most_bytes:
+                return None
+            raise ValueIsRead  # its values tell what such a kernel makes
     except ValueIsRead:
         raise
     except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless

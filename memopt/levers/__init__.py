@@ -3,8 +3,7 @@ optimiser."""
 
 from memopt.capture.operators import Decision, OperatorGraph
 from memopt.levers.all import DEFAULT_LEVERS, LEVERS, OPTIMIZER_LEVERS, levers_named
-from memopt.levers.lever import GraphChange, Lever, OptimizerChange
-from memopt.levers.lever_sets import lever_sets
+from memopt.levers.lever import GraphChange, Lever, OptimizerChange, lever_sets
 
 __all__ = [
     "DEFAULT_LEVERS",

@@ -7,7 +7,7 @@ from torch import nn
 
 from memopt.compat.autograd import Fate
 from memopt.emit.gradients import Accumulation, accumulate_in_place
-from memopt.emit.inductor_gradients import Handing
+from memopt.emit.inductor import Handing
 from tests.passes.capture import Sketch, aten
 
 
