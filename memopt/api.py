@@ -29,7 +29,7 @@ from memopt.planning.options import (
 )
 from memopt.planning.plan import Plan
 from memopt.run.session import Session, session_of
-from memopt.run.status import Status, unwatch
+from memopt.run.status import State, Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
 # Nothing needs to be recomputed within it.
@@ -260,10 +260,14 @@ def _largest(
 def plan_of(model: nn.Module) -> Plan:
     """The plan of an optimised model's latest training call (or of its `example_inputs`).
 
-    Raises `ValueError` where the model is plain, or has not been planned yet; `CaptureError` and `BudgetError` where
-    its calls run as the plain model does, since its step fits the budget, and no plan of them can be made.
+    Raises `ValueError` where the model is plain, has not been planned yet, or trains with activation checkpoints, as no
+    plan of its regions fits; `CaptureError` and `BudgetError` where its calls run as the plain model does, since its
+    step fits the budget, and no plan of them can be made.
     """
-    latest = _session(model).latest
+    session = _session(model)
+    latest = session.latest
+    if session.status.state is State.CHECKPOINTED:
+        raise ValueError(f"nothing is planned: {session.status.reason}")
     if latest is None:
         raise ValueError("nothing is planned yet: run a training step, or give optimize its example_inputs")
     return latest
@@ -272,9 +276,9 @@ def plan_of(model: nn.Module) -> Plan:
 def status(model: nn.Module) -> Status:
     """What memopt does with the training calls of an optimised model; `str()` of it is one line.
 
-    Its `state` is a `memopt.State`: new, recording, planned, plain (the step fits the budget without a plan), unplanned
-    or refused; `reason` says why, and `plan` is the latest plan. Nothing is planned to find it. Raises `ValueError` for
-    a model that is not optimised.
+    Its `state` is a `memopt.State`: new, recording, planned, plain (the step fits the budget without a plan),
+    checkpointed, unplanned or refused; `reason` says why, and `plan` is the latest plan. Nothing is planned to find it.
+    Raises `ValueError` for a model that is not optimised.
     """
     return _session(model).status
 
