@@ -35,8 +35,8 @@ class CallInProgress:
     moment: Moment
     """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
-    most_between: float = math.inf
-    """The bytes that code between the regions of a forward may hold while it is recorded."""
+    most_between: Callable[[], float] = lambda: math.inf
+    """Returns the bytes that code between the regions of a forward may hold while it is recorded."""
 
     @property
     def crowded(self) -> Situation:

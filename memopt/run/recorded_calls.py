@@ -117,8 +117,8 @@ class RecordedCalls:
         self.ran_unplanned = False
         self._notice = notice
         self._in_progress: CallInProgress | None = None
-        self._most_between = math.inf
-        """The bytes that code between the regions of the present call may hold while it is recorded."""
+        self._most_between: Callable[[], float] = lambda: math.inf
+        """Returns the bytes that code between the regions of the present call may hold while it is recorded."""
         self._forward: _Forward | None = None
         self._rehearsal: Rehearsal | None = None
         self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
@@ -168,7 +168,7 @@ class RecordedCalls:
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
         with stage("capturing"):
-            return self.capture(call, reason, self._most_between)
+            return self.capture(call, reason, self._most_between())
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have further calls of the kind of this one run by a plan in that situation, which was made ahead."""

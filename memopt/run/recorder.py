@@ -212,7 +212,9 @@ class Recorder:
         """The places of a call whose sizes the user declares to change, and the largest size of each."""
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
-    def _in_regions(self, call: Call, reason: str, most_between: float = math.inf) -> CapturedCall:
+    def _in_regions(
+        self, call: Call, reason: str, most_between: Callable[[], float] = lambda: math.inf
+    ) -> CapturedCall:
         """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
         are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
@@ -227,7 +229,7 @@ class Recorder:
                 if only_fakes or not on_fakes.whole:
                     return on_fakes
         with stage("capturing"):
-            return self.broken.capture(call, reason, most_between)
+            return self.broken.capture(call, reason, most_between())
 
     def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
         """The result of `run` for the recording that serves the sizes of a call in one region, and `given`."""

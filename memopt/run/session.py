@@ -174,9 +174,9 @@ class Session:
         given = in_progress.call, in_progress.situation, in_progress.moment
         # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
         # more than there is.
-        room = self.options.budget_bytes - calls.plain_calls.resident_bytes(*given[:2])
+        half = partial(self._half_of_the_room, calls, *given[:2])
         try:
-            return self._by_plan(calls, replace(in_progress, most_between=room // 2), parts, waiting)
+            return self._by_plan(calls, replace(in_progress, most_between=half), parts, waiting)
         except (BudgetError, CaptureError) as error:
             refused: BudgetError | CaptureError = without_frames(error)
         broken = calls.recorded.break_reason(in_progress.call)
@@ -194,6 +194,9 @@ class Session:
             return self._unplanned(calls, in_progress.call)
         with self._refusing():
             raise calls.checkpointed.explain(refused, broken, *given)
+
+    def _half_of_the_room(self, calls: TrainingCalls, call: Call, situation: Situation) -> float:
+        return (self.options.budget_bytes - calls.plain_calls.resident_bytes(call, situation)) / 2
 
     def _by_plan(self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
         """Run a call by its plan. Raises `BudgetError`, `CaptureError`."""

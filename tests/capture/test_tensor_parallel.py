@@ -20,7 +20,7 @@ LENGTH = 512
 
 def graph_of(tp: int) -> fx.GraphModule:
     mesh = {"dp_shard": 8, "tp": tp}
-    (region,) = CardStep.of(Job(SMALL, mesh, 2, LENGTH)).captured.regions
+    (region,) = CardStep.of(Job(SMALL, mesh, 2, LENGTH)).priced.traced.regions
     return region.module
 
 

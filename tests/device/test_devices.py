@@ -91,7 +91,7 @@ BY_NAME = {
     "cli/names.py": "words of the command line for the card of this machine",
     "compat/host.py": "the host's own name, in the one place below memopt/device",
     "run/on_demand.py": "methods of tensors",
-    "train/generators.py": "names in saved states, which older versions wrote",
+    "train/step_state.py": "names in saved states, which older versions wrote",
 }
 
 

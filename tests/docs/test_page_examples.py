@@ -24,7 +24,7 @@ WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
 HERE = [page for page in WITH_PYTHON if page.name != "README.md" and page.parent.name != "integrations"]
 LONG = dict.fromkeys(("start.md", "levers.md", "frontier.md", "page.md"), pytest.mark.slow)
 MEMBERS = (FunctionType, property, cached_property, classmethod, staticmethod)
-FOR_OUR_OWN_LAYERS = {"BudgetError.adding"}
+FOR_OUR_OWN_LAYERS = {"BudgetError.adding", "Plan.solved"}
 """Members that pass values between memopt's own layers."""
 BASES = ("Pass", "Pipeline", "RewritePattern")
 

@@ -78,10 +78,11 @@ def beside_the_step(rank: int, static_graph: bool) -> tuple[int, int]:
     model = wrapped(0.1, "after", narrow, **options)
     train_step(model, torch.optim.AdamW(model.parameters()), rank, 0)
     gc.collect()
-    calls = session_of(unwrapped(model)).forward  # type: ignore[union-attr]
-    buckets = calls.parallel.buckets()
+    session = session_of(unwrapped(model))
+    assert session is not None
+    buckets = session.parallel.buckets()
     assert buckets is not None
-    nbytes, addresses = calls.parallel.bucket_memory()
+    nbytes, addresses = session.parallel.bucket_memory()
     found = look(unwrapped(model), torch.device("cpu"), bucket_bytes=nbytes, buckets=addresses)
     return buckets.nbytes, found.other
 

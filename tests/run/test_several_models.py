@@ -104,6 +104,7 @@ def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.plans_always
 def test_parameters_and_inputs_of_a_forward_that_waits_lie_elsewhere() -> None:
     first, second = (mlp(32, 32).train() for _ in range(2))
     for model in (first, second):
