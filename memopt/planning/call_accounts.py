@@ -139,14 +139,24 @@ class CallAccounts:
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
         """A block that plans a call: what lies on the device is looked for when it begins only, since planning adds
-        nothing that stays, and the optimiser's steps are tried once, since nothing else steps it meanwhile."""
+        nothing that stays, and the optimiser's steps are tried once."""
         before, self._card_state = self._card_state, self._card_state_now(call)
-        counted, self._counted = self._counted, {}
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
+        try:
+            with self.one_trial():
+                yield
+        finally:
+            self._card_state, self._found = before, found
+
+    @contextmanager
+    def one_trial(self) -> Iterator[None]:
+        """A block in which the optimiser's steps are tried once, since nothing else steps it meanwhile."""
+        before = self._counted
+        self._counted = {} if before is None else before
         try:
             yield
         finally:
-            self._card_state, self._counted, self._found = before, counted, found
+            self._counted = before
 
     def _optimizer_account(
         self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str, idle: Collection[torch.Tensor]

@@ -88,10 +88,11 @@ class TrainingCalls:
         """The plan of a call ahead of its first run, which then finds it: read from disk, or made now; `advise`: a
         refusal names changes that would help. Raises `BudgetError`, `CaptureError`."""
         self.planner.screen(call, situation)
-        if kept := self.road.kept.find_uncaptured(call, situation):
-            return self.road.asked(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
-        captured = self.recorded.capture(call)
-        plan = self.road.plan(captured, call, situation, advise=advise)
+        with self.planner.accounts.one_trial():
+            if kept := self.road.kept.find_uncaptured(call, situation):
+                return self.road.asked(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
+            captured = self.recorded.capture(call)
+            plan = self.road.plan(captured, call, situation, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
         return plan
 

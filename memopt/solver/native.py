@@ -52,7 +52,10 @@ def ready_made() -> ModuleType | None:
         from memopt.solver import _kernels  # type: ignore[attr-defined]  # made by setup.py
     except ImportError:
         return None
-    return _kernels if _kernels.fingerprint() == fingerprint() else None
+    try:
+        return _kernels if _kernels.fingerprint() == fingerprint() else None
+    except FileNotFoundError:  # an installation of compiled files alone, which the extension was made with
+        return _kernels
 
 
 @functools.cache
