@@ -50,6 +50,10 @@ _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
 
 
+def _no_limit() -> float:
+    return math.inf
+
+
 class OtherPathTaken(CaptureError):
     """A forward ran through other regions than those that were planned, repeatedly from the same state."""
 
@@ -117,7 +121,7 @@ class RecordedCalls:
         self.ran_unplanned = False
         self._notice = notice
         self._in_progress: CallInProgress | None = None
-        self._most_between: Callable[[], float] = lambda: math.inf
+        self._most_between: Callable[[], float] = _no_limit
         """Returns the bytes that code between the regions of the present call may hold while it is recorded."""
         self._forward: _Forward | None = None
         self._rehearsal: Rehearsal | None = None
@@ -202,8 +206,11 @@ class RecordedCalls:
         if not self.whole:
             assert first is not None
             fitting, call, self._most_between = self.paths.fitting, in_progress.call, in_progress.most_between
-            self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
-            return self._run_a_path(in_progress, self.paths.of(call, first))
+            try:
+                self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
+                return self._run_a_path(in_progress, self.paths.of(call, first))
+            finally:
+                self._most_between = _no_limit  # the other one holds the call
         self._in_progress = in_progress
         try:
             return self._call_whole(in_progress.call)
