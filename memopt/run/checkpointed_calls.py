@@ -18,6 +18,9 @@ from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
 from memopt.run.plain_calls import Fitting, PlainCalls
 
+_WORTH_NAMING = 2
+"""A call that is in no graph is counted for a refusal up to this many times its budget: it runs for that."""
+
 
 class CheckpointedCalls:
     """Runs calls as the plain model does, but for modules that are activation checkpoints: of several choices of these
@@ -59,14 +62,25 @@ class CheckpointedCalls:
         situation: Situation,
         moment: Moment,
     ) -> BudgetError | CaptureError:
-        """The refusal of a call that breaks into regions for the reason `broken`, with that reason, and with the
-        smallest budget by which it runs so, where that is smaller than by a plan."""
-        if broken is None or not isinstance(refused, BudgetError):
+        """The refusal of a call, with the smallest budget by which it runs so, where there is none by a plan or that is
+        larger; and with the reason `broken` why it breaks into regions, if it does."""
+        if isinstance(refused, CaptureError):
+            budget = self.planner.terms.options.budget_bytes
+            least = self._least(call, situation, moment, _WORTH_NAMING * budget)
+            if least is None:
+                return refused
+            return BudgetError(budget, least, "modules that run as activation checkpoints", further=(str(refused),))
+        if broken is None:
             return refused
-        least = refused.smallest_bytes
-        for calls in self._calls:
-            least = calls.needed_bytes(call, situation, moment, least) or least
+        least = self._least(call, situation, moment, refused.smallest_bytes) or refused.smallest_bytes
         further = [f"no plan frees what code between the regions of its forward holds, which breaks: {broken}"]
         if least < refused.smallest_bytes:
             further.append("with the smallest budget its modules run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
+
+    def _least(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
+        """The smallest budget in bytes by which a call runs with checkpoints; None where it is above `most_bytes`."""
+        least: int | None = None
+        for calls in self._calls:
+            least = calls.needed_bytes(call, situation, moment, least or most_bytes) or least
+        return least

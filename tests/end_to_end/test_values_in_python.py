@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from contextlib import suppress
 from typing import Any
@@ -349,9 +350,10 @@ def test_a_recurrent_layer_that_may_hold_more_than_is_left_is_not_run_to_be_coun
             nn.functional.nll_loss(model(words), targets).backward()
         return peak.bytes
 
+    gc.collect()  # models of other tests
     model = Words().train()
     step(model)  # it allocates the gradients
     plain = step(model)
     model.zero_grad()
-    memopt.optimize(model, 0.65 * plain / GIB, optimizer=None, **EXACT)
+    memopt.optimize(model, 0.65 * plain / GIB, optimizer=None, **{**EXACT, "elsewhere_gb": None})
     assert step(model) <= 0.65 * plain
