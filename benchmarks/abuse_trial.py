@@ -1,4 +1,4 @@
-"""What all parts of `benchmarks.abuse` share: a small model, its batches, and the row of outcomes."""
+"""The small model, its batches and the record of an outcome that all parts of `benchmarks.abuse` use."""
 
 from __future__ import annotations
 

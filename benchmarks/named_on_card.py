@@ -52,7 +52,7 @@ class Trial:
     added_time: float = 0.0
     failure: str = ""
     seconds: float = 0.0
-    """Of the planning, on this machine's CPU."""
+    """How long planning took on this machine's CPU."""
 
     @property
     def good(self) -> bool:

@@ -73,6 +73,9 @@ class RankError(ValueError):
 class CaptureError(ValueError):
     """The model's forward, or a part of it, cannot be captured as a graph."""
 
+    undone = True
+    """Whether the model, its inputs and the random generators are as they were before the call."""
+
 
 class PlanFileError(ValueError):
     """A file is no plan or frontier that this version of memopt wrote, or was changed or cut off since."""

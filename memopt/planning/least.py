@@ -118,6 +118,8 @@ def leaving_room(plan: Plan) -> Plan:
 def sparing(plan: Callable[[int], Plan], spared_bytes: int) -> Plan:
     """The result of `plan` with as many of these bytes left free between forward and backward as the budget allows; 0
     is the last number that it is asked for. Raises the `BudgetError` of that."""
+    if not spared_bytes:
+        return plan(0)
 
     def alone(nbytes: int) -> Plan:
         found = plan(nbytes)

@@ -54,6 +54,10 @@ class CheckpointedCalls:
                 return calls, fits
         return None
 
+    def forget(self) -> None:
+        """Have modules chosen, and calls counted, again."""
+        vars(self).pop("_calls", None)
+
     def explain(
         self,
         refused: BudgetError | CaptureError,

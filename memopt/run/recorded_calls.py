@@ -239,10 +239,12 @@ class RecordedCalls:
             paths.use(path)
             try:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
-            except OtherPathTaken:
-                if attempt == attempts - 1 or not before.can_be_undone():
+            except CaptureError as refused:
+                refused.undone = attempts > 1 and before.can_be_undone()
+                if refused.undone:
+                    before.undo()
+                if not (refused.undone and isinstance(refused, OtherPathTaken)) or attempt == attempts - 1:
                     raise
-                before.undo()
             if not untried and not (captured and paths.separate()):
                 paths.add(self._captured_again(in_progress.call, paths.calls[0].break_reason), in_progress.call)
                 captured = True
@@ -258,7 +260,7 @@ class RecordedCalls:
         self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
         try:
             return self._compiled(*in_progress.call[0], **in_progress.call[1])
-        except OtherPathTaken:
+        except CaptureError:
             pending.after_backward()  # it will have none
             raise
         finally:

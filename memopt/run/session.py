@@ -179,6 +179,8 @@ class Session:
             return self._by_plan(calls, replace(in_progress, most_between=half), parts, waiting)
         except (BudgetError, CaptureError) as error:
             refused: BudgetError | CaptureError = without_frames(error)
+        if isinstance(refused, CaptureError) and not refused.undone:
+            raise refused  # a second run would begin from another state
         broken = calls.recorded.break_reason(in_progress.call)
         if broken is not None or isinstance(refused, CaptureError):
             gc.collect()  # what was recorded holds tensors in circles of frames

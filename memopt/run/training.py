@@ -144,4 +144,5 @@ class TrainingCalls:
         if (self._reached and reached != self._reached) or not elsewhere <= known:
             self.recorded.forget_plans(but=latest)
             self.plain_calls.forget()
+            self.checkpointed.forget()
         self._reached, self._stepped_elsewhere = reached, known | elsewhere

@@ -56,3 +56,15 @@ def test_as_much_is_spared_as_there_is_room_for(plan: Plan) -> None:
     assert found.held_bytes + found.account.resident_bytes + asked[1] <= plan.ceiling_bytes
     with pytest.raises(BudgetError):
         sparing(lambda nbytes: make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), 1), ROOMY)
+
+
+def test_a_refusal_with_nothing_to_leave_free_is_searched_once() -> None:
+    asked: list[int] = []
+
+    def make(nbytes: int) -> Plan:
+        asked.append(nbytes)
+        return make_plan(captured(region(6)), ACCOUNT, 1)
+
+    with pytest.raises(BudgetError):
+        sparing(make, 0)
+    assert asked == [0]

@@ -12,7 +12,8 @@ from torch import nn
 
 import memopt
 from memopt.errors import BudgetError, CaptureError
-from memopt.run.checkpoints import Checkpoints, RecomputedOtherwiseError, choices
+from memopt.run.checkpoints import RecomputedOtherwiseError, choices
+from memopt.run.session import session_of
 
 
 class Net(nn.Module):
@@ -90,8 +91,6 @@ def train(budget_bytes: float = 0) -> tuple[list[int], list[float], dict[str, to
 def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -> None:
     peaks, losses, trained, plain = train()
     budget = 0.6 * max(peaks)
-    with pytest.raises(ValueError, match="nothing is planned"):
-        memopt.plan_of(train(budget)[3])
     del plain
     gc.collect()
     own_peaks, own_losses, own_trained, model = train(budget)
@@ -102,6 +101,8 @@ def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -
     status = memopt.status(model)
     assert status.state is memopt.State.CHECKPOINTED
     assert "blocks.0 to blocks.2 (3 modules)" in str(status)
+    with pytest.raises(ValueError, match="nothing is planned: blocks"):
+        memopt.plan_of(model)
 
 
 def test_a_refusal_names_the_line_that_breaks_the_graph_and_a_budget_that_works() -> None:
@@ -136,12 +137,22 @@ def test_a_module_that_returns_other_values_when_it_runs_again_is_noticed() -> N
         model(x).sum().backward()
 
 
-def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.ModuleDict({"body": Model()})["body"])
-    found = [str(choice) for choice in choices(model)]
-    assert found[0] == "1.blocks.0 to 1.blocks.2 (3 modules)"
-    assert all(isinstance(choice, Checkpoints) for choice in choices(model))
+def test_blocks_are_the_elements_of_the_outermost_lists_and_then_their_parts() -> None:
+    blocks, parts, parts_of_these = choices(nn.Sequential(nn.Linear(16, 16), Model()))
+    assert str(blocks) == "1.blocks.0 to 1.blocks.2 (3 modules)"
+    assert [type(spot.module) for spot in blocks.spots] == [Periods] * 3
+    assert [[type(part.module) for part in spot.within] for spot in parts.spots] == [[Net]] * 3
+    assert all(type(part.within[0].module) is nn.Sequential for spot in parts_of_these.spots for part in spot.within)
     assert not list(choices(nn.Linear(2, 2)))
+
+
+def test_calls_are_counted_again_once_others_of_its_parameters_are_trained() -> None:
+    calls = session_of(memopt.optimize(Model(), 1.0)).forward  # type: ignore[union-attr]
+    before = calls.checkpointed._calls
+    calls.forget_without_state(frozenset({1}), frozenset(), None)
+    assert calls.checkpointed._calls is before
+    calls.forget_without_state(frozenset({1, 2}), frozenset(), None)
+    assert calls.checkpointed._calls is not before
 
 
 class Routed(nn.Module):

@@ -86,6 +86,27 @@ def test_a_forward_that_never_repeats_itself_names_the_line() -> None:
         model(torch.ones(4, 8))
 
 
+class GrowingWithState(Growing):
+    """As `Growing`, with random numbers and running statistics before the graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.drop(self.norm(x)))
+
+
+def test_a_forward_that_is_given_up_leaves_statistics_and_generators_as_they_were() -> None:
+    model = memopt.optimize(GrowingWithState().train(), 1.0, **EXACT)
+    buffers, state = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+    with pytest.raises(OtherPathTaken) as refused:
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    assert refused.value.undone
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, model.buffers(), buffers))
+
+
 def test_the_line_of_an_error_is_the_innermost_of_the_user() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.ones(2) @ torch.ones(3)
