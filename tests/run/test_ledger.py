@@ -190,3 +190,19 @@ def test_looks_take_a_hundredth_of_the_time_unless_more_is_allocated_than_ever(m
         batch = torch.zeros(size)
         assert now(Moment(entry)).other >= before - 4 * MB + batch.nbytes - 100_000
         del batch
+
+
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_noise_of_malloc_is_not_looked_for_once_looks_have_taken_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in a small budget with next to no room looked at each growth of some kilobytes, as nothing is refused
+    without a look."""
+    entry = Entry(nn.Linear(16, 16), 2**22)
+    before = now(Moment(entry, closely=True)).other
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger.of(entry), "look_seconds", 1e9)
+        patched.setattr("memopt.account.elsewhere.live_objects", lambda *_: pytest.fail("objects were looked at"))
+        noise = bytearray(40_000)
+        assert now(Moment(entry, closely=True)).other == before
+    del noise
+    tensor = torch.zeros(100_000)
+    assert now(Moment(entry, closely=True)).other >= before + tensor.nbytes
