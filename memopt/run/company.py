@@ -140,17 +140,15 @@ class Company:
         return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.further)
 
     def _nothing_recomputed(self, entry: Entry, company: list[Entry], alone: Alone) -> int:
-        """The bytes of a step of all optimised models with nothing recomputed, where each runs its forward and backward
-        while the others wait: of those that had no plan yet by their breadth."""
-        held, peaks = [alone.held_bytes], [alone.peak_bytes]
-        there = sum(other.held_bytes for other in company)  # the call's budget has them already
+        """The bytes of a step of all optimised models with nothing recomputed: beside the forwards that wait now, the
+        call's own peak, and the peak of another one while it waits; of those without a plan yet by their breadth."""
+        waiting, peak = 0, alone.peak_bytes
         for other in company:
-            ratio = breadth(other.model) / breadth(entry.model)
-            needs = other.needs
-            held.append(needs.held if needs else int(ratio * alone.held_bytes))
-            peaks.append(needs.peak if needs else int(ratio * alone.peak_bytes))
-        most = max(peak + sum(held) - own for peak, own in zip(peaks, held, strict=True))
-        return alone.budget_bytes - alone.peak_bytes - there + most
+            needs, ratio = other.needs, breadth(other.model) / breadth(entry.model)
+            if other.held_bytes:  # as much of it is in the call's budget already
+                waiting += max(0, (needs.held if needs else 0) - other.held_bytes)
+            peak = max(peak, alone.held_bytes + (needs.peak if needs else int(ratio * alone.peak_bytes)))
+        return alone.budget_bytes - alone.peak_bytes + peak + waiting
 
     def others_held_bytes(self, entry: Entry) -> int:
         """The bytes that forwards of other models hold which wait for their backward."""
