@@ -33,10 +33,9 @@ from examples.train_gpt2_within_budget import read_text
 from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import capture_on_fakes
 from memopt.device import hardware
-from memopt.levers import lever_sets, levers_named
+from memopt.levers import lever_sets, levers_named, precision_rewriting
 from memopt.planning.priced_step import PriceTerms, TracedStep
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.rewrite import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import RematProblem, Schedule
 

@@ -21,6 +21,7 @@ from memopt.capture.rehearsal import cannot_capture
 from memopt.capture.trace import accumulating, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import offload_link
+from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.levers.recompute import RECOMPUTE
 from memopt.planning.call_accounts import CallAccounts, Looks
 from memopt.planning.cluster import ShardedCall
@@ -32,7 +33,6 @@ from memopt.planning.proposing import Proposing
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite.pipeline import DecidePrecision, check_rules
 from memopt.rewrite.screenings import Screenings
 from memopt.rewrite.trace import Traces, trace_call
 

@@ -18,10 +18,9 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.device import CPU, hardware
 from memopt.device.hardware import scaled_rate
 from memopt.errors import GIB
-from memopt.levers import lever_sets, levers_named
+from memopt.levers import lever_sets, levers_named, precision_rewriting
 from memopt.planning.priced_step import PriceTerms, TracedStep
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.rewrite import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb
