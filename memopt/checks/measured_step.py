@@ -150,7 +150,7 @@ def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Phase:
+class _Phase:
     """Bytes beyond those present when the recording began; `left_bytes` may be negative."""
 
     peak_bytes: int
@@ -165,7 +165,7 @@ class PhaseMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.phases: tuple[Phase, ...] = ()
+        self.phases: tuple[_Phase, ...] = ()
         """The phases; those of the CPU are known once the block has ended."""
         self._device = device
         self._events = MemoryEvents()
@@ -191,7 +191,7 @@ class PhaseMeter:
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
             return
         peak, now = kind.peak_bytes(self._device), kind.allocated_bytes(self._device)
-        self.phases += (Phase(peak - self._start, now - self._start),)
+        self.phases += (_Phase(peak - self._start, now - self._start),)
         kind.reset_peak(self._device)
 
     def __exit__(
@@ -201,12 +201,12 @@ class PhaseMeter:
             self.phases = _phases(self._events.stop()[self._start :])
 
 
-def _phases(events: list[int]) -> tuple[Phase, ...]:
+def _phases(events: list[int]) -> tuple[_Phase, ...]:
     """The phases of allocations and frees in order, divided at the marks; what follows the last mark is left out."""
-    phases: list[Phase] = []
+    phases: list[_Phase] = []
     left = begin = 0
     for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:
         held = list(accumulate(events[begin:end], initial=left))
-        phases.append(Phase(max(held), left := held[-1]))
+        phases.append(_Phase(max(held), left := held[-1]))
         begin = end + 1
     return tuple(phases)
