@@ -66,7 +66,7 @@ class PeakMeter:
 
     @property
     def entered_bytes(self) -> int:
-        """As `resident_bytes`, also while the block runs."""
+        """Bytes that were held when the block began; `resident_bytes` is the same, and known after the block only."""
         return self._resident
 
     def __enter__(self) -> PeakMeter:

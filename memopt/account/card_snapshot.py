@@ -100,13 +100,13 @@ def state_of(
             continue
         blocks: list[tuple[Kind, int]] = []
         for block in segment["blocks"]:
-            address, asked = block["address"], rounded_bytes(block["requested_size"])
+            address, requested = block["address"], rounded_bytes(block["requested_size"])
             kind: Kind = owners.kind_of(address) if block["state"] == "active_allocated" else "free"
-            if kind == "other" and address not in owners.tensors and missing[asked]:
+            if kind == "other" and address not in owners.tensors and missing[requested]:
                 kind = "library"
-                missing[asked] -= 1
-                found.append(asked)
-            counts[kind] += asked
+                missing[requested] -= 1
+                found.append(requested)
+            counts[kind] += requested
             blocks.append((kind, block["size"]))
         small, expandable = segment["segment_type"] == "small", segment["is_expandable"]
         if all(kind == "free" for kind, _ in blocks):

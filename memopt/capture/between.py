@@ -40,7 +40,7 @@ class EagerBytes:
         return EagerBytes(*map(max, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> EagerBytes:
-        """As many bytes more."""
+        """Each number of bytes multiplied by a factor, rounded up."""
         return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
 
@@ -147,7 +147,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             super().count(tensors)
 
     def count_state(self, state: torch.Tensor) -> None:
-        """As in `LiveBytes`, outside of `planned()` blocks."""
+        """Count the state of a random generator as `LiveBytes` does, but not inside of `planned()` blocks."""
         if not self._planned:
             super().count_state(state)
 

@@ -1,4 +1,5 @@
-"""What a step holds at least, beside what lasts between steps: what is left for the steps of other models."""
+"""What a step holds beside what lasts between steps, at least and with nothing recomputed; and plans that leave bytes
+free for the steps of other models."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Needs:
         return replace(self, least_peak=least, peak=most)
 
     def at_most(self, other: Needs) -> Needs:
-        """The larger of each of two needs."""
+        """Needs that cover both: of each number of bytes the larger one."""
         return Needs(*(max(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 

@@ -40,7 +40,7 @@ class Request:
 
     @property
     def graph_bytes(self) -> int:
-        """The budget in bytes without the resident bytes."""
+        """The bytes of the budget that are left for the graph: all but the resident ones."""
         return self.budget_bytes - self.account.resident_bytes
 
     def refusal(self, joined: Joined) -> BudgetError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from memopt.account.account import Account
-from memopt.capture.on_fakes import Narrowed
+from memopt.capture.on_fakes import ParameterCast
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
@@ -41,7 +41,7 @@ class Proposing:
         return self.terms.rewriting.autocast
 
     def decide(self, names: Collection[str]) -> None:
-        """Base every further plan on exactly these levers."""
+        """Choose exactly the levers with these names for good: every further plan counts on them."""
         self.chosen = self._priced(names) if names else None
         self.decided = True
 
@@ -55,7 +55,7 @@ class Proposing:
 
     @property
     def allowed(self) -> frozenset[str]:
-        """The levers that may still be chosen."""
+        """The names of the allowed levers on the optimiser that may still be chosen; none once the choice is final."""
         return frozenset() if self.decided else self.terms.options.optimizer_levers
 
     @property
@@ -65,22 +65,22 @@ class Proposing:
 
     def check_allowed(self) -> None:
         """Raise `ValueError` where an allowed lever cannot work with this step."""
-        asked, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
+        requested, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
         for lever in self.terms.options.levers:
             if _narrows(lever) and self._low is not torch.bfloat16:
                 raise ValueError(
-                    f"{lever.name!r} in allow needs a step in bf16, which {asked} is not on {card!r}; give "
+                    f"{lever.name!r} in allow needs a step in bf16, which {requested} is not on {card!r}; give "
                     "precision='bf16', or leave it out"
                 )
             if _in_backward(lever) and self._low is torch.float16:
                 raise ValueError(
                     f"{lever.name!r} in allow steps before it is known whether all gradients are finite, which "
-                    f"training in fp16 asks, as {asked} is on {card!r}; give precision='fp32', or leave it out"
+                    f"training in fp16 asks, as {requested} is on {card!r}; give precision='fp32', or leave it out"
                 )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why an allowed lever is not considered."""
+        """A sentence for each allowed lever that cannot be used with the backend of these plans."""
         inside = filter(_in_backward, self._named(self.allowed))
         return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.terms.fuses else ()
 
@@ -134,18 +134,18 @@ class Proposing:
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
-    def narrowed_by(self, plan: Plan) -> Narrowed | None:
+    def narrowed_by(self, plan: Plan) -> ParameterCast | None:
         """The cast of parameters and inputs under the levers of `plan`; None where they keep their dtype."""
         return self.narrowing() if any(map(_narrows, self._named(plan.proposals))) else None
 
     @property
-    def narrowed(self) -> Narrowed | None:
+    def narrowed(self) -> ParameterCast | None:
         """The cast of parameters and inputs under the chosen levers; None where they keep their dtype."""
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
-    def narrowing(self) -> Narrowed:
+    def narrowing(self) -> ParameterCast:
         """The cast of parameters and inputs under a lever that narrows them."""
-        return Narrowed(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
+        return ParameterCast(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
 
     @property
     def floats(self) -> torch.dtype | None:

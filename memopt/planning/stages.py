@@ -84,13 +84,13 @@ class Traced:
 
     def price(self, account: Account) -> Priced:
         """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimiser."""
-        return Priced(self.step.price(self.recorded.planner.price_terms.under(account)), account)
+        return Priced(self.step.price(self.recorded.planner.price_settings.under(account)), account)
 
     def price_as_kept(self, plan: Plan, account: Account) -> Priced:
         """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
         planner = self.recorded.planner
         stepping = planner.proposing.stepping_as_kept(plan)
-        step = self.step.price(replace(planner.price_terms.under(account), stepping=stepping))
+        step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
         return Priced(step.stepping_as([region.steps for region in plan.regions]), account)
 
 
@@ -107,7 +107,7 @@ class Priced:
         return self.step.traced.rewriting
 
     def under(self, account: Account) -> Priced:
-        """The same step with another account."""
+        """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
 
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
