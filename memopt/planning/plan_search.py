@@ -15,7 +15,7 @@ from memopt.levers.reinplace import REINPLACE
 from memopt.planning.figures import plain_row, schedule_rows, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced, Recorded
 
 # The number of combinations of proposals that a refusal describes.
@@ -94,7 +94,7 @@ class PlanSearch:
                 self._above.add(id(levers))
             return None
         self._plans.append((plan, levers))
-        if levers.next_is_faster or plan.added_time > LITTLE:
+        if levers.next_is_faster or plan.added_time > NEGLIGIBLE:
             return None
         faster = all(
             _seconds(plan) <= _seconds(other) for other, other_levers in self._plans if other_levers.next_is_faster

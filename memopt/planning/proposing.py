@@ -125,11 +125,11 @@ class Proposing:
         """How the optimiser steps within the backward under the chosen levers; None where it steps after it."""
         return None if self.chosen is None else self.chosen.stepping
 
-    def account_as_kept(self, account: Account, plan: Plan) -> Account:
+    def account_of(self, account: Account, plan: Plan) -> Account:
         """The account of a call with the optimiser's levers of `plan`, a plan from the cache."""
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
-    def stepping_as_kept(self, plan: Plan) -> Stepping | None:
+    def stepping_of(self, plan: Plan) -> Stepping | None:
         """How the optimiser steps within the backward under the levers of `plan`, a plan from the cache."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping

@@ -86,10 +86,10 @@ class Traced:
         """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimiser."""
         return Priced(self.step.price(self.recorded.planner.price_settings.under(account)), account)
 
-    def price_as_kept(self, plan: Plan, account: Account) -> Priced:
+    def price_for(self, plan: Plan, account: Account) -> Priced:
         """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
         planner = self.recorded.planner
-        stepping = planner.proposing.stepping_as_kept(plan)
+        stepping = planner.proposing.stepping_of(plan)
         step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
         return Priced(step.stepping_as([region.steps for region in plan.regions]), account)
 
