@@ -368,12 +368,12 @@ class CapturedCall:
 
     @property
     def regions(self) -> tuple[RecordedRegion, ...]:
-        """The region of each run."""
+        """The recorded region of each run, in the order of the forward."""
         return tuple(run.region for run in self.runs)
 
     @property
     def places(self) -> tuple[tuple[object, ...], ...]:
-        """The place of each run."""
+        """The place in the model's code of each run, in the order of the forward."""
         return tuple(run.place for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:

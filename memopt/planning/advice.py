@@ -160,12 +160,11 @@ def search_for(
     options, proposing = planner.terms.options, planner.proposing
     found: dict[str, Any] = {"narrowed": _on_narrow_parameters(recorded)} if ahead else {}
     found |= {"advice": _Advice(recorded)} if ahead and advise else {}
-    combinations = proposing.combinations if advise else proposing.allowed_combinations
     return PlanSearch(
         options.budget_bytes if budget_bytes is None else budget_bytes,
         options.effort,
         proposing.allowed,
-        partial(combinations, gradients_held=recorded.situation.gradients_held),
+        partial(proposing.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
         planner.notes,
         **found,
     )

@@ -13,7 +13,7 @@ from memopt.capture.on_fakes import ParameterCast
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
-from memopt.levers.optimizer_levers import Known, PricedLevers, Wanted, combinations_of, further_combinations
+from memopt.levers.optimizer_levers import PricedLevers, Wanted, combinations_of
 from memopt.levers.training_price import TrainingFacts
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
 from memopt.planning.plan import Plan
@@ -84,21 +84,16 @@ class Proposing:
         inside = filter(_in_backward, self._named(self.allowed))
         return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.terms.fuses else ()
 
-    def combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> Iterator[PricedLevers]:
-        """All possible combinations: those of allowed levers, the cheapest first, and then those with others as far
-        as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`: for a call that adds to
-        existing gradients."""
-        if self.chosen is not None:
-            return
-        known: Known = {}
-        levers = self._possible(gradients_held)
-        yield from combinations_of(self.facts, [lever for lever in levers if lever.name in self.allowed], known)
-        yield from further_combinations(self.facts, levers, self.allowed, wanted, known)
-
-    def allowed_combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> tuple[PricedLevers, ...]:
-        """The combinations of allowed levers, the cheapest first, whichever are `wanted`."""
-        levers = [lever for lever in self._possible(gradients_held) if lever.name in self.allowed]
-        return combinations_of(self.facts, levers) if levers else ()
+    def combinations(
+        self, wanted: Wanted, *, gradients_held: bool = False, further: bool = True
+    ) -> Iterator[PricedLevers]:
+        """All possible combinations: those of allowed levers, the cheapest first, and then, unless `further` is false,
+        those with others as far as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`:
+        for a call that adds to existing gradients."""
+        levers = self._possible(gradients_held) if self.chosen is None else []
+        levers = [lever for lever in levers if further or lever.name in self.allowed]
+        if levers:
+            yield from combinations_of(self.facts, levers, self.allowed, wanted)
 
     def _possible(self, gradients_held: bool) -> list[Lever]:
         """The levers that can work for the model, device and call."""
