@@ -74,7 +74,7 @@ class CardStep:
             self.account, torch.optim.AdamW, self.priced.settings.hardware, lambda parameter: True
         )
         traced = replace(self.priced.traced, sharded=replace(call, sharding=sharding))
-        return CardStep(traced.price(self.priced.terms), account)
+        return CardStep(traced.price(self.priced.settings), account)
 
     def under(self, name: str) -> CardFigures:
         """What the step holds and takes under a recipe of checkpointing."""
