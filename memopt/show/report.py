@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from memopt.planning.schedule_parts import ModuleRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
+_MOST_NAMED = 6
+"""The number of operators that decide which are told by name."""
 _NOTABLE = 0.01
 """The share of a step from which its time on the host is told."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
@@ -36,10 +39,12 @@ def parts(plan: Plan) -> list[RenderableType]:
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
     cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
     kept = [_kept_line(plan)] if plan.kept else []
+    decisions = [_decisions_line(plan)] if plan.decisions else []
     return [
         headline(plan),
         *offloads,
         *kept,
+        *decisions,
         *beside,
         *cluster,
         bytes_table(plan),
@@ -92,6 +97,20 @@ def _kept_line(plan: Plan) -> str:
     return (
         f"kept gathered: {held} of parameters of {named} stay from their forward to their backward, for which they are "
         "not gathered again"
+    )
+
+
+def _decisions_line(plan: Plan) -> str:
+    """The operators that are computed once, with what is saved of them."""
+    calls: Counter[str] = Counter()
+    for row in plan.decisions:
+        calls[row.operator] += row.calls
+    modules = [path or "(model)" for path in dict.fromkeys(row.path for row in plan.decisions)]
+    others = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    named = ", ".join(f"{count} {operator}" for operator, count in calls.most_common(_MOST_NAMED))
+    return (
+        f"never recomputed, since they decide: {named}{', …' * (len(calls) > _MOST_NAMED)} in {modules[0]}{others}; "
+        f"{size(sum(row.saved_bytes for row in plan.decisions))} of their results are saved"
     )
 
 
