@@ -18,8 +18,6 @@ from memopt.planning.schedule_parts import ModuleRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
-_MOST_NAMED = 6
-"""The number of operators that decide which are told by name."""
 _NOTABLE = 0.01
 """The share of a step from which its time on the host is told."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
@@ -105,13 +103,11 @@ def _decisions_line(plan: Plan) -> str:
     calls: Counter[str] = Counter()
     for row in plan.decisions:
         calls[row.operator] += row.calls
-    modules = [path or "(model)" for path in dict.fromkeys(row.path for row in plan.decisions)]
-    others = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-    named = ", ".join(f"{count} {operator}" for operator, count in calls.most_common(_MOST_NAMED))
-    return (
-        f"never recomputed, since they decide: {named}{', …' * (len(calls) > _MOST_NAMED)} in {modules[0]}{others}; "
-        f"{size(sum(row.saved_bytes for row in plan.decisions))} of their results are saved"
-    )
+    named = ", ".join(f"{count} {operator}" for operator, count in calls.most_common())
+    paths = [path or "(model)" for path in dict.fromkeys(row.path for row in plan.decisions)]
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    saved = size(sum(row.saved_bytes for row in plan.decisions))
+    return f"never recomputed, since they decide: {named} in {paths[0]}{more}; {saved} of their results are saved"
 
 
 def _host_line(plan: Plan) -> str:

@@ -77,7 +77,8 @@ _DECIDE_WITHIN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "_segment_reduce_backward": ("reduce", ("max", "min")),
 }
 
-_marked: set[Any] = set()
+MARKED: set[Any] = set()
+"""The operators that `mark_deciding` was called with."""
 
 
 def mark_deciding(deciding: Any) -> None:
@@ -87,16 +88,11 @@ def mark_deciding(deciding: Any) -> None:
     Call it before the model is optimised. Raises `TypeError` for anything but an operator.
     """
     if isinstance(deciding, OPERATOR_OVERLOAD):
-        _marked.add(deciding)
+        MARKED.add(deciding)
     elif isinstance(deciding, type(torch.ops.aten.add)):
-        _marked.update(getattr(deciding, name) for name in deciding.overloads())
+        MARKED.update(getattr(deciding, name) for name in deciding.overloads())
     else:
         raise TypeError(f"mark_deciding takes an operator, such as torch.ops.aten.softmax, not {deciding!r}")
-
-
-def marked_operators() -> list[str]:
-    """Returns the names of the operators that `mark_deciding` was called with, sorted."""
-    return sorted(map(str, _marked))
 
 
 def find_decisions(graph: Graph) -> frozenset[Node]:
@@ -120,13 +116,14 @@ class _Search:
         self.loose: set[Node] = set()
         """The values that may have other bits when they are computed again."""
         self.gradients: set[Node] = set()
-        """What depends on the gradients of the outputs: it is computed once."""
+        """What depends on the gradients of the outputs."""
 
     def run(self) -> frozenset[Node]:
         for node in self.graph.nodes:
             if is_tangent(node) or any(source in self.gradients for source in node.all_input_nodes):
                 self.gradients.add(node)
-                if node.op == "call_function" and _decides_within(node):
+                argument, values = _DECIDE_WITHIN.get(_name(node), ("", ()))
+                if argument and arguments_of(node).get(argument) in values:
                     self.pin(node.all_input_nodes)
             elif node.op == "call_function":
                 self.visit(node)
@@ -169,7 +166,10 @@ class _Search:
             masks = all(value.dtype == torch.bool for value in tensors(node.meta.get("val")))
             return _is_marked(node) or not (masks or _name(node) in ("sign", "sgn"))
         makers = [self.makers(source) for source in node.all_input_nodes]
-        return len(makers) == 2 and (_is_computed_from(*makers) or _is_computed_from(*makers[::-1]))
+        return len(makers) == 2 and any(
+            not sources.isdisjoint(_behind(read for result in results - sources for read in result.all_input_nodes))
+            for results, sources in (makers, makers[::-1])
+        )
 
     def pin(self, values: Iterable[Node]) -> None:
         """Have the forward's values that the backward computes others from be computed once."""
@@ -177,13 +177,8 @@ class _Search:
 
     def makers(self, value: Node) -> set[Node]:
         """Returns the calls of the forward that make what a value of the backward is computed from."""
-        pending, seen = [value], {value}
-        while pending:
-            node = pending.pop()
-            if node in self.late and node not in self.gradients:
-                pending += [source for source in node.all_input_nodes if source not in seen]
-                seen.update(node.all_input_nodes)
-        return {_maker(node) for node in seen - self.late if node.op == "call_function"}
+        behind = _behind([value], self.late - self.gradients) - self.late
+        return {_maker(node) for node in behind if node.op == "call_function"}
 
 
 def _name(node: Node) -> str:
@@ -198,7 +193,7 @@ def _whole(node: Node) -> str:
 
 
 def _is_marked(node: Node) -> bool:
-    return node.target in _marked or node.meta.get("original_aten") in _marked
+    return node.target in MARKED or node.meta.get("original_aten") in MARKED
 
 
 def _maker(node: Node) -> Node:
@@ -223,11 +218,6 @@ def _decides(node: Node) -> bool:
 
 def _has_own_state(node: Node) -> bool:
     return any(part in _name(node) for part in _OWN_STATE)
-
-
-def _decides_within(node: Node) -> bool:
-    argument, values = _DECIDE_WITHIN.get(_name(node), ("", ()))
-    return bool(argument) and arguments_of(node).get(argument) in values
 
 
 def _draws_by_values(node: Node) -> bool:
@@ -266,15 +256,13 @@ def _is_wide(node: Node) -> bool:
     return all(value.dtype.itemsize >= 4 for value in tensors(node.meta.get("val")) if _is_float(value))
 
 
-def _is_computed_from(results: Iterable[Node], sources: set[Node]) -> bool:
-    """Returns whether one of the results is computed from one of the sources, and is none itself."""
-    pending = [node for result in results if result not in sources for node in result.all_input_nodes]
-    seen: set[Node] = set()
+def _behind(nodes: Iterable[Node], within: frozenset[Node] | None = None) -> set[Node]:
+    """Returns the nodes and all that they are computed from; only through those `within`, if that is given."""
+    pending = list(nodes)
+    seen = set(pending)
     while pending:
         node = pending.pop()
-        if node in sources:
-            return True
-        if node not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return False
+        if within is None or node in within:
+            pending += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+    return seen

@@ -25,7 +25,7 @@ class Chosen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             y = F.dropout(F.leaky_relu(layer(x)), 0.1)
-            y = F.softshrink(F.hardswish(y)) + F.softplus(y) + F.elu(y) * (torch.rand_like(y) > 0.2)
+            y = F.hardswish(y) + F.softplus(y) + F.elu(y) * (torch.rand_like(y) > 0.2)
             x = x + y * (y > y.topk(WIDTH // 2, -1).values[..., -1:])
         return F.huber_loss(x, torch.zeros_like(x))
 
