@@ -40,7 +40,7 @@ def without_marks(step: PricedStep) -> PricedStep:
     """The same step priced as if nothing decided."""
     with patch.object(JointGraph, "decisions", frozenset()):
         traced = replace(step.traced, regions=tuple(replace(region) for region in step.traced.regions))
-        return PricedStep.of(traced, step.terms)
+        return PricedStep.of(traced, step.settings)
 
 
 def record(name: str, backend: str, device: str) -> dict[str, Any]:

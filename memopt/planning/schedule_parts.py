@@ -151,7 +151,7 @@ class DecisionRow:
 
 def decision_rows(joined: Joined, step: PricedStep, schedule: Schedule) -> tuple[DecisionRow, ...]:
     """The operators that decide, in the order of the forward, with what it costs that they are not recomputed."""
-    problem, card = joined.problem, step.terms.hardware
+    problem, card = joined.problem, step.settings.hardware
     saved = _saved_storages(problem, schedule)
     names = [
         {node.name: operator_name(node) for node in step.traced.decisions(number, card)}
