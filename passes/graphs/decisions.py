@@ -90,7 +90,8 @@ def mark_deciding(deciding: Any) -> None:
     if isinstance(deciding, OPERATOR_OVERLOAD):
         MARKED.add(deciding)
     elif isinstance(deciding, type(torch.ops.aten.add)):
-        MARKED.update(getattr(deciding, name) for name in deciding.overloads())
+        overloads: Any = deciding
+        MARKED.update(getattr(overloads, name) for name in overloads.overloads())
     else:
         raise TypeError(f"mark_deciding takes an operator, such as torch.ops.aten.softmax, not {deciding!r}")
 
