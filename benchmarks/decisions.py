@@ -25,7 +25,8 @@ from benchmarks.small_architectures import build
 from benchmarks.stamp import stamp, write_result
 from memopt.capture.joint import JointGraph
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.stages import Priced
+from memopt.planning.schedule_parts import decision_rows
+from memopt.solver import Schedule, simulate
 
 RESULT = Path(__file__).parent / "results" / "decisions.json"
 MIXTURES = (
@@ -33,7 +34,7 @@ MIXTURES = (
     "ernie4_5_moe", "glm4_moe", "dots1", "hunyuan_v1_moe", "flex_olmo", "jetmoe", "minimax",
 )  # fmt: skip
 HALF = 0.5
-"""Where the budget lies between the smallest that works and the peak with nothing recomputed."""
+"""Where the budget lies between the least that works and the peak with nothing recomputed."""
 
 
 def without_marks(step: PricedStep) -> PricedStep:
@@ -44,29 +45,33 @@ def without_marks(step: PricedStep) -> PricedStep:
 
 
 def record(name: str, backend: str, device: str) -> dict[str, Any]:
-    """The figures of one model. Bytes are of the whole step, with AdamW; times fractions of the plain step's."""
+    """The figures of one model: bytes that its graph holds at the peak, without what a step holds beside it, and times
+    as fractions of the plain step's."""
     model, batch = build(name)
-    roomy = memopt.plan(model, 1000, batch, backend=backend, device=device, elsewhere_gb=0)
-    marked = Priced(roomy.priced, roomy.account)
-    free = Priced(without_marks(roomy.priced), roomy.account)
-    least, least_free = marked.smallest()[0], free.smallest()[0]
-    budget = round(least + HALF * (roomy.plain.peak_bytes - least))
-    half, half_free = marked.solve(budget), free.solve(budget)
+    priced = memopt.plan(model, 1000, batch, backend=backend, device=device, allow={"recompute"}).priced
+    assert priced is not None
+    marked, free = priced.problem, without_marks(priced).problem
+    least, least_free = (joined.smallest.peak_bytes for joined in (marked, free))
+    plain = simulate(marked.problem, Schedule.save_all(marked.problem)).peak_bytes
+    budget = round(least + HALF * (plain - least))
+    half, half_free = (joined.portfolio.solve(budget) for joined in (marked, free))
+    rows = decision_rows(marked, priced, half.schedule)
     return {
-        "operators": sorted({row.operator for row in half.decisions}),
-        "calls": sum(row.calls for row in half.decisions),
-        "regions": len(half.regions),
+        "operators": sorted({row.operator for row in rows}),
+        "calls": sum(row.calls for row in rows),
+        "regions": len(marked.prices),
+        "plain": plain,
         "smallest": least,
         "smallest_unmarked": least_free,
-        "saved_at_half": sum(row.saved_bytes for row in half.decisions),
-        "half": half.predicted_peak_bytes,
-        "added_at_half": half.added_time,
-        "added_at_half_unmarked": half_free.added_time,
+        "saved_at_half": sum(row.saved_bytes for row in rows),
+        "half": half.peak_bytes,
+        "added_at_half": half.added_seconds / marked.problem.seconds,
+        "added_at_half_unmarked": half_free.added_seconds / marked.problem.seconds,
     }
 
 
 def shares(records: dict[str, Any]) -> Iterator[tuple[str, float, float, float]]:
-    """By model: how much more the smallest step holds, the share of what decides in the step at half, and the
+    """By model: how much more its graph holds at least, the share of what decides in the peak at half, and the
     difference of their added times."""
     for name, found in records.items():
         if "smallest" in found:
