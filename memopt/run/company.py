@@ -133,7 +133,7 @@ class Company:
         works = refused.smallest_bytes + further
         names = ", ".join(type(other.model).__name__ for other in company)
         reason = f"{refused.dominated_by}, and for the steps of {len(company)} more optimised models ({names})"
-        return BudgetError(refused.budget_bytes, works + works // _MARGIN, reason, least=False, further=refused.further)
+        return BudgetError(refused.budget_bytes, works + works // _MARGIN, reason, least=False, further=refused.notes)
 
     def others_held_bytes(self, entry: Entry) -> int:
         """The bytes that forwards of other models hold which wait for their backward."""
