@@ -86,9 +86,9 @@ class Moment:
 
     @property
     def known_bytes(self) -> int:
-        """The bytes that differ from call to call and are known."""
+        """The bytes that differ from call to call, are known, and do not lie elsewhere."""
         inputs = sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
-        return inputs + self.waiting_bytes + self.others_bytes + self.lasting_now
+        return inputs + self.waiting_bytes + self.lasting_now
 
     @property
     def to_come_elsewhere(self) -> int:
