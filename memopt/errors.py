@@ -83,6 +83,7 @@ class BudgetError(ValueError):
 
     @property
     def further(self) -> tuple[str, ...]:
+        """The notes, and the ways as sentences."""
         return (*self.notes, *(way.sentence for way in self.ways))
 
     def _more(self) -> list[str]:
@@ -102,7 +103,7 @@ class BudgetError(ValueError):
         for way in self.ways:
             seconds = way.added_seconds
             time = "not priced" if seconds is None else f"{1e3 * seconds:+.3g} ms" if seconds else "none"
-            lines += _row(f"{_rounded(way.peak_bytes / GIB)} GB", time, way.type, way.changes)
+            lines += _row(f"{_rounded(way.peak_bytes / GIB, 4, ROUND_CEILING)} GB", time, way.type, way.changes)
         return lines
 
     def adding(self, *further: str, smallest_bytes: int | None = None) -> BudgetError:
