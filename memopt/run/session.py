@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.between import TooMuchBetweenError
+from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device, check_kinds, tensors_in
 from memopt.compat.ddp import unwrapped
@@ -74,7 +75,9 @@ class Session:
         self.uncompiled: Callable[..., Any] = self.forward
         self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
         self._safety_net = SafetyNet(self.model, self.share.entry, self._plan_tighter)
-        self.accumulation.failed = self._safety_net.backward_failed
+        # An autograd graph that outlives its backward, as of an output that the model keeps, must not hold the model.
+        backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
+        self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._loss_to_come: Callable[[Any], Any] | None = None
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
@@ -186,7 +189,7 @@ class Session:
             gc.collect()  # what was recorded holds tensors in circles of frames
             if fitting := calls.checkpointed.fitting(*given, parts):
                 return self._run_checkpointed(calls, in_progress.call, *fitting)
-        if isinstance(refused, TooMuchBetweenError):  # what it needs is known once it was recorded whole
+        if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
                 return self._by_plan(calls, in_progress, parts, waiting)
             except (BudgetError, CaptureError) as error:
