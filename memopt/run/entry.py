@@ -141,6 +141,8 @@ class Entry:
     meanwhile: int | None = None
     """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
     outputs; None where that was not measured."""
+    keeps_graph: bool = False
+    """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False
     """Whether it was looked for what appears until the backward."""
     begun: int = 0
