@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +23,8 @@ from memopt.compat.tensors import storage_key
 from passes.graphs.node_facts import is_tangent, tensors
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """The place of a node of the joint graph in a run."""
 
     run: int
@@ -229,5 +230,5 @@ class _Proof:
 def _block_later(before: Any, after: Any) -> bool:
     """Whether two places, or two roles, are the same in neighbouring blocks."""
     if isinstance(before, Place):
-        return bool(after == before._replace(block=before.block + 1))
+        return bool(after == replace(before, block=before.block + 1))
     return bool(after == (before[0], before[1] + 1, before[2]))

@@ -87,8 +87,9 @@ def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
-def fake_within(storage: torch.UntypedStorage, like: FakeTensor) -> FakeTensor:
-    """A fake tensor as `like` in another storage."""
+def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor:
+    """A fake tensor as `like`, which is one, in another storage."""
+    assert isinstance(like, FakeTensor)
     meta = torch.empty(0, dtype=like.dtype, device="meta")
     meta.set_(storage, like.storage_offset(), like.shape, like.stride())
     return FakeTensor(like.fake_mode, meta, like.fake_device, like.constant)
