@@ -22,7 +22,7 @@ from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, PlanSource, ReceiptRow
 from memopt.planning.planner import Request, recipes, smallest, solve_with_steps, step_peak_bytes
 from memopt.planning.priced_step import PricedStep
-from memopt.planning.schedule_parts import RegionSchedule, held_after_forward, module_rows
+from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
 from memopt.price.node_prices import host_seconds
 from memopt.progress import stage
 from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simulate, warm_up
@@ -96,6 +96,7 @@ def plan_by(
         schedule=solution.schedule,
         cluster=cluster_step(joined, solution.schedule, step, account),
         kept=traced.kept,
+        decisions=decision_rows(joined, step, solution.schedule),
     )
 
 

@@ -202,6 +202,7 @@ class PendingForward:
     def after_backward(self) -> None:
         """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
         self.done = True
+        self.entry.ending.append(self)
         hold_over(self._held)
         self._held = []
 
@@ -312,7 +313,7 @@ class PlainForward:
     number: int = 0
     beside: set[Beside] = field(default_factory=set)
 
-    def end(self, *_: object) -> None:
+    def end(self) -> None:
         """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError`."""
         UntilBackward.backward_begins(self.entry, alone=not self.beside)
         Ledger.of(self.entry).backward_begins(self)

@@ -21,6 +21,7 @@ from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
+from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
@@ -259,10 +260,18 @@ class PlainCalls:
             forward = PlainForward(self.entry, held, room, state, peak, tuple(weak_storages(outputs)), retained)
             self.entry.add_plain(forward, state)
             Ledger.of(self.entry).begins(forward)
+            waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
+
+            def begins(*_: object) -> None:
+                for one in waiting:
+                    one.end()
+                if not keeps_graph():
+                    waiting.clear()
+
             nodes: set[Any] = {output.grad_fn for output in outputs}
             for node in nodes:
-                node.metadata["memopt"] = forward  # it lives as long as a backward may begin at any output
-                node.register_prehook(forward.end)
+                node.metadata["memopt"] = waiting  # it lives as long as a backward may begin at any output
+                node.register_prehook(begins)
         return result
 
     def _check_retained(self, fitting: Fitting, situation: Situation, moment: Moment) -> None:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device, check_kinds, tensors_in
-from memopt.compat.autograd import running_statistics_unnoticed
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
@@ -271,9 +270,7 @@ class Session:
         calls.planner.screen(in_progress.call, in_progress.crowded)
         # Under DDP the other ranks go on, so that no rank runs a call a second time.
         inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
-        plain = self.share.entry.plain_waiting()  # whose backward would find other running statistics
-        with running_statistics_unnoticed(self.model) if plain else nullcontext():
-            result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+        result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
         if calls.recorded.broken.ran_unplanned:
             self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result

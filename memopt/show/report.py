@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -36,10 +37,12 @@ def parts(plan: Plan) -> list[RenderableType]:
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
     cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
     kept = [_kept_line(plan)] if plan.kept else []
+    decisions = [_decisions_line(plan)] if plan.decisions else []
     return [
         headline(plan),
         *offloads,
         *kept,
+        *decisions,
         *beside,
         *cluster,
         bytes_table(plan),
@@ -93,6 +96,18 @@ def _kept_line(plan: Plan) -> str:
         f"kept gathered: {held} of parameters of {named} stay from their forward to their backward, for which they are "
         "not gathered again"
     )
+
+
+def _decisions_line(plan: Plan) -> str:
+    """The operators that are computed once, with what is saved of them."""
+    calls: Counter[str] = Counter()
+    for row in plan.decisions:
+        calls[row.operator] += row.calls
+    named = ", ".join(f"{count} {operator}" for operator, count in calls.most_common())
+    paths = [path or "(model)" for path in dict.fromkeys(row.path for row in plan.decisions)]
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    saved = size(sum(row.saved_bytes for row in plan.decisions))
+    return f"never recomputed, since they decide: {named} in {paths[0]}{more}; {saved} of their results are saved"
 
 
 def _host_line(plan: Plan) -> str:
