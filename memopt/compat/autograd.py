@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -196,6 +197,17 @@ def saved_tensors(node: Any) -> tuple[torch.Tensor, ...]:
         return tuple([tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, torch.Tensor)])
     except RuntimeError:  # freed, or changed since
         return ()
+
+
+def changed_since_saved(node: Any) -> str:
+    """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
+    that its backward would stop with torch's error; "" where there is none."""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError as error:
+        found = re.search(r"inplace operation: \[(.*?\])", str(error))
+        return found[1] if found else ""
+    return ""
 
 
 def free_saved_tensors(node: Any) -> None:

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
     Fate,
+    changed_since_saved,
     current_backward,
     fate_at,
     fate_of_gradient,
@@ -102,7 +103,10 @@ class PendingForward:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
-        self.nodes += [weakref.ref(node) for found in nodes for node in _python_nodes(found)]
+        made = [weakref.ref(node) for found in nodes for node in _python_nodes(found)]
+        for reference in made:
+            reference().register_prehook(partial(_check_unchanged, reference, self.model))
+        self.nodes += made
         return outputs
 
     def held(self) -> list[torch.Tensor]:
@@ -269,6 +273,18 @@ class PendingForward:
         fate = fate_of_gradient(leaf)
         added = fate is Fate.ACCUMULATED and self.accumulation.allowed and not is_hooked(leaf)
         return not added and fate is not Fate.DROPPED
+
+
+def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: object) -> None:
+    """Raise `ValueError` where a tensor that the backward of a region reads was changed in place since the forward.
+    Eager mode need not read an input again from which a plan computes once more, so that the plain model may train so.
+    """
+    if changed := changed_since_saved(node()):
+        raise ValueError(
+            f"an input or output of {type(model()).__name__}, {changed}, was changed in place between the forward and "
+            "its backward, and the plan computes from it once more: change a copy (x = x / 255, not x.div_(255)), or "
+            "change it before the forward"
+        )
 
 
 _held_over: list[Releasable] = []

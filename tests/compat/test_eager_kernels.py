@@ -11,7 +11,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from memopt.compat.eager_mode import eager_kernels
+from memopt.compat.eager_mode import _rounds_alike, eager_kernels
+from memopt.meter import measure_peak
 
 aten = torch.ops.aten
 
@@ -67,3 +68,11 @@ def test_dropout_that_drops_nothing_is_its_input() -> None:
         assert torch.equal(F.dropout(x, 0.0), x)
         assert torch.equal(F.dropout(x, 0.5, training=False), x)
         assert not F.dropout(x, 1.0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_dropout_rounds_is_tried_in_little_memory(dtype: torch.dtype) -> None:
+    _rounds_alike.cache_clear()
+    with measure_peak("cpu") as peak:
+        _rounds_alike(0.1, dtype)
+    assert peak.allocated_bytes < 256 * 1024
