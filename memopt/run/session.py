@@ -133,7 +133,7 @@ class Session:
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
         result = self._on_this_rank(calls, call)
-        self.share.returned(result)
+        self.share.returned(call, result)
         return result
 
     def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:
