@@ -83,9 +83,9 @@ class Moment:
 
     @property
     def known_bytes(self) -> int:
-        """The bytes that differ from call to call and are known."""
+        """The bytes that differ from call to call, are known, and do not lie elsewhere."""
         inputs = sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
-        return inputs + self.waiting_bytes + self.others_bytes + self.lasting_now
+        return inputs + self.waiting_bytes + self.lasting_now
 
     @property
     def to_come_elsewhere(self) -> int:
@@ -323,11 +323,11 @@ class Ledger(Company):
 
     def _reading(self) -> tuple[str, int | None]:
         """Where the bytes allocated are read, and how many they are. A profiler's records lie in the memory of
-        `malloc`; of memopt's own meter it is known what tensors held when its block began."""
+        `malloc`; memopt's own meter says what tensors hold, of a backward what they held at its forward."""
         if device_of(self.device).caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()
-        return ("meter", meter.entered_bytes) if meter else ("profiler", None)
+        return ("meter", meter.held_bytes()) if meter else ("profiler", None)
 
     def _look(self, moment: Moment, before: Found, *, planning: bool) -> Found:
         started, entry = time.monotonic(), moment.entry

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import memopt
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
+from memopt.compat.host import LEGACY_PROFILER
 from memopt.compat.tensors import weak_storages
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
@@ -174,6 +176,19 @@ def test_a_profiler_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
         ledger = Ledger.of(entry)
         monkeypatch.setattr(ledger, "look_seconds", 1e9)  # looks have taken all the time that they may
         assert now(Moment(entry)).other == before
+
+
+@pytest.mark.skipif(not LEGACY_PROFILER, reason="kineto tells of its events at the end only")
+def test_what_appears_within_a_metered_block_is_growth() -> None:
+    """Sharpness-aware minimisation keeps a copy of the gradients from the first forward of a step to the second."""
+    entry = Entry(nn.Linear(16, 16), 2**24)
+    before = now(Moment(entry)).other
+    for _ in range(2):
+        with memopt.measure_peak():
+            assert now(Moment(entry)).other == before
+            held = torch.zeros(MB)
+            assert now(Moment(entry)).other == before + held.nbytes
+            del held
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
