@@ -248,7 +248,9 @@ class Entry:
     def until_backward(self, tangent_bytes: int) -> int | None:
         """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
         that many bytes, beside these: as it was seen, and more in proportion for larger outputs. None where it was not
-        seen."""
+        seen; 0 where the user says what lies beside the step."""
+        if self.fixed_bytes is not None:
+            return 0
         if self.meanwhile is None:
             return None
         grown = max(1.0, tangent_bytes / self.returned_bytes) if self.returned_bytes else 1.0
