@@ -179,7 +179,7 @@ class Values:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Values:
-        """These tensors with their copies."""
+        """The present versions of tensors, each given with a copy of its values, or None where it has none."""
         return cls(tuple((weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors))
 
     def copies(self) -> dict[int, torch.Tensor]:

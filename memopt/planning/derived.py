@@ -10,7 +10,7 @@ from memopt.planning.figures import schedule_rows
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced
 from memopt.solver import Schedule, Solution, simulate
 from memopt.units import size
@@ -50,7 +50,7 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
             raise _refusal(budget_bytes, budget_bytes + missing, others, found) from None
     spare = high - others * _held(found)
     for _ in range(_ROUNDS):
-        if found.added_time <= LITTLE or high - low <= budget_bytes // _CLOSE:
+        if found.added_time <= NEGLIGIBLE or high - low <= budget_bytes // _CLOSE:
             break
         keep = (high - low) // _MARGIN
         middle = min(high - keep, max(low + keep, low + (high - low) * lacking // max(1, lacking + spare)))
@@ -99,7 +99,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
     simulation = simulate(joined.problem, taken)
     solution = Solution(taken, simulation.peak_bytes, simulation.added_seconds, 0.0, METHOD)
     found = priced.planned(joined, solution, fitted, plan.budget_bytes, plan.effort)
-    if found.ceiling_bytes > plan.budget_bytes or found.added_time > max(LITTLE, plan.added_time):
+    if found.ceiling_bytes > plan.budget_bytes or found.added_time > max(NEGLIGIBLE, plan.added_time):
         return None
     rows = (ReceiptRow("", found.plain.peak_bytes, found.step_seconds), *schedule_rows(found))
     notes = found.notes + tuple(note for note in plan.notes if note not in step.traced.all_notes)

@@ -21,7 +21,7 @@ from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
 from memopt.planning.least import lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
 from memopt.run.company import Company
 from memopt.run.entry import Entry, Looked
@@ -147,7 +147,7 @@ class Moment:
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
         enough = plan.budget_bytes // _WORTHWHILE
-        if plan.added_time <= LITTLE or plan.account.elsewhere < enough:
+        if plan.added_time <= NEGLIGIBLE or plan.account.elsewhere < enough:
             return False
         about = self._ledger.about(self)
         return plan.account.elsewhere - about - self.to_come_elsewhere >= enough

@@ -31,7 +31,7 @@ from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.derived import among_equals, extended
 from memopt.planning.figures import plain_step
-from memopt.planning.least import leaving_room, sparing
+from memopt.planning.least import leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
@@ -248,7 +248,7 @@ class Road:
         if situation.spared is None:
             return leaving_room(spare(0))
         _, guessed = recorded.trace(self.planner.terms.lever_sets[0]).callers_code
-        return sparing(spare, situation.spared + guessed)
+        return leaving_free(spare, situation.spared + guessed)
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.between import TooMuchBetweenError
+from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device, check_kinds, tensors_in
 from memopt.compat.ddp import unwrapped
@@ -189,7 +189,7 @@ class Session:
             gc.collect()  # what was recorded holds tensors in circles of frames
             if fitting := calls.checkpointed.fitting(*given, parts):
                 return self._run_checkpointed(calls, in_progress.call, *fitting)
-        if isinstance(refused, TooMuchBetweenError):  # what it needs is known once it was recorded whole
+        if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
                 return self._by_plan(calls, in_progress, parts, waiting)
             except (BudgetError, CaptureError) as error:
