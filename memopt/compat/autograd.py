@@ -16,8 +16,8 @@ PRIVATE_NAMES = (
     *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
-    *private("torch.autograd.graph", "_engine_run_backward", call="t_outputs, *args, **kwargs"),
-    *private("torch.autograd", "_engine_run_backward", call="t_outputs, *args, **kwargs"),
+    *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
+    *private("torch.autograd", "_engine_run_backward", call="outputs"),
     *private("torch.autograd.graph", "Node._input_metadata", needed=False),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
@@ -169,7 +169,7 @@ def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
     """The autograd nodes that a backward goes through which starts at these tensors or edges, without those of leaves,
-    up to the first on each way that is an end; and these ends."""
+    up to the first on each way that is an end, in the order in which it runs them; and these ends."""
     left = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen, nodes, ends = {None}, list[Any](), list[Any]()
     while left:
@@ -181,7 +181,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
         else:
             nodes.append(node)
             left += [further for further, _ in node.next_functions]
-    return nodes, ends
+    return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True), ends
 
 
 def saved_by(node: Any) -> Iterator[torch.Tensor]:
@@ -223,7 +223,8 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
                 module._engine_run_backward = own
         _told.clear()
     elif not _told:
-        for module in (torch.autograd, torch.autograd.graph):
+        modules: tuple[Any, ...] = torch.autograd, torch.autograd.graph
+        for module in modules:
             own = module._engine_run_backward
             module._engine_run_backward = telling = _telling(own)
             _told.append((module, telling, own))

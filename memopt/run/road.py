@@ -214,6 +214,8 @@ class Road:
         if not planner.accounts.beside.tolerance_bytes or own_terms or situation.to_come:
             return refusal
         first = next(recorded.candidates())
+        if first.account.caching:  # a budget that is named for a card has been replayed itself
+            return refusal
         _, guessed = recorded.trace(first.levers).callers_code
 
         def least(spared: int) -> int:

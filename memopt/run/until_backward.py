@@ -17,9 +17,9 @@ from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
 from memopt.run.entry import Entry
 
-LOSS_OUTSIDE = 2
+LOSS_OUTSIDE = 1
 """A loss outside of the model is guessed to take this many times the gradients of the outputs beside these, as cross
-entropy does;"""
+entropy does where nobody holds the outputs;"""
 LARGE_LOSS_OUTSIDE = 5
 """and this many times as far as the budget allows, and in the budget that a refusal names, as a few losses together."""
 _BEGIN, _END = 12_347, 12_343
@@ -42,7 +42,7 @@ class UntilBackward:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self.ended = False
         self._returned_bytes = distinct_bytes(outputs)
-        self._counted = [*weak_storages(outputs), *weak_storages(given)]
+        self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
         for output in outputs:
             node: Any = output.grad_fn
             node.metadata[_RETURNED] = weakref.ref(self)
@@ -86,8 +86,10 @@ class UntilBackward:
         if any(node.metadata[_RETURNED]() is seen for node in ends):
             backward_starts(None)
             own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
-            counted = own.keys() | {storage.address for storage in seen._counted}
-            seen._note(entry, held_bytes(roots, nodes, entry.device, counted))
+            counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
+            returned = {storage.address: storage.nbytes for storage in seen._outputs}
+            freed = max(0, seen._returned_bytes - sum(returned.values()))
+            seen._note(entry, max(0, held_bytes(roots, nodes, entry.device, counted) - freed))
 
     def read(self, events: Sequence[int]) -> None:
         """Read what was measured from the events of a meter whose block has ended."""
@@ -102,8 +104,9 @@ class UntilBackward:
 
 
 def held_bytes(roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()) -> int:
-    """About the most bytes on a device that a graph of these autograd nodes holds before and while its backward runs,
-    which starts at `roots`: what they saved, but for the storages at the addresses `counted`, and gradients."""
+    """About the most bytes on a device that a graph of these autograd nodes, in the order in which its backward runs
+    them, holds before and during that, which starts at `roots`: what they saved, but for the storages at the addresses
+    `counted`, and gradients; without those of leaves."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -115,8 +118,8 @@ def held_bytes(roots: Sequence[Any], nodes: Sequence[Any], device: torch.device,
     held = all_saved = sum(nbytes for address, nbytes in sizes.items() if address not in left_out)
     arrived = {(root.grad_fn, root.output_nr): root.nbytes for root in roots if isinstance(root, torch.Tensor)}
     largest = most = 0
-    for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
-        edges = [edge for edge in node.next_functions if edge[0] is not None]
+    for node in nodes:
+        edges = [edge for edge in node.next_functions if edge[0] is not None and not hasattr(edge[0], "variable")]
         made = sum(received_bytes(*edge) for edge in edges)
         received = sum(nbytes for (to, _), nbytes in arrived.items() if to is node)
         largest = max(largest, received + made)
