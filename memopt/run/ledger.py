@@ -201,6 +201,11 @@ class Moment:
         """The bytes elsewhere on the device now, beside a step with an optimiser state of that size."""
         return self._beside(self._ledger.now(self), optimizer_state)
 
+    def known_elsewhere(self, optimizer_state: int) -> int:
+        """The bytes elsewhere on the device, beside a step with an optimiser state of that size, as far as they are
+        known without a look: in the step's backward a look would find what it has saved."""
+        return self._beside(replace(self.entry.found, other=self._ledger.about(self)), optimizer_state)
+
     def _beside(self, found: Found, optimizer_state: int) -> int:
         return found.beside(optimizer_state) + self.to_come_elsewhere
 
@@ -357,6 +362,7 @@ class Ledger(Company):
             moment.addresses(),
             waiting_bytes=moment.waiting_bytes + moment.lasting_now,
             others_bytes=moment.others_bytes,
+            plain_bytes=sum(one.plain_held_bytes for one in self.entries),
             bucket_bytes=moment.bucket_bytes,
             buckets=moment.buckets,
             libraries=sum(kind.library_workspaces(kind.reported(self.device))) if kind.caching else 0,

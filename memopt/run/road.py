@@ -31,7 +31,7 @@ from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.derived import among_equals, extended
 from memopt.planning.figures import plain_step
-from memopt.planning.least import leaving_free, leaving_room
+from memopt.planning.least import least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
@@ -246,7 +246,7 @@ class Road:
             return self._searched(alone, search_for(alone, advise=False), lowering_bytes=lowering_bytes)
 
         if situation.to_come:
-            return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes)
+            return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes, least_plan)
         if situation.spared is None:
             return leaving_room(spare(0))
         _, guessed = recorded.trace(self.planner.terms.lever_sets[0]).callers_code
