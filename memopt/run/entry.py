@@ -143,6 +143,8 @@ class Entry:
     outputs; None where that was not seen."""
     returned_bytes: int = 0
     """The most bytes of outputs for which it was seen."""
+    metered: bool = False
+    """Whether it was read from a meter, which tells more than a graph."""
     keeps_graph: bool = False
     """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False

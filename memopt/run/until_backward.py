@@ -89,13 +89,18 @@ class UntilBackward:
             counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
             returned = {storage.address: storage.nbytes for storage in seen._outputs}
             freed = max(0, seen._returned_bytes - sum(returned.values()))
-            seen._note(entry, max(0, held_bytes(roots, nodes, entry.device, counted) - freed))
+            in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
+            if not entry.metered or seen._returned_bytes > entry.returned_bytes:
+                seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
         """Read what was measured from the events of a meter whose block has ended."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
         if entry is not None and begin is not None and end is not None and begin < end:
+            if not entry.metered:
+                entry.meanwhile = 0
+            entry.metered = True
             self._note(entry, max(0, *accumulate(events[begin:end])))
 
     def _note(self, entry: Entry, nbytes: int) -> None:
@@ -103,10 +108,12 @@ class UntilBackward:
         entry.returned_bytes = max(entry.returned_bytes, self._returned_bytes)
 
 
-def held_bytes(roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()) -> int:
+def held_bytes(
+    roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
+) -> tuple[int, int]:
     """About the most bytes on a device that a graph of these autograd nodes, in the order in which its backward runs
-    them, holds before and during that, which starts at `roots`: what they saved, but for the storages at the addresses
-    `counted`, and gradients; without those of leaves."""
+    them, holds before its backward, which starts at `roots`, and during it: what they saved, but for the storages at
+    the addresses `counted`, and values or gradients; without those of leaves."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -129,7 +136,7 @@ def held_bytes(roots: Sequence[Any], nodes: Sequence[Any], device: torch.device,
         for address in saved[node]:
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
-    return max(most, all_saved + largest)
+    return all_saved + largest, most
 
 
 def _mark(nbytes: int) -> None:
