@@ -49,7 +49,7 @@ _ALL = (
     ),
     Loop(
         several_forwards.triplets,
-        faults=dict.fromkeys(("exact half", "exact third", "default third"), STATISTICS),
+        faults=dict.fromkeys(("exact half", "exact third", "default half", "default third"), STATISTICS),
     ),
     Loop(
         several_forwards.four_views,
