@@ -13,6 +13,7 @@ from passes.fuse_activations import FoundActivation, FuseActivations, find_activ
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
 from passes.graph_pass import GraphKind, Observer, Pass, PassError, Pipeline, copy_graph_module, passes_for
+from passes.graphs.decisions import find_decisions, mark_deciding
 from passes.graphs.edit import erase_unread, new_call, replace_node
 from passes.graphs.graph_text import GraphDiff, diff_graphs, format_graph, format_node
 from passes.graphs.node_facts import is_pure, is_random
@@ -70,6 +71,7 @@ __all__ = [
     "erase_unread",
     "find_activations",
     "find_attentions",
+    "find_decisions",
     "find_fp8_linears",
     "find_losses",
     "find_norms",
@@ -78,6 +80,7 @@ __all__ = [
     "format_node",
     "is_pure",
     "is_random",
+    "mark_deciding",
     "new_call",
     "passes_for",
     "replace_node",

@@ -36,12 +36,12 @@ class MergeCasts(Pass):
         graph = graph_module.graph
         written = _written(graph)
         with on_stored_values(graph):
-            changed = True
+            casts, changed = _casts(graph), True
             while changed:
-                changed = _remove_round_trips(graph, written)
-                changed |= _share(graph, written)
-                changed |= _hoist(graph, written)
-                changed |= _sink(graph, written)
+                changed = False
+                for step in (_remove_round_trips, _share, _hoist, _sink):
+                    if step(graph, casts, written):
+                        casts, changed = _casts(graph), True
         return graph_module
 
 
@@ -55,28 +55,38 @@ def _written(graph: Graph) -> frozenset[Hashable]:
     return frozenset(found)
 
 
-def _plain_casts(graph: Graph, written: frozenset[Hashable]) -> Iterator[tuple[Node, Node, torch.dtype]]:
-    """Yields the casts that change nothing but a floating dtype, with their source and dtype."""
-    for node in list(graph.nodes):
-        if not is_cast(node) or len(node.all_input_nodes) != 1 or not isinstance(node.args[0], Node):
+def _casts(graph: Graph) -> list[Node]:
+    """Returns the casts of a graph, in order."""
+    return list(filter(is_cast, graph.nodes))
+
+
+def _is_written(node: Node, written: frozenset[Hashable]) -> bool:
+    """Returns whether a node's value lies in a storage that a call may write to."""
+    return bool(written) and not written.isdisjoint(storages(node))
+
+
+def _plain_casts(casts: list[Node], written: frozenset[Hashable]) -> Iterator[tuple[Node, Node, torch.dtype]]:
+    """Yields those of the casts that change nothing but a floating dtype, with their source and dtype."""
+    for node in casts:
+        if len(node.all_input_nodes) != 1 or not isinstance(node.args[0], Node):
             continue
         source, value, before = node.args[0], node.meta["val"], node.args[0].meta["val"]
         if not (value.is_floating_point() and before.is_floating_point()) or value.device != before.device:
             continue
-        if node.kwargs.get("memory_format") is not None or storages(node) & written or storages(source) & written:
+        if node.kwargs.get("memory_format") is not None or any(_is_written(at, written) for at in (node, source)):
             continue
         yield node, source, value.dtype
 
 
-def _remove_round_trips(graph: Graph, written: frozenset[Hashable]) -> bool:
+def _remove_round_trips(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
     changed = False
     returned = set(graph.output_node().all_input_nodes)
-    for node, source, dtype in _plain_casts(graph, written):
+    for node, source, dtype in _plain_casts(casts, written):
         inner = source.args[0] if is_cast(source) else None
         if source.meta["val"].dtype == dtype and not (node in returned and source in returned):
             replace_node(node, source)
             changed = True
-        elif isinstance(inner, Node) and _exact(inner, source) and not storages(inner) & written:
+        elif isinstance(inner, Node) and _exact(inner, source) and not _is_written(inner, written):
             # Widening does not round: the second cast may read what the first one reads.
             after = values_after({node: inner.meta["val"].to(dtype)})
             if after is None:
@@ -96,11 +106,11 @@ def _exact(before: Node, after: Node) -> bool:
     return floating and torch.promote_types(old.dtype, new.dtype) == new.dtype
 
 
-def _share(graph: Graph, written: frozenset[Hashable]) -> bool:
+def _share(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
     changed = False
     returned = set(graph.output_node().all_input_nodes)
     first_of: dict[tuple[Node, torch.dtype], Node] = {}
-    for node, source, dtype in _plain_casts(graph, written):
+    for node, source, dtype in _plain_casts(casts, written):
         first = first_of.setdefault((source, dtype), node)
         if first is not node and node not in returned:
             replace_node(node, first)
@@ -108,14 +118,14 @@ def _share(graph: Graph, written: frozenset[Hashable]) -> bool:
     return changed
 
 
-def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
+def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
     """Casts a value before it is viewed or copied, if the casts behind have together no fewer elements."""
-    casts: dict[tuple[Node, torch.dtype], list[Node]] = {}
-    for node, moved, dtype in _plain_casts(graph, written):
+    groups: dict[tuple[Node, torch.dtype], list[Node]] = {}
+    for node, moved, dtype in _plain_casts(casts, written):
         source = _source(moved)
-        if source is not None and not storages(source) & written and all(is_cast(user) for user in moved.users):
-            casts.setdefault((source, dtype), []).append(node)
-    for (origin, dtype), group in casts.items():
+        if source is not None and not _is_written(source, written) and all(is_cast(user) for user in moved.users):
+            groups.setdefault((source, dtype), []).append(node)
+    for (origin, dtype), group in groups.items():
         fewer_here = sum(map(_numel, group)) >= _numel(origin)
         if not fewer_here or origin.meta["val"].dtype == dtype:
             continue
@@ -139,9 +149,9 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
     return False
 
 
-def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
+def _sink(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
     """Casts the elements that are picked out of a value rather than the whole value, if they are fewer."""
-    for node, source, dtype in _plain_casts(graph, written):
+    for node, source, dtype in _plain_casts(casts, written):
         movers = list(node.users)
         if not movers or any(_source(user) is not node for user in movers):
             continue

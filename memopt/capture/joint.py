@@ -15,7 +15,7 @@ from torch import fx
 from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
 from memopt.device.storages import StorageInfo, can_inline, find_storages, fused_away
 from memopt.errors import CaptureError
-from passes import CANONICAL, FoundReuse, FreeFirst, PassError, find_reuses, format_graph
+from passes import CANONICAL, FoundReuse, FreeFirst, PassError, find_decisions, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent
 
 
@@ -131,7 +131,12 @@ class JointGraph:
     @cached_property
     def fused_away(self) -> frozenset[fx.Node]:
         """The nodes whose values are never materialised, because each kernel that reads one computes it."""
-        return fused_away(self.module.graph) if self.fused else frozenset()
+        return fused_away(self.module.graph, self.decisions) if self.fused else frozenset()
+
+    @cached_property
+    def decisions(self) -> frozenset[fx.Node]:
+        """The forward's nodes that decide, by values that kernels may round otherwise when they compute them again."""
+        return find_decisions(self.module.graph)
 
     @property
     def held_nodes(self) -> list[fx.Node]:

@@ -214,9 +214,25 @@ def to_differentiate(operators: Operators) -> fx.GraphModule:
     """A copy of the rewritten graph for AOTAutograd, with constants as plain attributes, since buffers would become
     inputs and renumber the others. What is traced from each node can be told later: see `traced_from`."""
     module = copy_graph_module(operators.stages[-1])
-    for node in module.graph.nodes:
+    mark_operators(module.graph)
+    return constants_as_attributes(module)
+
+
+def mark_operators(graph: fx.Graph) -> None:
+    """Mark each node, so that `traced_from` tells its name for what is traced from it."""
+    for node in graph.nodes:
         # Tracers copy this entry to every node that they create for this one, in the backward too.
         node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
+
+
+def without_mark(node: fx.Node) -> None:
+    """Remove the mark of `mark_operators` from what was traced."""
+    custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != _OPERATOR}
+    node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
+
+
+def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, with its buffers as plain attributes: AOTAutograd takes these for constants."""
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)

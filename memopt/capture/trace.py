@@ -16,6 +16,7 @@ from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import HOST
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.compat.joint_trace import AotTrace, trace_region
@@ -137,7 +138,7 @@ def differentiate(
         if traced.backend == INDUCTOR:
             found = trace_by_inductor(traced.module, region.inputs)
         else:
-            aot = trace_region(traced.module, region.inputs)
+            aot = _traced(traced.module, region)
             traced, found = replace(traced, aot=aot), (aot.module, aot.forward_outputs)
         joint, forward_outputs = found
         if joint is None:
@@ -162,6 +163,13 @@ def differentiate(
             traced = replace(traced, aot=traced.aot.of(found_joint.module))
         gradient_places = traced.aot.gradient_places if traced.aot is not None and places else ()
         return replace(found_joint, trace=traced, places=places, gradient_places=gradient_places)
+
+
+def _traced(module: fx.GraphModule, region: RecordedRegion) -> AotTrace:
+    """AOTAutograd's trace of a region's module, with each kind of block traced once."""
+    if region.wrapped or not region.differentiable:
+        return trace_region(module, region.inputs)
+    return trace_blocks_once(module, region.inputs, region.written)
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:

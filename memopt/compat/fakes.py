@@ -26,6 +26,7 @@ PRIVATE_NAMES = (
         "FakeTensorMode.from_tensor",
         call="self, tensor, symbolic_context=, source=, trace=",
     ),
+    *private("torch._subclasses.fake_tensor", "FakeTensor.__init__", call="self, mode, meta, device, constant"),
     *private("torch._subclasses.fake_impls", "op_implementations_dict"),
     *private("torch._guards", "TracingContext.get"),
     *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
@@ -79,6 +80,19 @@ def to_fake(
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
+    """A storage without memory, of as many bytes."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor:
+    """A fake tensor as `like`, which is one, in another storage."""
+    assert isinstance(like, FakeTensor)
+    meta = torch.empty(0, dtype=like.dtype, device="meta")
+    meta.set_(storage, like.storage_offset(), like.shape, like.stride())
+    return FakeTensor(like.fake_mode, meta, like.fake_device, like.constant)
 
 
 def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:

@@ -31,6 +31,7 @@ PRIVATE_NAMES = (
     ),
     *private("torch._prims.rng_prims", "run_and_save_rng_state"),
     *private("torch.fx.graph", "_BoxedCodeGen"),
+    *private("torch.fx", "Graph._codegen", needed=False),
     *private(
         "torch._functorch._aot_autograd.runtime_wrappers",
         "_FirstInvocationContext.__init__",
@@ -144,6 +145,11 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
             return run(arguments)
 
     return mark_boxed(call)
+
+
+def called_as(graph: fx.Graph, other: fx.Graph) -> None:
+    """Gives a graph the calling convention of another one."""
+    graph.set_codegen(other._codegen)
 
 
 def mark_boxed(call: Call) -> Call:

@@ -119,19 +119,20 @@ class _Inlined:
     draws: bool = False
 
 
-def fused_away(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Returns the nodes of a canonical joint graph whose values are never held.
+def fused_away(graph: fx.Graph, held: frozenset[fx.Node] = frozenset()) -> frozenset[fx.Node]:
+    """Returns the nodes of a canonical joint graph whose values are never held; not those of `held`.
 
     They are elementwise, and all readers, perhaps behind views, are elementwise operators or reductions, which can
     compute them in their kernels. One that both halves read, or several kernels of one half, must also be no smaller
     than the values that it is computed from, so that holding those instead costs no memory.
     """
-    return _Fusion(graph).run()
+    return _Fusion(graph, held).run()
 
 
 @dataclass
 class _Fusion:
     graph: fx.Graph
+    held: frozenset[fx.Node]
     inlined: dict[fx.Node, _Inlined] = field(default_factory=dict)
 
     def run(self) -> frozenset[fx.Node]:
@@ -145,6 +146,8 @@ class _Fusion:
     def may_fuse(self, node: fx.Node) -> bool:
         """Returns whether the node is elementwise, and all its readers are elementwise or reductions."""
         if not (is_elementwise(node) and is_pure(node) and isinstance(node.meta.get("val"), torch.Tensor)):
+            return False
+        if node in self.held:
             return False
         return all(can_inline(reader) for reader in _readers(node))
 

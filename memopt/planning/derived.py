@@ -24,24 +24,37 @@ _CLOSE = 64
 
 
 def among_equals(
-    beside: Callable[[int], Plan], others: int, budget_bytes: int, least_of: Callable[[Plan], Plan] = lambda plan: plan
+    beside: Callable[[int], Plan],
+    others: int,
+    budget_bytes: int,
+    least_of: Callable[[Plan], Plan] | None = None,
 ) -> Plan:
     """The fastest plan found that leaves room for `others` further forwards that each hold as much as it does.
 
     Args:
         beside: the plan of the forward where others hold that many bytes, which may be negative: a plan for a larger
             budget. Raises `BudgetError`.
-        least_of: the plan of the same step that holds least until its backward.
+        least_of: returns the plan of the same step that holds least until its backward, for where a plan of the
+            smallest peak holds too much.
 
     Raises `BudgetError` where no plan leaves enough room, with a budget that does.
     """
+
+    def least(plan: Plan, others_bytes: int) -> tuple[Plan, int]:
+        """The plan that holds least, and the budget in which it leaves room; `plan` was made beside `others_bytes`."""
+        assert least_of is not None
+        found = least_of(plan)
+        return found, found.ceiling_bytes - others_bytes + others * _held(found)
+
     try:
         found = beside(0)
     except BudgetError as refused:
-        alone = beside(budget_bytes - refused.smallest_bytes)
-        raise _refusal(
-            budget_bytes, min(_whole(one, others) for one in (alone, least_of(alone))), others, alone
-        ) from None
+        room = budget_bytes - refused.smallest_bytes
+        alone = beside(room)
+        works_bytes = refused.smallest_bytes + others * _held(alone)
+        if least_of:
+            works_bytes = min(works_bytes, least(alone, room)[1])
+        raise _refusal(budget_bytes, works_bytes, others, alone) from None
     low, lacking = 0, others * _held(found)  # what the others lack where they have `low`
     high = lacking
     try:
@@ -49,12 +62,14 @@ def among_equals(
     except BudgetError as refused:
         high -= refused.smallest_bytes - budget_bytes
         found = beside(high)
-        if others * _held(found) > high:
-            least = least_of(found)
-            if _whole(least, others) > budget_bytes:
-                works_bytes = min(budget_bytes + others * _held(found) - high, _whole(least, others))
-                raise _refusal(budget_bytes, works_bytes, others, found) from None
-            return least
+        if (missing := others * _held(found) - high) > 0:
+            works_bytes = budget_bytes + missing
+            if least_of:
+                tight, needed_bytes = least(found, high)
+                if needed_bytes <= budget_bytes:
+                    return tight
+                works_bytes = min(works_bytes, needed_bytes)
+            raise _refusal(budget_bytes, works_bytes, others, found) from None
     spare = high - others * _held(found)
     for _ in range(_ROUNDS):
         if found.added_time <= NEGLIGIBLE or high - low <= budget_bytes // _CLOSE:
@@ -77,11 +92,6 @@ def _refusal(budget_bytes: int, works_bytes: int, others: int, plan: Plan) -> Bu
     if elsewhere := plan.account.elsewhere:
         reason += f", elsewhere {size(elsewhere)}"
     return BudgetError(budget_bytes, works_bytes, reason, least=False)
-
-
-def _whole(plan: Plan, others: int) -> int:
-    """The bytes that a step by a plan holds beside so many other forwards by it."""
-    return plan.ceiling_bytes - plan.account.other_forwards + others * _held(plan)
 
 
 def _held(plan: Plan) -> int:

@@ -29,6 +29,7 @@ from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
 from memopt.planning.terms import Situation
 from memopt.units import size
+from passes.graphs.decisions import MARKED
 from passes.ops.fp8_kernels import library
 
 _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
@@ -89,6 +90,7 @@ class Job:
             optimizer,
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
+            sorted(map(str, MARKED)),
             (card, device_of(card).caching and (expandable_segments(), library()), autocast_state(), self.further),
             parts,
         ))  # fmt: skip

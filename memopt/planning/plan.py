@@ -17,7 +17,7 @@ from memopt.planning.frontier import Frontier, Recipe, load, save, shown
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_views import PlanViews, joint_digraph
-from memopt.planning.schedule_parts import ModuleRow, RegionSchedule
+from memopt.planning.schedule_parts import DecisionRow, ModuleRow, RegionSchedule
 from memopt.saved_values import LIVE
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
@@ -116,6 +116,8 @@ class Plan(PlanViews):
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block whose parameters stay gathered from its forward to its
     backward; those of the other blocks that FSDP2 frees are gathered twice in a step."""
+    decisions: tuple[DecisionRow, ...] = ()
+    """The operators that are never recomputed, since a second evaluation in another kernel might decide otherwise."""
     torch_version: str = torch.__version__
     source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """The captured step; None if loaded."""
@@ -262,7 +264,8 @@ class Plan(PlanViews):
         return shown("report").render(self)
 
     def __str__(self) -> str:
-        return self.table()
+        """`table()` in at most 40 lines."""
+        return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""

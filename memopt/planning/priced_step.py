@@ -144,6 +144,12 @@ class TracedStep:
         sizes = self.sizes_of(number, as_seen=as_seen)
         return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
 
+    def decisions(self, number: int, card: Hardware) -> frozenset[fx.Node]:
+        """The nodes of region `number` that are never recomputed, since they decide. None by the plain operators of a
+        CPU, which give the same bits each time; compiled kernels need not, nor those of a card."""
+        region = self.regions[number]
+        return region.decisions if region.fused or not device_of(card).is_host else frozenset()
+
     def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
         """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""
         region = self.regions[number]
@@ -254,6 +260,7 @@ def _priced_region(
             released=region.released,
             passed_on=_passed_on(traced, number),
             overwritten=region.overwritten,
+            decisions=traced.decisions(number, settings.hardware),
             reductions=sharded.reductions(region, accumulating=settings.accumulating) if sharded else (),
             receivers=region.receivers if region.places else None,
         )

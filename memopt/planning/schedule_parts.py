@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from memopt.account.breakdown import is_receipt, live_versions
 from memopt.capture.joint import JointGraph
+from memopt.planning.changes import operator_name
 from memopt.planning.joined import Joined
-from memopt.planning.priced_step import TracedStep
+from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.solver import RematProblem, Schedule
 from passes import ApplyOffloads, ApplySchedule, HostStay
 
@@ -132,6 +133,38 @@ def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
             row.added_seconds + op.seconds * times,
             row.offloaded_bytes + sum(nbytes[storage] * moved[storage] for storage in op.makes),
         )
+    return tuple(rows.values())
+
+
+@dataclass(frozen=True)
+class DecisionRow:
+    """The calls of one operator in one module that decide, which are never recomputed."""
+
+    operator: str
+    """Name of the operator: "topk"."""
+    path: str
+    """Qualified name of the module; empty for operators outside of any submodule."""
+    calls: int = 0
+    saved_bytes: int = 0
+    """Bytes of their results that stay on the device from the forward to the backward."""
+
+
+def decision_rows(joined: Joined, step: PricedStep, schedule: Schedule) -> tuple[DecisionRow, ...]:
+    """The operators that decide, in the order of the forward, with what it costs that they are not recomputed."""
+    problem, card = joined.problem, step.settings.hardware
+    saved = _saved_storages(problem, schedule)
+    names = [
+        {node.name: operator_name(node) for node in step.traced.decisions(number, card)}
+        for number in range(len(step.traced.regions))
+    ]
+    rows: dict[tuple[str, str], DecisionRow] = {}
+    for index, (region, local) in enumerate(joined.owner[: problem.forward_ops]):
+        name = names[region].get(joined.prices[region].nodes[local])
+        if name is not None:
+            key = name, joined.prices[region].modules[local]
+            row = rows.get(key, DecisionRow(*key))
+            nbytes = sum(problem.storages[storage].bytes for storage in problem.ops[index].makes if storage in saved)
+            rows[key] = replace(row, calls=row.calls + 1, saved_bytes=row.saved_bytes + nbytes)
     return tuple(rows.values())
 
 

@@ -332,6 +332,8 @@ class _Pricer:
         """Whether a second evaluation of a forward node gives the same values and changes nothing else."""
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):
             return False
+        if node in self.use.decisions:
+            return False
         if str(node.target).startswith(_DRAWS_SEEDS) or not self.lent.isdisjoint(self.storages.made_by(node)):
             return False
         reads_mutated = not self.mutated.isdisjoint(self.storages.read_by(node))

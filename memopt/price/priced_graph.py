@@ -216,6 +216,8 @@ class GraphUse:
     reductions: Collection[Reduction] = ()
     """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last one is made, and
     of which one card's share takes the place."""
+    decisions: frozenset[fx.Node] = frozenset()
+    """Nodes of the forward that are never recomputed, since a second evaluation might decide otherwise."""
     receivers: Mapping[int, int] | None = None
     """Position among the gradients → number of the input whose gradient it is; None where these are equal."""
 

@@ -13,8 +13,8 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.dynamo import keep_nodes
 
 
-def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) -> RecordedRegion:
-    """The region of a call of the model that is captured as one graph."""
+def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False, symbols: bool = False) -> RecordedRegion:
+    """The region of a call of the model that is captured as one graph, with `symbols` for sizes that change."""
     found: list[RecordedRegion] = []
 
     def backend(graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) ->
         raise _Recorded  # the region may return less than the call does
 
     with suppress(_Recorded):
-        compile_call(training_call(model, None), backend, whole=True)(*inputs)
+        compile_call(training_call(model, None), backend, whole=True, symbols=symbols)(*inputs)
     return found[0]
 
 

@@ -1,0 +1,267 @@
+"""Finds runs of equal blocks in a graph: pieces that follow each other and differ in their own inputs only.
+
+Two neighbouring blocks are equal if their calls are the same in order, with the same constants, shapes, strides and
+dtypes, and if each value that one reads takes the same place in the other: a value of the same block, one of the block
+before, an input or an earlier value that both read, or an input of the block's own. A graph of which some middle blocks
+are left out is then traced as the whole would be, but for these blocks (`memopt.capture.stamp`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.symbols import data_symbols_of
+from memopt.compat.tensors import is_wrapper, storage_key
+from passes.graphs import node_facts
+
+FIRST, LAST = 3, 2
+"""The numbers of blocks that stay at the front of a run and at its end. Neighbours are compared in the middle: the
+first block reads other code's values; behind the last one no other block adds to the gradients of shared values."""
+TEMPLATE = FIRST - 1
+"""The number of the block of which the missing ones are copies."""
+_LEAST = FIRST + LAST + 1
+_WINDOW = 6
+"""Repetitions are noticed by this many calls in a row."""
+_MOST_PERIODS = 12
+_MOST_ELEMENTS = 64
+"""Constants of more elements are equal only where they are the same object."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Equal blocks of a graph that follow each other."""
+
+    blocks: tuple[tuple[fx.Node, ...], ...]
+    """The calls of each block, in order."""
+    own: tuple[Mapping[fx.Node, fx.Node], ...]
+    """For each block, input of the template block's own → the input that takes its place."""
+
+    @property
+    def missing(self) -> range:
+        """The numbers of the blocks that are left out."""
+        return range(FIRST, len(self.blocks) - LAST)
+
+    @property
+    def standing(self) -> tuple[int, ...]:
+        """The numbers of the other blocks."""
+        return (*range(FIRST), *range(self.missing.stop, len(self.blocks)))
+
+
+def find_runs(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = ()) -> tuple[Run, ...]:
+    """The runs of at least six equal blocks in a graph, which do not overlap.
+
+    `inputs` are the values of its placeholders; those with the numbers `written` are written to by the graph. A block
+    that reads one is equal to none.
+    """
+    return _Finder(module, inputs, written).runs()
+
+
+class _Finder:
+    """The calls of a graph, in order, and what is known of each."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int]) -> None:
+        self.module = module
+        self.calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+        self.place = {node: place for place, node in enumerate(self.calls)}
+        shared = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
+        self.inputs: dict[fx.Node, Hashable] = {}
+        """By input what makes it equal to another."""
+        for number, (node, value) in enumerate(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+            alone = isinstance(value, torch.Tensor) and shared[storage_key(value)] == 1 and not is_wrapper(value)
+            self.inputs[node] = (value_key(value), value.is_leaf) if alone and number not in written else node
+        self.written = {node for number, node in enumerate(self.inputs) if number in written}
+        keys: dict[Hashable, int] = {}
+        self.kinds = [keys.setdefault(self._kind(node), len(keys)) for node in self.calls]
+
+    def runs(self) -> tuple[Run, ...]:
+        """The runs, those first that have the most calls in missing blocks."""
+        found: list[Run] = []
+        taken: set[int] = set()
+        stretches = sorted(self._stretches(), key=_calls_saved)
+        while stretches:
+            start, end, period = stretches.pop()
+            within = next((place for place in range(start, end) if place in taken), None)
+            if within is not None:
+                stretches += [(start, within, period), (within + 1, end, period)]
+            elif end - start >= _LEAST * period and (run := self._run(start, end, period)) is not None:
+                first, last = self.place[run.blocks[0][0]], self.place[run.blocks[-1][-1]]
+                taken.update(range(first, last + 1))
+                found.append(run)
+                stretches += [(start, first, period), (last + 1, end, period)]
+        return tuple(found)
+
+    def _kind(self, node: fx.Node) -> Hashable:
+        """Equal for calls that differ at most in the values that they read."""
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if data_symbols_of(value) or not self.written.isdisjoint(node.all_input_nodes):
+            return node
+        target = constant_key(attrgetter(str(node.target))(self.module)) if node.op == "get_attr" else node.target
+        return node.op, target, argument_key((node.args, node.kwargs)), value_key(value)
+
+    def _stretches(self) -> Iterator[tuple[int, int, int]]:
+        """Start, end and period of each stretch of calls in which every call is like the one a period later."""
+        last: dict[tuple[int, ...], int] = {}
+        gaps: Counter[int] = Counter()
+        for place in range(len(self.kinds) - _WINDOW):
+            window = tuple(self.kinds[place : place + _WINDOW])
+            if window in last:
+                gaps[place - last[window]] += 1
+            last[window] = place
+        common = [gap for gap, _ in gaps.most_common(_MOST_PERIODS)]
+        for period in dict.fromkeys(gap * times for times in (1, 2, 3, 4) for gap in common):
+            start = 0
+            for place in range(len(self.kinds)):
+                later = place + period
+                if later < len(self.kinds) and self.kinds[place] == self.kinds[later]:
+                    continue
+                if place + period - start >= _LEAST * period:
+                    yield start, place + period, period
+                start = place + 1
+                if later >= len(self.kinds):
+                    break
+
+    def _run(self, start: int, end: int, period: int) -> Run | None:
+        """The longest run in a stretch; None where it has none of six blocks. Blocks begin where the fewest values go
+        from one to the next."""
+        phases = range(start, min(start + period, end - _LEAST * period + 1))
+        first = min(phases, key=lambda phase: (self._crossing(phase + 2 * period, period), phase))
+        count = (end - first) // period
+        pairs = [self._pair(first + number * period, period) for number in range(count - 1)]
+        numbers = _longest(pairs)
+        if len(numbers) < _LEAST:
+            return None
+        own = _own_inputs([pair.own for number in numbers[:-1] if (pair := pairs[number]) is not None])
+        places = (first + number * period for number in numbers)
+        blocks = tuple(tuple(self.calls[place : place + period]) for place in places)
+        return Run(blocks, own) if own is not None and _read_inside(blocks, own) else None
+
+    def _crossing(self, cut: int, period: int) -> int:
+        """The number of values of the block before a place that calls from there on read."""
+        block = self.calls[cut - period : cut]
+        return sum(any(self.place.get(user, cut) >= cut for user in node.users) for node in block)
+
+    def _pair(self, place: int, period: int) -> _Pair | None:
+        """The block at a place and the next one; None where they are not equal."""
+        own: dict[fx.Node, fx.Node] = {}
+        strict = True
+        for one, other in zip(
+            self.calls[place : place + period], self.calls[place + period : place + 2 * period], strict=True
+        ):
+            for source, later in zip(sources_of(one), sources_of(other), strict=True):
+                at, then = self.place.get(source, -1), self.place.get(later, -1)
+                if at < 0 and then < 0 and source is not later:
+                    alike = self.inputs[source] == self.inputs[later]
+                    if not alike or own.setdefault(source, later) is not later:
+                        return None
+                elif then >= place:
+                    if at != then - period and (at >= place or then >= place + period):
+                        return None
+                    strict &= at == then - period
+                elif source is not later:
+                    return None
+        return _Pair(own, strict) if len(set(own.values())) == len(own) else None
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two neighbouring blocks that are equal."""
+
+    own: Mapping[fx.Node, fx.Node]
+    """Input of the first one's own → that of the second one."""
+    strict: bool
+    """Whether the first one reads of the block before it what the second one reads of the first."""
+
+
+def _longest(pairs: Sequence[_Pair | None]) -> range:
+    """The numbers of the blocks of the longest run, in which all pairs but the first are strict."""
+    best, begin = range(0), 0
+    for number, pair in enumerate([*pairs, None]):
+        if pair is None or (number > begin and not pair.strict):
+            best = max(best, range(begin, number + 1), key=len)
+            begin = number + 1 if pair is None else number
+    return best
+
+
+def _own_inputs(pairs: Sequence[Mapping[fx.Node, fx.Node]]) -> tuple[Mapping[fx.Node, fx.Node], ...] | None:
+    """For each block, input of the template's own → that of the block; None where an input has no counterpart."""
+    if any(set(one.values()) != set(other) for one, other in pairwise(pairs)):
+        return None
+    own: list[Mapping[fx.Node, fx.Node]] = [{node: node for node in pairs[TEMPLATE]}]
+    for pair in reversed(pairs[:TEMPLATE]):
+        before = {later: node for node, later in pair.items()}
+        own.insert(0, {node: before[taken] for node, taken in own[0].items()})
+    for pair in pairs[TEMPLATE:]:
+        own.append({node: pair[taken] for node, taken in own[-1].items()})
+    return tuple(own)
+
+
+def _read_inside(blocks: Sequence[Sequence[fx.Node]], own: Sequence[Mapping[fx.Node, fx.Node]]) -> bool:
+    """Whether what is a block's own is read by nothing else, and what it makes by itself and the next block; what the
+    last one makes, by whatever follows."""
+    number_of = {node: number for number, block in enumerate(blocks) for node in block}
+    last = len(blocks) - 1
+    for number, block in enumerate(blocks):
+        for node in block if number < last else ():
+            if any(number_of.get(user) not in (number, number + 1) for user in node.users):
+                return False
+        if any(number_of.get(user) != number for node in own[number].values() for user in node.users):
+            return False
+    return True
+
+
+def _calls_saved(stretch: tuple[int, int, int]) -> int:
+    """The number of calls in the blocks of a stretch that need not be traced."""
+    start, end, period = stretch
+    return ((end - start) // period - FIRST - LAST) * period
+
+
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a call's arguments, in the order of `argument_key`, each as often as it is there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), found.append)
+    return found
+
+
+def argument_key(argument: Any) -> Hashable:
+    """As `node_facts.argument_key`, but equal for all nodes, and for symbolic sizes of one expression."""
+    if isinstance(argument, fx.Node):
+        return fx.Node
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(argument_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, argument_key(argument[name])) for name in sorted(argument))
+    if isinstance(argument, slice):
+        return slice, argument_key((argument.start, argument.stop, argument.step))
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return type(argument), str(argument)
+    return node_facts.argument_key(argument)
+
+
+def value_key(value: Any) -> Hashable:
+    """The kind of a stored value: equal for tensors of equal type, shape, strides and dtype."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return value.layout, id(value)
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        numbers = tuple(size if isinstance(size, int) else str(size) for size in sizes)
+        return type(value), value.dtype, str(value.device), value.requires_grad, numbers
+    if isinstance(value, (tuple, list)):
+        return tuple(map(value_key, value))
+    return argument_key(value)
+
+
+def constant_key(value: Any) -> Hashable:
+    """Equal for constants that tracing cannot tell apart: small tensors of equal elements. A graph that an operator
+    runs is equal to none, since what is traced from it does not tell the operator."""
+    if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or value.numel() > _MOST_ELEMENTS:
+        return type(value), id(value)
+    return value_key(value), repr(value.tolist())

@@ -1,0 +1,234 @@
+"""The blocks of runs that a joint graph was traced with, and whether they prove what the missing ones are.
+
+In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
+from. The blocks in the middle prove the step from one block to the next: their nodes are equal, and what the one reads
+of its neighbours, of inputs and of other code, the other reads of its own. From there on each further block would be
+traced alike, since it begins with equal values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.capture.blocks import Run, argument_key, constant_key, sources_of, value_key
+from memopt.capture.operators import traced_from
+from memopt.compat.tensors import storage_key
+from passes.graphs.node_facts import is_tangent, tensors
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a node of the joint graph in a run."""
+
+    run: int
+    backward: bool
+    block: int
+    """The number of the block among the standing ones."""
+    number: int
+    """The number of the node in its half of the block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """A joint graph with the standing blocks of runs, which prove what the missing ones are."""
+
+    joint: fx.GraphModule
+    forward_outputs: int
+    module: fx.GraphModule
+    """The module that the joint graph was traced from, with all blocks."""
+    runs: tuple[Run, ...]
+    place: dict[fx.Node, Place] = field(default_factory=dict)
+    pieces: dict[tuple[int, bool, int], list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    """The nodes of a half of a standing block, by the run, whether it is the backward, and the block."""
+    inputs: tuple[fx.Node, ...] = ()
+    """The inputs of the joint graph that stand for those of the module, in order."""
+    role: dict[fx.Node, tuple[int, int, fx.Node]] = field(default_factory=dict)
+    """For an input that is a standing block's own: the run, the block, and the template's input of the same role."""
+    makers: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
+    """By storage the first node whose value lies in it, and the number of that tensor in its value."""
+
+    def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
+        """The nodes of a half of a standing block."""
+        return self.pieces.get((run, backward, block), [])
+
+    def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
+        """The first node whose value lies in the storage of a tensor, and the number of that tensor in its value."""
+        return self.makers[storage_key(tensor)]
+
+
+def standing_blocks(
+    joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[Run, ...]
+) -> Standing | None:
+    """The standing blocks of a joint graph that was traced without the missing ones; None where they prove nothing."""
+    nodes = joint.graph.find_nodes(op="placeholder")
+    inputs = tuple(node for node in nodes if not is_tangent(node))
+    given = module.graph.find_nodes(op="placeholder")
+    results: Any = joint.graph.output_node().args[0]
+    if len(inputs) != len(given) or len(results) != forward_outputs + len(inputs):
+        return None
+    found = Standing(joint, forward_outputs, module, runs, inputs=inputs)
+    stands_for = dict(zip(given, inputs, strict=True))
+    for number, run in enumerate(runs):
+        for block, of_run in enumerate(run.standing):
+            for role, own in run.own[of_run].items():
+                found.role[stands_for[own]] = number, block, role
+    if not _set_places(found):
+        return None
+    for node in joint.graph.nodes:
+        for number, tensor in enumerate(tensors(node.meta.get("val"))):
+            if tensor.layout is not torch.strided:
+                return None
+            found.makers.setdefault(storage_key(tensor), (node, number))
+    return found if _Proof(found).holds() else None
+
+
+def _set_places(found: Standing) -> bool:
+    """Find the place of each node of the joint graph; false where a half of a block is not in one piece, or they come
+    in another order. A sum of gradients belongs to what made the last of them."""
+    owner = {
+        node.name: (number, block)
+        for number, run in enumerate(found.runs)
+        for block, of_run in enumerate(run.standing)
+        for node in run.blocks[of_run]
+    }
+    order: list[tuple[int, bool, int]] = []
+    before: tuple[int, bool, int] | None = None
+    for node in found.joint.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        name, backward = traced_from(node), node.meta.get("partitioner_tag") == "is_backward"
+        key = before if before is not None and before[1] == backward else None
+        if name:
+            key = (owned[0], backward, owned[1]) if (owned := owner.get(name)) is not None else None
+        if key is not None:
+            if key != before:
+                order.append(key)
+            found.place[node] = Place(*key, len(found.pieces[key]))
+            found.pieces[key].append(node)
+        before = key
+    for number in range(len(found.runs)):
+        forward = [block for run, backward, block in order if run == number and not backward]
+        back = [block for run, backward, block in order if run == number and backward]
+        if forward != sorted(set(forward)) or back != sorted(set(back), reverse=True):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """Whether the standing blocks of a joint graph show what the missing ones are."""
+
+    of: Standing
+
+    def holds(self) -> bool:
+        """Whether they do, for all runs."""
+        return all(map(self._steps, range(len(self.of.runs)))) and self._others() and self._gradients()
+
+    def _steps(self, run: int) -> bool:
+        """Whether the blocks in the middle are equal, each to the next one."""
+        forward = [self.of.half(run, False, block) for block in range(5)]
+        backward = [self.of.half(run, True, block) for block in range(5)]
+        return (
+            self._equal(forward[1], forward[2])
+            and self._equal(forward[2], forward[3])
+            and self._equal(backward[1], backward[2])
+            and len(backward[2]) == len(backward[3])
+            and all(self._alike(one, other) for one, other in zip(backward[2], backward[3], strict=True))
+        )
+
+    def _equal(self, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> bool:
+        """Whether the nodes of a block are those of the block before it, moved on by one block."""
+        return len(one) == len(other) and all(
+            self._alike(node, later) and self._reads_alike(node, later) for node, later in zip(one, other, strict=True)
+        )
+
+    def _alike(self, node: fx.Node, later: fx.Node) -> bool:
+        """Whether two nodes are equal but for what they read."""
+        return self._kind(node) == self._kind(later)
+
+    def _kind(self, node: fx.Node) -> tuple[object, ...]:
+        joint = self.of.joint
+        target = constant_key(attrgetter(str(node.target))(joint)) if node.op == "get_attr" else node.target
+        arguments = argument_key((node.args, node.kwargs))
+        return node.op, target, arguments, value_key(node.meta.get("val")), frozenset(node.meta)
+
+    def _reads_alike(self, node: fx.Node, later: fx.Node) -> bool:
+        """Whether what `later` reads is what `node` reads, moved on by one block; their values lie in memory alike."""
+        read = zip(sources_of(node), sources_of(later), strict=True)
+        if not all(self._moved(one, other) for one, other in read):
+            return False
+        for one, other in zip(tensors(node.meta.get("val")), tensors(later.meta.get("val")), strict=True):
+            (maker, number), (later_maker, later_number) = self.of.made_by(one), self.of.made_by(other)
+            if number != later_number or not self._moved(maker, later_maker):
+                return False
+        return True
+
+    def _moved(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether a node takes the place of another one block later; of other code, each only takes its own."""
+        for known in (self.of.place, self.of.role):
+            if one in known or other in known:
+                if one not in known or other not in known:
+                    return False
+                return _block_later(known[one], known[other])
+        return one is other
+
+    def _others(self) -> bool:
+        """Whether nodes read values of a run, and lie in its memory, only from next to the block that made them, and
+        inputs that are a block's own only in that block."""
+        for node in self.of.joint.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            mine = self.of.place.get(node)
+            makers = [self.of.made_by(tensor)[0] for tensor in tensors(node.meta.get("val"))]
+            for source in (*sources_of(node), *makers):
+                read, role = self.of.place.get(source), self.of.role.get(source)
+                if role is not None and (mine is None or (mine.run, mine.block) != role[:2]):
+                    return False
+                if read is None:
+                    continue
+                if mine is not None and mine.run == read.run:
+                    if abs(mine.block - read.block) > 1:
+                        return False
+                elif read.block in (1, 2, 3):
+                    return False
+        return True
+
+    def _gradients(self) -> bool:
+        """Whether the results of the graph are of the first and the last block of a run, but for gradients of inputs
+        that are a block's own, which that block's backward makes."""
+        results: Any = self.of.joint.graph.output_node().args[0]
+        missing = {own for run in self.of.runs for number in run.missing for own in run.own[number].values()}
+        given = self.of.module.graph.find_nodes(op="placeholder")
+        made: dict[tuple[int, fx.Node], set[int | None]] = defaultdict(set)
+        for number, result in enumerate(results):
+            place = self.of.place.get(result) if isinstance(result, fx.Node) else None
+            position = number - self.of.forward_outputs
+            role = self.of.role.get(self.of.inputs[position]) if position >= 0 else None
+            if position >= 0 and given[position] in missing and result is not None:
+                return False
+            if role is None:
+                if place is not None and place.block in (1, 2, 3):
+                    return False
+                continue
+            run, block, template = role
+            if place is None and result is not None:
+                return False
+            if place is not None and (place.run != run or not place.backward or place.block != block):
+                return False
+            if block in (1, 2, 3):
+                made[run, template].add(None if place is None else place.number)
+        return all(len(numbers) == 1 for numbers in made.values())
+
+
+def _block_later(before: Any, after: Any) -> bool:
+    """Whether two places, or two roles, are the same in neighbouring blocks."""
+    if isinstance(before, Place):
+        return bool(after == replace(before, block=before.block + 1))
+    return bool(after == (before[0], before[1] + 1, before[2]))
