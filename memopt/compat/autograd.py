@@ -170,8 +170,9 @@ def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
     """The autograd nodes that a backward goes through which starts at these tensors or edges, without those of leaves,
     up to the first on each way that is an end, in the order in which it runs them; and these ends."""
-    left = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
-    seen, nodes, ends = {None}, list[Any](), list[Any]()
+    left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    seen: set[Any] = {None}
+    nodes, ends = list[Any](), list[Any]()
     while left:
         if (node := left.pop()) in seen or hasattr(node, "variable"):
             continue
