@@ -1,6 +1,7 @@
 """Builds the extension with the solvers' kernels; everything else about the package is in pyproject.toml.
 
-Without numba or a C compiler the package installs all the same, and numba compiles the kernels at their first use.
+Where it cannot be built (no numba, no C compiler, no headers of Python) the package installs all the same: the kernels
+run as plain Python, or through numba if that is installed, with the same plans.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from setuptools import setup
 
 
 def kernels() -> list[Any]:
-    """The extension, or nothing where numba is not there to make it."""
+    """The extension, or nothing where it cannot be made."""
     # The packages stand empty, so that their __init__ modules do not import torch, which a build does not have.
     for name in ("memopt", "memopt.solver"):
         package = sys.modules.setdefault(name, ModuleType(name))
@@ -23,8 +24,13 @@ def kernels() -> list[Any]:
     sys.modules["memopt.solver._kernels"] = None  # type: ignore[assignment]  # an older build is not looked at
     try:
         return [importlib.import_module("memopt.solver.native").extension()]
-    except ImportError as missing:
-        print(f"memopt: the kernels are not built ({missing}); numba compiles them at their first use", file=sys.stderr)
+    except Exception as failure:  # numba has an error of its own for each of what may be missing or too new
+        reason = str(failure).strip().partition(". ")[0] or type(failure).__name__
+        print(
+            f"memopt: the solvers' kernels are not built ({reason}); they run "
+            "as plain Python, or compiled at their first use if numba is installed: pip install 'memopt[numba]'",
+            file=sys.stderr,
+        )
         return []
 
 

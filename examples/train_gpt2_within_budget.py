@@ -97,7 +97,7 @@ def show_plan(plan: memopt.Plan) -> None:
     try:
         plan.at(TOO_SMALL_GB)
     except memopt.BudgetError as refusal:
-        console.print(f"BudgetError: {refusal}")
+        console.print(f"BudgetError: {refusal.sentence}")
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]) -> int:

@@ -16,6 +16,7 @@ from memopt.levers.optimizer_levers import apply_levers
 from memopt.planning.frontier import Frontier
 from memopt.planning.keywords import takes_options
 from memopt.planning.largest import LargestSize
+from memopt.planning.on_card import free_budget
 from memopt.planning.options import (
     DEFAULT_EFFORT,
     DEFAULTS,
@@ -37,7 +38,9 @@ _ROOMY_GB = 2.0**40
 
 
 @takes_options(StepOptions, DEFAULTS)
-def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **options: Unpack[StepOptions]) -> Model:
+def optimize(
+    model: Model, budget_gb: float | None = None, *, example_inputs: Any = None, **options: Unpack[StepOptions]
+) -> Model:
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
@@ -48,7 +51,9 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
     that are captured already.
 
     Args:
-        budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
+        budget_gb: GB of 1024³ bytes for everything that the step holds on the device. Without it, what the model's card
+            has free now and what this process holds there already, less a margin of 2% of the card, which the log and
+            the plan's notes say; on a CPU it must be given.
         example_inputs: a tuple (positional) or dict (keywords) of tensors on any device, meta and fake included; with
             `loss_fn`, a pair `(inputs, targets)`.
         loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
@@ -107,8 +112,9 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         CaptureError, ValueError, TypeError: an argument cannot be used. The model is then as it was before.
     """
     check_torch()
-    checked = check_options(budget_gb, **options)
-    session = Session(model, replace(checked, kept=True))
+    found = None if budget_gb is not None else free_budget(model)
+    checked = check_options(budget_gb if found is None else found.gb, **options)
+    session = Session(model, replace(checked, kept=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
     with session.from_captures(session_of(model)):

@@ -3,7 +3,9 @@ Their messages say what to change."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_HALF_UP, Decimal
 from typing import TypeVar
 
@@ -12,15 +14,42 @@ GIB = 1024**3
 Refusal = TypeVar("Refusal", bound=BaseException)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A change with which a refused step fits."""
+
+    type: str
+    """What to type, or to set."""
+    peak_bytes: int
+    """The bytes of the smallest budget with it."""
+    changes: str
+    """What else it changes."""
+    added_seconds: float | None = None
+    """The seconds that it adds to a step, negative where it saves some; None where they were not estimated."""
+    sentence: str = ""
+    """The same as one sentence."""
+
+    @property
+    def cost(self) -> tuple[bool, float]:
+        """Ways are named in this order: those that were not priced come last."""
+        return self.added_seconds is None, self.added_seconds or 0.0
+
+
 class BudgetError(ValueError):
     """No plan keeps the training step within the budget, so no step is taken.
+
+    The first line of the text names both budgets and what dominates the memory; then come what is missing, sentences
+    that explain more, and a table of the ways out.
 
     Attributes:
         budget_gb: the budget that was asked for, in GB of 1024³ bytes.
         smallest_gb: the smallest budget that works with the allowed levers, in GB of 1024³ bytes; if that is not known
             (`least=False`), a budget that certainly works.
         dominated_by: the largest part of the memory at that budget.
-        further: sentences, each about a change that would lower the smallest budget.
+        ways: changes with which the step fits, the cheapest first: what to type, the peak that it gives, the time that
+            it costs, what it changes.
+        notes: sentences about what else the step needs or what was not tried.
+        further: the notes, and the ways as sentences.
         proposals: combinations of names for `allow` that would make this budget work, the fastest first.
         least: whether `smallest_gb` is the smallest budget that works.
         smallest_with: the smallest budget in bytes by combination of proposals, for those combinations that were
@@ -35,6 +64,7 @@ class BudgetError(ValueError):
         *,
         least: bool = True,
         further: Sequence[str] = (),
+        ways: Sequence[Way] = (),
         proposals: tuple[tuple[str, ...], ...] = (),
         smallest_with: Mapping[tuple[str, ...], int] | None = None,
     ) -> None:
@@ -42,12 +72,39 @@ class BudgetError(ValueError):
         self.budget_gb = budget_bytes / GIB
         self.smallest_gb = smallest_bytes / GIB
         self.dominated_by = dominated_by
-        self.further, self.proposals, self.smallest_with = tuple(further), proposals, dict(smallest_with or {})
+        self.notes, self.ways = tuple(further), tuple(sorted(ways, key=lambda way: way.cost))
+        self.proposals, self.smallest_with = proposals, dict(smallest_with or {})
         figure = f"{round_up(self.smallest_gb)} GB"
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
-        needs = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
-        super().__init__("; ".join([needs, *self.further]))
         self.least = least
+        self.sentence = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
+        """The first line of the text."""
+        super().__init__("\n".join([self.sentence, *self._more()]))
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """The notes, and the ways as sentences."""
+        return (*self.notes, *(way.sentence for way in self.ways))
+
+    def _more(self) -> list[str]:
+        """The lines of the text after the first one; none where there is nothing to add."""
+        if not (self.notes or self.ways):
+            return []
+        lacking = max(0, self.smallest_bytes - self.budget_bytes)
+        lines = [f"missing: {_rounded(lacking / GIB, 3)} GB, {lacking / self.budget_bytes:.0%} of the budget"] * bool(
+            lacking
+        )
+        lines += [f"note: {note}" for note in self.notes]
+        if self.ways:
+            lines += [
+                "ways out, the cheapest first:",
+                *_row("peak", "time a step", "what to type, and what it changes"),
+            ]
+        for way in self.ways:
+            seconds = way.added_seconds
+            time = "not priced" if seconds is None else f"{1e3 * seconds:+.3g} ms" if seconds else "none"
+            lines += _row(f"{_rounded(way.peak_bytes / GIB, 4, ROUND_CEILING)} GB", time, way.type, way.changes)
+        return lines
 
     def adding(self, *further: str, smallest_bytes: int | None = None) -> BudgetError:
         """The same error with further sentences, and with another smallest budget in bytes if one is given."""
@@ -56,10 +113,22 @@ class BudgetError(ValueError):
             self.smallest_bytes if smallest_bytes is None else smallest_bytes,
             self.dominated_by,
             least=self.least,
-            further=(*self.further, *further),
+            further=(*self.notes, *further),
+            ways=self.ways,
             proposals=self.proposals,
             smallest_with=self.smallest_with,
         )
+
+
+def _row(peak: str, time: str, *texts: str) -> list[str]:
+    """The lines of a row of the table of ways, within 80 columns where words can be broken: `texts` below each other,
+    the first of them not broken, as it is to be copied."""
+    head = f"  {peak:<12}{time:<13}"
+    blank = " " * len(head)
+    lines = [head + texts[0]]
+    for text in texts[1:]:
+        lines += textwrap.wrap(text, 80, initial_indent=f"{blank}  ", subsequent_indent=f"{blank}  ")
+    return lines
 
 
 class TorchNamesError(ImportError):

@@ -70,6 +70,15 @@ def say(detail: str) -> None:
         _say(_stages[-1], detail)
 
 
+def tell(text: str, level: int = logging.INFO) -> None:
+    """Write a line into the log "memopt". Outside of stages, and where stderr is no terminal, a line at level INFO also
+    goes to stderr, unless the program has set up logging or given that logger a higher level."""
+    _log.log(level, "%s", text)
+    heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
+    if not (heard or _stages or _line_of or _console.is_terminal):
+        _print(text)
+
+
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
     """Context in which lines that the log gets at level INFO are also written to stderr, unless it is a terminal."""

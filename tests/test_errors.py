@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.errors import GIB, BudgetError, as_text_has_it, round_up, would_do
+from memopt.errors import GIB, BudgetError, Way, as_text_has_it, round_up, would_do
 from memopt.planning.options import budget_bytes
 
 
@@ -22,11 +22,33 @@ def test_the_bytes_of_a_figure_in_a_message_are_what_a_user_types(nbytes: int) -
 
 
 def test_the_message_names_both_budgets_and_what_would_help() -> None:
-    error = BudgetError(GIB, 3 * GIB // 2, "activations (1.2 GB)", further=["a batch of 4 fits", "fp8 would help"])
-    assert str(error) == (
+    ways = [
+        Way("SGD(…)", GIB // 2, "it learns otherwise", sentence="with SGD this budget would do"),
+        Way("allow={'slow'}", GIB // 4, "long words " * 12, 0.0123, "with 'slow' in allow this budget would do"),
+        Way("AdamW(…, fused=True)", 3 * GIB // 4, "the same numbers", 0.0, "with fused=True this budget would do"),
+    ]
+    error = BudgetError(GIB, 3 * GIB // 2, "activations (1.2 GB)", further=["a batch of 4 fits"], ways=ways)
+    assert str(error).splitlines() == [
         "a budget of 1 GB is too small for this step: the smallest that works is 1.5 GB, dominated by activations "
-        "(1.2 GB); a batch of 4 fits; fp8 would help"
-    )
+        "(1.2 GB)",
+        "missing: 0.5 GB, 50% of the budget",
+        "note: a batch of 4 fits",
+        "ways out, the cheapest first:",
+        "  peak        time a step  what to type, and what it changes",
+        "  0.75 GB     none         AdamW(…, fused=True)",
+        "                             the same numbers",
+        "  0.25 GB     +12.3 ms     allow={'slow'}",
+        "                             long words long words long words long words long",
+        "                             words long words long words long words long words",
+        "                             long words long words long words",
+        "  0.5 GB      not priced   SGD(…)",
+        "                             it learns otherwise",
+    ]
+    assert error.sentence == str(error).splitlines()[0]
+    assert error.ways == (ways[2], ways[1], ways[0])
+    assert error.further == ("a batch of 4 fits", *(way.sentence for way in error.ways))
+    more = error.adding("and a thing")
+    assert (more.ways, more.notes) == (error.ways, ("a batch of 4 fits", "and a thing"))
     assert (error.budget_gb, error.smallest_gb, error.dominated_by) == (1.0, 1.5, "activations (1.2 GB)")
     assert error.proposals == ()
     assert error.smallest_with == {}
@@ -35,6 +57,7 @@ def test_the_message_names_both_budgets_and_what_would_help() -> None:
 def test_a_budget_that_works_but_may_not_be_the_smallest() -> None:
     error = BudgetError(GIB, 2 * GIB, "the parameters", least=False)
     assert str(error) == "a budget of 1 GB is too small for this step: 2 GB leaves room for the parameters"
+    assert error.ways == error.further == ()
 
 
 def test_a_change_that_helps_names_no_budget_below_the_one_given() -> None:

@@ -102,18 +102,24 @@ def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: f
         max_added_time=max_added_time,
         **prepared.options,
     )
+    capped = at_most is not None and largest + multiple_of > at_most
     if job.json:
-        show_json({"fits": True, "max_batch": largest, "budget_gb": prepared.budget_gb})
+        found = {"fits": True, "max_batch": largest, "budget_gb": prepared.budget_gb, "limited_by_at_most": capped}
+        show_json(found)
     else:
         rest = ", ".join(f"{name}={shape.with_batch(largest)}" for name, shape in prepared.shapes.items())
         name = type(prepared.model).__name__
-        show(f"{name}: the largest batch within {prepared.budget_gb:.6g} GB is {largest} ({rest})")
+        within = f"within {prepared.budget_gb:.6g} GB"
+        if capped:
+            show(f"{name}: a batch of {largest} fits {within}, and --at-most asks for no more; more may fit ({rest})")
+        else:
+            show(f"{name}: the largest batch {within} is {largest} ({rest})")
 
 
 @click.command("check", short_help="Train a few steps here, and compare them with the plan and with the plain model.")
 @takes_job
 def check(job: Job) -> int | None:
-    r"""Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
+    """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
     account and with the plain model.
 
     Needs the memory of the plain step beside the budget. Ends with 1 if the step held more than the budget, or if its
@@ -121,7 +127,7 @@ def check(job: Job) -> int | None:
 
     \b
     Example:
-      memopt check gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 \
+      memopt check gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 \\
         --shape input_ids=2x64 --budget-gb 0.1 --precision fp32
     """
     prepared = job.prepare()

@@ -21,9 +21,9 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and one sentence about it."""
+    """The exit code for an error, and one sentence about it; below that of a refusal stand the ways out."""
     code, sentence = _failure(error)
-    return code, " ".join(sentence.split())
+    return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 
 
 def _failure(error: Exception) -> tuple[int, str]:
@@ -43,7 +43,7 @@ def _failure(error: Exception) -> tuple[int, str]:
         from memopt.capture.rehearsal import RUN_UNPLANNED
 
         return FAILED, str(error).replace(RUN_UNPLANNED, "change the model there, or what --shape says of its inputs")
-    if isinstance(error, (ValueError, TypeError)) and _raised_by_memopt(error):
+    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)) and _raised_by_memopt(error):
         return BAD_USAGE, str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return BAD_USAGE, f"{error.filename}: {error.strerror}"

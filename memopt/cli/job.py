@@ -94,15 +94,18 @@ class Job:
     def _prepare(self) -> Prepared:
         from memopt.cli.names import budget_gb, card_named, model_factory, on_meta
         from memopt.cli.shapes import parse_shapes, with_defaults
+        from memopt.planning.options import check_options
 
         card = card_named(self.device)
-        budget, options = budget_gb(self.budget_gb, card), self.options()
+        budget = budget_gb(self.budget_gb, card)
+        options: PlanOptions = {**self.options(), "device": card}
         shapes = parse_shapes(self.shapes)
         if self.loss is not None and "target" not in shapes:
             raise UsageError("--loss needs --shape target=SIZES:DTYPE, the shape of its second argument")
+        check_options(budget, **options)  # and again by what plans: loading the model takes a while
         build = model_factory(self.model, self.settings)
         model = on_meta(build)
-        return Prepared(build, model, with_defaults(model, shapes), budget, {**options, "device": card})
+        return Prepared(build, model, with_defaults(model, shapes), budget, options)
 
     def options(self) -> PlanOptions:
         """The options of `memopt.plan`, without the device. Raises `UsageError`."""
@@ -147,11 +150,11 @@ def _allowed(written: str) -> frozenset[str]:
     """The levers that are meant: names to add, "default" for those on by default, "-name" to take one away."""
     from memopt.levers.all import DEFAULT_LEVERS, allowable
 
-    allowed: set[str] = set()
+    default, allowed = {str(name) for name in DEFAULT_LEVERS}, set[str]()
     for name in filter(None, map(str.strip, written.split(","))):
         if name.lstrip("-") not in {*allowable(), "default"}:
             raise UsageError(f"--allow has no lever {name!r}; there are default, {', '.join(allowable())}")
-        allowed |= DEFAULT_LEVERS if name == "default" else set() if name.startswith("-") else {name}
+        allowed |= default if name == "default" else set() if name.startswith("-") else {name}
         allowed -= {name[1:]} if name.startswith("-") else set()
     return frozenset(allowed)
 

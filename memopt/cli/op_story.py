@@ -53,20 +53,22 @@ def values_table(plan: Plan) -> Table:
     return table
 
 
-def story_of(plan: Plan, wanted: str) -> tuple[Any, Table]:
-    """The story of the op of that name, as figures for JSON and as a table; where several are meant, a list of them.
-    Raises `UsageError` for none."""
+def story_of(plan: Plan, wanted: str) -> tuple[Any, list[Table]]:
+    """The story of the op of that name, as figures for JSON and as a table. Where several are meant, as those of a
+    module, a list of them, and the story of the one whose forward takes longest. Raises `UsageError` for none."""
     graph = plan.networkx()
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
         raise UsageError(f"no op is named {wanted!r}, nor a part of an operator or a module ({known}, …)")
     computed = [name for name in found if graph.nodes[name]["fate"] not in ("input", "alias", "fused")] or found
-    if len(computed) > 1:
-        return _several(wanted, [(name, graph.nodes[name]) for name in computed])
-    name = computed[0]
-    reads, readers = list(graph.predecessors(name)), list(graph.successors(name))
-    return _one(plan, name, graph.nodes[name], reads, [(one, graph.nodes[one]["half"]) for one in readers])
+    main = max(computed, key=lambda name: (graph.nodes[name]["half"] == "forward", graph.nodes[name]["seconds"]))
+    reads, readers = list(graph.predecessors(main)), list(graph.successors(main))
+    figures, story = _one(plan, main, graph.nodes[main], reads, [(one, graph.nodes[one]["half"]) for one in readers])
+    if len(computed) == 1:
+        return figures, [story]
+    listed, table = _several(wanted, [(name, graph.nodes[name]) for name in computed])
+    return listed, [table, story]
 
 
 def _meant(facts: Facts, wanted: str) -> bool:
@@ -76,7 +78,7 @@ def _meant(facts: Facts, wanted: str) -> bool:
 
 def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> tuple[Any, Table]:
     fold = (Column(header, overflow="fold") for header in ("op", "operator", "module"))
-    title = f"{len(nodes)} ops that {wanted!r} may mean: name one with --op"
+    title = f"{len(nodes)} ops of {wanted!r}; below is the largest of the forward, --op NAME tells of another"
     table = new_table(title, *fold, right=("bytes", "time"))
     table.add_column("fate")
     for name, facts in nodes:

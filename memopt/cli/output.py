@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 _WIDTH_OF_FILES = 110
 
 
+def columns() -> int:
+    """The columns of what `show` prints."""
+    console = Console()
+    if console.is_terminal:
+        return console.width
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) else _WIDTH_OF_FILES
+
+
 def show(*parts: RenderableType) -> None:
     """Print sentences and tables: coloured and in its width on a terminal, plain and 110 columns wide elsewhere (or as
     wide as the environment's COLUMNS says)."""
@@ -30,9 +39,7 @@ def show(*parts: RenderableType) -> None:
         return
     from memopt.show.report import as_text  # loads torch, which help texts do without
 
-    columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdigit() and int(columns) else _WIDTH_OF_FILES
-    print(as_text(*parts, width=width))
+    print(as_text(*parts, width=columns()))
 
 
 def show_json(figures: Any) -> None:
@@ -80,11 +87,11 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "added_time": plan.added_time,
         "added_time_at_least": plan.bound,
         "method": plan.method,
-        "levers": list(plan.levers),
+        "levers": [*plan.levers, *["recompute"] * any(row.recomputed_ops for row in plan.modules)],
         "optimizer_levers": list(plan.proposals),
         "host_bytes": plan.host_bytes,
         "bytes_at_the_peak": {"as_captured": dict(plan.plain.rows), "planned": dict(plan.planned.rows)},
-        "receipt": [dataclasses.asdict(row) for row in plan.receipt],
+        "receipt": [{**dataclasses.asdict(row), "lever": row.lever or "as captured"} for row in plan.receipt],
         "modules": [dataclasses.asdict(row) for row in plan.modules],
         "notes": list(plan.notes),
     }
@@ -97,6 +104,8 @@ def refusal_figures(error: BudgetError) -> dict[str, Any]:
         "budget_gb": error.budget_gb,
         "smallest_gb": error.smallest_gb,
         "dominated_by": error.dominated_by,
+        "missing_gb": error.smallest_gb - error.budget_gb,
         "further": list(error.further),
+        "ways": [{**dataclasses.asdict(way), "peak_gb": way.peak_bytes / 1024**3} for way in error.ways],
         "allow_also": [list(names) for names in error.proposals],
     }

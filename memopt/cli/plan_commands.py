@@ -10,7 +10,7 @@ import click
 
 from memopt.cli.failures import UsageError
 from memopt.cli.job import Job, planned, takes_job
-from memopt.cli.output import check_file, plan_figures, show, show_json
+from memopt.cli.output import check_file, columns, plan_figures, show, show_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,13 +29,13 @@ _OPENED_BY = {
 @takes_job
 @click.option("--save", metavar="FILE", help="Also write the plan to a file that memopt.Plan.load reads.")
 def plan(job: Job, save: str | None) -> None:
-    r"""Plan a training step of MODEL within a budget, and show where every byte goes.
+    """Plan a training step of MODEL within a budget, and show where every byte goes.
 
     \b
     Examples:
       memopt plan gpt2 --budget-gb 8 --shape input_ids=4x512:int64 --device rtx-4090
       memopt plan vit --budget-gb 4 --shape pixel_values=32x3x224x224 --device t4 --effort fast
-      memopt plan torch.nn:TransformerEncoderLayer --set d_model=512 --set nhead=8 \
+      memopt plan torch.nn:TransformerEncoderLayer --set d_model=512 --set nhead=8 \\
         --shape 128x32x512 --shape target=128x32x512 --loss mse_loss --device l4
     """
     from memopt.show.report import parts
@@ -47,7 +47,7 @@ def plan(job: Job, save: str | None) -> None:
     if job.json:
         show_json(plan_figures(plan))
     else:
-        show(*parts(plan))
+        show(*parts(plan, columns()))
 
 
 @click.command("explain", short_help="Say where the bytes go, what memopt changed, and why an op is treated as it is.")
@@ -69,11 +69,11 @@ def explain(job: Job, op: str | None) -> None:
 
     plan = planned(job)
     if op is not None:
-        figures, table = story_of(plan, op)
+        figures, tables = story_of(plan, op)
         if job.json:
             show_json(figures)
         else:
-            show(table)
+            show(*tables)
         return
     if job.json:
         show_json({**plan_figures(plan), "levers_in_use": _lever_figures(plan)})

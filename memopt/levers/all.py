@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.chunked_loss import CHUNKED_LOSS
@@ -45,7 +47,22 @@ _IN_ORDER = (
 )
 LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _IN_ORDER})
 """All levers by name, in the order in which a plan tries them where it may."""
-DEFAULT_LEVERS = frozenset(name for name, lever in LEVERS.items() if lever.default)
+LeverName: TypeAlias = Literal[
+    "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "microbatch", "offload_activations",
+    "fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations", "bf16_parameters", "low_bit_optimizer",
+    "offload_optimizer", "optimizer_in_backward", "plain",
+]  # fmt: skip
+"""The names that the option `allow` takes, for type checkers."""
+
+if TYPE_CHECKING:
+
+    class _LeverNames(frozenset[LeverName | Lever]):
+        """A set of names whose union with others is one of names, too: a type checker would take those for any text."""
+
+        def __or__(self, other: AbstractSet[LeverName | Lever]) -> _LeverNames: ...  # type: ignore[override]
+
+
+DEFAULT_LEVERS = cast("_LeverNames", frozenset(name for name, lever in LEVERS.items() if lever.default))
 OPTIMIZER_LEVERS = frozenset(name for name, lever in LEVERS.items() if lever.optimizer is not None)
 
 
@@ -92,3 +109,8 @@ def allow_with(names: Collection[str]) -> str:
     """The argument that adds levers to the default ones, as users write it."""
     added = ", ".join(map(repr, sorted(set(names) - DEFAULT_LEVERS)))
     return f"allow=memopt.DEFAULT_LEVERS | {{{added}}}" if added else "allow=memopt.DEFAULT_LEVERS"
+
+
+def allow_exactly(names: Collection[str]) -> str:
+    """The argument for these levers and no others, as users write it."""
+    return allow_with(names) if set(names) >= DEFAULT_LEVERS else f"allow={{{', '.join(map(repr, sorted(names)))}}}"

@@ -104,6 +104,12 @@ class PricedLevers:
         step = f"{self.names[0]}: {word} {size(abs(self.saved_bytes))}, {sign}{cost} a step{host}"
         return f"{step}; {change.changes}; {change.exactness}"
 
+    @property
+    def effect(self) -> str:
+        """What they change beside memory and time, and how exact that is."""
+        changed = "; ".join(f"{change.changes}; {change.exactness}" for change in changes_of(self.levers))
+        return f"{changed}; {size(self.host_bytes)} on the host" if self.host_bytes else changed
+
 
 def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
     """What levers on the optimiser put around it; all of `levers` must be such."""

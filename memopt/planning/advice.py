@@ -15,7 +15,9 @@ import torch
 from memopt.account.optimizer_trial import fused
 from memopt.capture.inputs import Call, on_meta
 from memopt.capture.operators import NothingToRewrite, Rewriting
-from memopt.errors import CaptureError, would_do
+from memopt.device import hardware, known_hardware
+from memopt.device.devices import device_of
+from memopt.errors import GIB, CaptureError, Way, round_up, would_do
 from memopt.levers.microbatch import MICROBATCH
 from memopt.microbatch import samples_of, split
 from memopt.optimizers.low_rank import RANK, with_low_rank
@@ -27,10 +29,10 @@ from memopt.planning.terms import Situation
 
 _log = logging.getLogger("memopt")
 _NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
-_Look = Callable[[], Iterator[tuple[str, int]]]
+_Look = Callable[[], Iterator[Way]]
 
 
-def _unless_it_fails(look: _Look) -> list[tuple[str, int]]:
+def _unless_it_fails(look: _Look) -> list[Way]:
     """The suggestions of one look; none where it fails, since the refusal must be raised all the same."""
     try:
         return list(look())
@@ -40,28 +42,32 @@ def _unless_it_fails(look: _Look) -> list[tuple[str, int]]:
 
 
 class _Advice:
-    """Suggestions for one refused call. Each method yields a text and the bytes of the smallest budget with it."""
+    """Suggestions for one refused call, which each look yields. Their sentences say what helps, without the figure."""
 
     def __init__(self, recorded: Recorded) -> None:
         self.planner, self.call, self.situation = recorded.planner, recorded.call, recorded.situation
         self.options = recorded.planner.terms.options
 
-    def __call__(self, steps: Sequence[Priced], near: bool = False) -> list[str]:
-        """A sentence for each suggestion that fits the budget; `steps` holds the step under every lever set. `near`:
-        only settings with which the step computes the same, which are found without another capture."""
+    def __call__(self, steps: Sequence[Priced], near: bool = False) -> tuple[list[str], list[Way]]:
+        """What was not looked at, and suggestions that fit the budget, or a larger card; `steps` holds the step under
+        every lever set. `near`: only settings with which the step computes the same, and no capture is needed."""
         looks: tuple[_Look, ...] = (partial(self.in_growing_segments, steps), partial(self.by_fused_kernels, steps))
         if not near:
             looks += (partial(self.in_microbatches, steps), partial(self.without_state, steps), self.with_low_rank)
         found = [piece for look in looks for piece in _unless_it_fails(look)]
         budget = self.options.budget_bytes
-        helpful = [f"{words} {would_do(nbytes, budget)}" for words, nbytes in found if self.fits(nbytes)]
-        return [*[_NOT_LOOKED] * near, *helpful]
+        helpful = [
+            replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, budget)}")
+            for way in found
+            if self.fits(way.peak_bytes)
+        ]
+        return [_NOT_LOOKED] * near, [*helpful, *_unless_it_fails(partial(self.on_a_larger_card, steps))]
 
     def fits(self, nbytes: int) -> bool:
         """Whether a smallest budget is within the one that was given."""
         return nbytes <= self.options.budget_bytes
 
-    def in_microbatches(self, steps: Sequence[Priced]) -> Iterator[tuple[str, int]]:
+    def in_microbatches(self, steps: Sequence[Priced]) -> Iterator[Way]:
         """The batch in microbatches of one sample, the smallest that `TrainStep` can split it into."""
         batch: Any = self.call[0] or self.call[1]
         try:
@@ -76,26 +82,51 @@ class _Advice:
         call: Call = (piece, {}) if self.call[0] else ((), piece)
         levers = min(steps, key=lambda priced: priced.smallest()[0]).levers
         nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), levers)
-        yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
+        sentence = f"for TrainStep, in microbatches down to one of its {samples} samples,"
+        changes = (
+            f"it splits a batch into as few parts as fit, down to one of its {samples} samples; equal but for rounding"
+        )
+        yield Way("memopt.TrainStep(model, optimizer)", nbytes, changes, sentence=sentence)
 
-    def in_growing_segments(self, steps: Sequence[Priced]) -> Iterator[tuple[str, int]]:
+    def in_growing_segments(self, steps: Sequence[Priced]) -> Iterator[Way]:
         """Expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
         if steps[0].account.caching and not expandable_segments():
-            words = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
-            yield words, self.smallest_of(steps, expandable=True)
+            setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            changes = "in the environment of the process: fewer holes between blocks of memory; the same numbers"
+            nbytes = self.smallest_of(steps, expandable=True)
+            yield Way(setting, nbytes, changes, 0.0, f"with {setting} in the environment")
 
-    def by_fused_kernels(self, steps: Sequence[Priced]) -> Iterator[tuple[str, int]]:
+    def on_a_larger_card(self, steps: Sequence[Priced]) -> Iterator[Way]:
+        """The smallest card that holds the step, where the one that it is planned for cannot."""
+        card, nbytes = self.planner.terms.card, self.smallest_of(steps)
+        cards = [one for one in map(hardware, known_hardware()) if one.device_type == card.device_type]
+        larger = [one for one in cards if one.memory_bytes >= nbytes]
+        if card.memory_bytes >= nbytes or not larger or device_of(card).is_host:
+            return
+        least = min(larger, key=lambda one: one.memory_bytes)
+        has = f"{least.memory_bytes / GIB:.4g} GB"
+        sentence = f"on {least.name}, which has {has}, it fits in about {round_up(nbytes / GIB)} GB"
+        yield Way(
+            f'device="{least.name}"', nbytes, f"another card, which has {has}; about the same bytes", None, sentence
+        )
+
+    def by_fused_kernels(self, steps: Sequence[Priced]) -> Iterator[Way]:
         """The fused kernels of the same optimiser, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
-            words = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
-            yield words, self.with_optimizer(other, steps)
+            sentence = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
+            changes = "its step holds no temporaries; equal but for rounding"
+            typed = f"{_name_of(self.options.optimizer)}(…, fused=True)"
+            yield Way(typed, self.with_optimizer(other, steps), changes, 0.0, sentence)
 
-    def without_state(self, steps: Sequence[Priced]) -> Iterator[tuple[str, int]]:
+    def without_state(self, steps: Sequence[Priced]) -> Iterator[Way]:
         """An optimiser without state."""
         if steps[0].account.optimizer_state:
-            words = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
-            yield words, self.with_optimizer(torch.optim.SGD, steps)
+            sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
+            nbytes = self.with_optimizer(torch.optim.SGD, steps)
+            yield Way(
+                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it learns otherwise", sentence=sentence
+            )
 
     def with_optimizer(self, optimizer: Any, steps: Sequence[Priced]) -> int:
         """The smallest budget in bytes with another optimiser."""
@@ -108,7 +139,7 @@ class _Advice:
         """The smallest budget in bytes of all steps; `expandable` is as for `on_card`."""
         return min(priced.smallest(expandable=expandable)[0] for priced in steps)
 
-    def with_low_rank(self) -> Iterator[tuple[str, int]]:
+    def with_low_rank(self) -> Iterator[Way]:
         """Low-rank adapters on the frozen model."""
         if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
             return
@@ -119,7 +150,9 @@ class _Advice:
         account = planner.accounts.account(self.call, self.situation)
         if self.fits(account.resident_bytes):
             nbytes = self.least(planner, self.call, replace(self.situation, hooked=frozenset()))
-            yield f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)", nbytes
+            changes = f"adapters of rank {RANK} on {number} linear layers are trained, all else is frozen"
+            sentence = f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)"
+            yield Way(f"LoRA, as peft.LoraConfig(r={RANK})", nbytes, changes, sentence=sentence)
 
     @staticmethod
     def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
@@ -139,6 +172,12 @@ class _Advice:
                 return self.smallest_of(list(recorded.candidates()))
             traced = recorded.trace(levers)
             return traced.price(traced.account()).smallest()[0]
+
+
+def _name_of(optimizer: Any) -> str:
+    """The name of an optimiser's class, also of an instance or a partial of it."""
+    made = optimizer if isinstance(optimizer, type) else getattr(optimizer, "func", None) or type(optimizer)
+    return optimizer if isinstance(optimizer, str) else str(getattr(made, "__name__", "the optimizer"))
 
 
 def search_for(
@@ -166,6 +205,7 @@ def search_for(
         proposing.allowed,
         partial(proposing.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
         planner.notes,
+        options.allow,
         **found,
     )
 

@@ -1,5 +1,5 @@
 """The bytes that a step holds on a GPU beyond those it allocates: the allocator's rounding and fragmentation, found by
-a replay of its allocations."""
+a replay of its allocations; and the budget where the user gives none: what the card has free."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import NamedTuple
+
+import torch
 
 from memopt.account.account import Account
 from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare, step_ways
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
-from memopt.errors import as_text_has_it
+from memopt.device.devices import device_of
+from memopt.errors import GIB, as_text_has_it
 from memopt.planning.joined import Joined
+from memopt.progress import tell
 from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 
@@ -231,3 +236,40 @@ def _blocks_of(total: int, sizes: Sequence[int]) -> Iterator[int]:
         left -= size
     if left:
         yield left
+
+
+# What stays free of a card where no budget is given, as a share of its memory: for other programs, and for what the
+# driver takes.
+_MARGIN = 0.02
+# Such a budget is a multiple of this, so that the next run most likely has the same one, and its plan from disk.
+_GRAIN = GIB // 16
+
+
+class FreeBudget(NamedTuple):
+    """The budget where none is given, and what to say of it."""
+
+    gb: float
+    note: str
+
+
+def free_budget(model: torch.nn.Module) -> FreeBudget:
+    """What this process can hold on the model's card now, less a margin. Raises `TypeError` where that is not known,
+    as on a CPU, whose memory is shared."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    kind = device_of(device)
+    free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
+    if free is None:
+        raise TypeError(
+            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, 8), "
+            "not None: only of a card it is known what is free"
+        )
+    card = kind.hardware(device) or kind.reported(device)
+    margin = int(_MARGIN * card.memory_bytes)
+    usable = free + kind.allocated_bytes(device) + card.context_bytes
+    nbytes = max(_GRAIN, (usable - margin) // _GRAIN * _GRAIN)
+    note = (
+        f"no budget was given: {nbytes / GIB:.6g} GB is what this process can hold on {device} now, less a margin of "
+        f"{margin / GIB:.2g} GB"
+    )
+    tell(note)
+    return FreeBudget(nbytes / GIB, note)

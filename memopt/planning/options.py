@@ -17,12 +17,12 @@ from memopt.account.optimizer_account import optimizer_account, refuse
 from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
-from memopt.levers.all import check_allow, recompute_note
+from memopt.levers.all import LeverName, check_allow, recompute_note
 from memopt.planning.cluster import ClusterOptions, check_cluster_options
 from memopt.planning.keywords import takes_options
 from memopt.rewrite import Policy, check_policy
 from memopt.solver import Effort as EffortName
-from memopt.solver import Solver
+from memopt.solver import Solver, require_exact
 from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]
@@ -39,7 +39,7 @@ class StepOptions(TypedDict, total=False):
     loss_fn: Callable[..., Any] | None
     optimizer: Any
     precision: Policy
-    allow: Collection[str | Lever]
+    allow: Collection[LeverName | Lever]
     backend: Backend
     outputs: Outputs
     dynamic: Any
@@ -88,7 +88,7 @@ def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
     return check
 
 
-def budget_bytes(budget_gb: float) -> int:
+def budget_bytes(budget_gb: float | None) -> int:
     """Gigabytes of 1024³ bytes as bytes. Raises `TypeError`, `ValueError`."""
     if isinstance(budget_gb, bool) or not isinstance(budget_gb, numbers.Real):
         raise TypeError(f"budget_gb must be a number of gigabytes, such as 12 or 7.5, not {budget_gb!r}")
@@ -112,8 +112,11 @@ def elsewhere_bytes(elsewhere_gb: float | None) -> int | None:
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
-    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `TypeError`, `ValueError`."""
+    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None.
+
+    Raises `TypeError`, `ValueError`, and `ModuleNotFoundError` where "best" needs a package that is missing."""
     _one_of("effort", get_args(EffortName))(effort)
+    require_exact(effort)
     if limit_seconds is None:
         return Effort(effort)
     if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, numbers.Real):
@@ -240,6 +243,8 @@ class Options:
     effort: Effort
     cluster: ClusterOptions | None
     """The cluster to plan for; None for one card."""
+    budget_note: str = ""
+    """Where the budget comes from, if the user gave none."""
     kept: bool = False
     """Whether plans are kept on disk, and looked up there."""
     one_by_one: bool = False
@@ -262,7 +267,7 @@ class Options:
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""
-        notes = recompute_note(self.allow)
+        notes = recompute_note(self.allow) + (self.budget_note,) * bool(self.budget_note)
         planned = device_type if self.hardware is None else hardware(self.hardware).device_type
         there, here = (backend_for(self.backend, kind) for kind in (planned, device_type))
         if there == "inductor" and here == "aten":
@@ -287,7 +292,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 @takes_options(PlanOptions, DEFAULTS)
-def check_options(budget_gb: float, **options: Unpack[PlanOptions]) -> Options:
+def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Options:
     """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
     given: dict[str, Any] = {**DEFAULTS, **options}
     values: dict[str, Any] = {"budget_bytes": budget_bytes(budget_gb)}

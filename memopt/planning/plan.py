@@ -264,7 +264,8 @@ class Plan(PlanViews):
         return shown("report").render(self)
 
     def __str__(self) -> str:
-        return self.table()
+        """`table()` in at most 40 lines."""
+        return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.capture.operators import Rewriting
-from memopt.errors import BudgetError, would_do
+from memopt.errors import BudgetError, Way, would_do
+from memopt.levers.all import allow_exactly
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
 from memopt.levers.reinplace import REINPLACE
@@ -37,12 +38,14 @@ class PlanSearch:
     come up."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
+    allow: frozenset[str] = frozenset()
+    """The names of all allowed levers, for what a refusal has the user type."""
     narrowed: Callable[[Rewriting], Priced | None] = lambda levers: None
     """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured."""
-    advice: Callable[[Sequence[Priced], bool], Sequence[str]] = lambda steps, near: ()
-    """Further changes that would help, one sentence each, asked for where no allowed proposal does; whether the budget
-    is near the smallest that works is told as well."""
+    advice: Callable[[Sequence[Priced], bool], tuple[list[str], list[Way]]] = lambda steps, near: ([], [])
+    """Notes on what was not tried, and further changes that would help, asked for where no allowed proposal does;
+    whether the budget is near the smallest that works is told as well."""
     _steps: list[Priced] = field(default_factory=list, init=False)
     _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
     _refused: list[BudgetError] = field(default_factory=list, init=False)
@@ -152,13 +155,14 @@ class PlanSearch:
             if allowed:
                 return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
-        proposed = [_proposed(chosen, nbytes, self.budget_bytes) for chosen, nbytes in helpful[:_SHOWN]]
-        texts = [*self._notes, *proposed, *self.advice(self._steps, self._is_near(least.smallest_bytes))]
+        proposed = [_proposed(chosen, nbytes, self.budget_bytes, self.allow) for chosen, nbytes in helpful[:_SHOWN]]
+        notes, advised = self.advice(self._steps, self._is_near(least.smallest_bytes))
         raise BudgetError(
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
-            further=texts,
+            further=[*self._notes, *notes],
+            ways=[*proposed, *advised],
             proposals=tuple(chosen.names for chosen, _ in helpful),
             smallest_with=found,
         )
@@ -236,6 +240,7 @@ def _seconds(plan: Plan) -> float:
     return plan.step_seconds + plan.added_seconds
 
 
-def _proposed(chosen: PricedLevers, least_bytes: int, budget_bytes: int) -> str:
-    """The chosen proposals as a sentence of a refusal."""
-    return f"with {' and '.join(map(repr, chosen.names))} in allow {would_do(least_bytes, budget_bytes)} ({chosen})"
+def _proposed(chosen: PricedLevers, least_bytes: int, budget_bytes: int, allow: frozenset[str]) -> Way:
+    """The chosen proposals as a way out of a refusal."""
+    sentence = f"with {' and '.join(map(repr, chosen.names))} in allow {would_do(least_bytes, budget_bytes)} ({chosen})"
+    return Way(allow_exactly({*allow, *chosen.names}), least_bytes, chosen.effect, chosen.added_seconds, sentence)

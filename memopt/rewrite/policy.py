@@ -10,7 +10,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import fx
@@ -135,11 +135,12 @@ def _rank(pattern: str, node: fx.Node) -> int:
     return len(pattern) if path and any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes) else 0
 
 
-Policy: TypeAlias = "str | Mapping[str, str]"
-POLICIES = ("fp32", "bf16", "fp16", "search", "auto")
+PolicyName: TypeAlias = Literal["fp32", "bf16", "fp16", "search", "auto"]
+Policy: TypeAlias = PolicyName | Mapping[str, str]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
-def check_policy(policy: Policy) -> Policy:
+def check_policy(policy: Any) -> Policy:
     """Returns the policy. Raises TypeError or ValueError for one that is no known name and no mapping to known
     dtypes."""
     if isinstance(policy, str):

@@ -137,7 +137,7 @@ class Company:
             works = min(works, max(refused.smallest_bytes, self._nothing_recomputed(entry, company, alone)))
         names = ", ".join(type(other.model).__name__ for other in company)
         reason = f"{refused.dominated_by}, and for the steps of {len(company)} more optimised models ({names})"
-        return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.further)
+        return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.notes, ways=refused.ways)
 
     def _nothing_recomputed(self, entry: Entry, company: list[Entry], alone: Alone) -> int:
         """The bytes of a step of all optimised models with nothing recomputed: beside the forwards that wait now, the

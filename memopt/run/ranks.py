@@ -122,7 +122,11 @@ def _told(error: Exception) -> _Told:
     """An error as data."""
     if isinstance(error, BudgetError):
         made_from = (error.budget_bytes, error.smallest_bytes, error.dominated_by)
-        return "budget", made_from, {"least": error.least, "further": error.further, "proposals": error.proposals}
+        return (
+            "budget",
+            made_from,
+            {"least": error.least, "further": error.notes, "ways": error.ways, "proposals": error.proposals},
+        )
     return "other", (f"{type(error).__name__}: {error}",), {}
 
 

@@ -44,10 +44,10 @@ from passes import PassError
 
 class Road:
     """Takes the captured calls of one model through all later stages. A plan that is kept from an earlier start takes
-    the place of rewriting, pricing and solving. `planning` is called whenever the planning of a call begins."""
+    the place of rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
 
     def __init__(
-        self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[], None] = lambda: None
+        self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None] = lambda call: None
     ) -> None:
         self.planner, self.accumulation = planner, accumulation
         self._begins = planning
@@ -63,7 +63,7 @@ class Road:
         Raises `BudgetError`, `CaptureError`.
         """
         recorded = Recorded(self.planner, captured, call, situation)
-        with self._planning(), self.planner.accounts.one_look(call, situation):
+        with self._planning(call), self.planner.accounts.one_look(call, situation):
             self.plans += 1
             key = self.kept.key(recorded)
             self.kept.note(key, recorded)
@@ -93,7 +93,7 @@ class Road:
         recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
         try:
-            with self._planning():
+            with self._planning(call):
                 self.plans += 1
                 with self.planner.accounts.one_look(call, situation):
                     device = self.planner.terms.device()
@@ -124,7 +124,7 @@ class Road:
         sets = [levers for levers in planner.terms.lever_sets if levers == of_plan.rewriting]
         if not sets or plan.proposals or situation.to_come:
             return None
-        with self._planning(), planner.accounts.one_look(call, situation):
+        with self._planning(call), planner.accounts.one_look(call, situation):
             try:
                 traced = recorded.trace(sets[0])
             except NothingToRewrite:
@@ -134,10 +134,10 @@ class Road:
         return found
 
     @contextmanager
-    def _planning(self) -> Iterator[None]:
+    def _planning(self, call: Call) -> Iterator[None]:
         """A block with few collections of garbage, whose errors, but for refusals and errors of the user's input, are
         raised as a `CaptureError`."""
-        self._begins()
+        self._begins(call)
         try:
             with rare_collections():
                 yield

@@ -89,9 +89,8 @@ class Session:
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         keeping = Keeping(self.resharding, self.sharded)
-        begins = partial(self._enter, State.RECORDING, "a call is recorded and planned")
         given = self.model, self.options, loss_fn, self.own_call, self.share, self.accumulation, keeping
-        return TrainingCalls(*given, self._train, begins)
+        return TrainingCalls(*given, self._train, self._planning)
 
     @property
     def kinds(self) -> tuple[TrainingCalls, ...]:
@@ -243,7 +242,7 @@ class Session:
             self._run_unplanned_from_now(str(refused))
             return self._unplanned(calls, in_progress.call)
         with self._refusing():
-            raise calls.checkpointed.explain(refused, broken, *given)
+            raise self._log.refused(calls.checkpointed.explain(refused, broken, *given))
 
     def _half_of_the_room(self, calls: TrainingCalls, call: Call, situation: Situation) -> float:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(call, situation)) / 2
@@ -317,6 +316,12 @@ class Session:
             self.status = before
             raise
 
+    def _planning(self, call: Call) -> None:
+        """Enter the state of a call whose planning begins, and log it."""
+        if self.status.state is not State.RECORDING:
+            self._log.begins(self.status.model, call)
+        self._enter(State.RECORDING, "a call is recorded and planned")
+
     def _planned(self, plan: Plan, call: Call, seconds: float) -> None:
         """Enter the state of a call that has a plan, which was made in so many seconds, and log it."""
         self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
@@ -367,7 +372,7 @@ class Session:
                     plan = calls.plan(call, situation, advise=advise)
                 except BudgetError as refused:
                     whole = self.share.ledger.for_whole_step(self.share.entry, refused)
-                    raise (whole if self.options.kept else refused) from None
+                    raise (self._log.refused(whole) if self.options.kept else refused) from None
                 self._planned(plan, call, time.perf_counter() - started)
             return plan
 

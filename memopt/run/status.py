@@ -18,7 +18,9 @@ from memopt.capture.inputs import Call, call_signature
 from memopt.compat.autograd import WatchingHook, watching_hooks
 from memopt.compat.modules import compiled_call
 from memopt.compat.operators import tree_leaves
+from memopt.errors import Refusal
 from memopt.planning.plan import Plan
+from memopt.progress import tell
 from memopt.recent import Recent
 from memopt.units import duration, size
 
@@ -56,7 +58,7 @@ class Status:
     """The plan of the latest call; None where it has none."""
 
     def __str__(self) -> str:
-        return f"{self.model}: {self.state.value}, {self.reason}"
+        return f"{self.model}: {self.state.value}, " + self.reason.partition("\n")[0]
 
 
 def planned_in_words(plan: Plan, shapes: str) -> str:
@@ -65,33 +67,36 @@ def planned_in_words(plan: Plan, shapes: str) -> str:
     return f"{shapes}: peak {peak} of {budget}, added time {plan.added_time:.1%}"
 
 
-_log = logging.getLogger("memopt")
 _MOST = 512
 """The number of signatures that are remembered to have a line."""
 
 
 class PlanningLog:
-    """Logs plans at level INFO of the logger "memopt"; at DEBUG those of shapes that have a line already."""
+    """Logs the beginning and the end of planning at level INFO of the logger "memopt"; at DEBUG for shapes that were
+    planned before."""
 
     def __init__(self) -> None:
         self._known: Recent[str, bool] = Recent(_MOST)
+
+    def begins(self, model: str, call: Call) -> None:
+        """Log that a call of a model begins to be planned."""
+        tell(f"planning {model} for {shapes_of(call)}, which takes some seconds", self._level(call_signature(call)))
 
     def planned(self, plan: Plan, call: Call, seconds: float) -> None:
         """Log a plan. `seconds` is the time from the beginning of the call to the plan's first use, or to its end where
         it is made ahead."""
         signature = call_signature(call)
-        level = logging.DEBUG if signature in self._known else logging.INFO
+        words = planned_in_words(plan, shapes_of(call))
+        tell(f"planned {plan.model} in {duration(seconds)} for {words}", self._level(signature))
         self._known[signature] = True
-        _log.log(
-            level,
-            "planned %s for %s in %s: peak %s of %s, added time %.1f%%",
-            plan.model,
-            shapes_of(call),
-            duration(seconds),
-            size(plan.predicted_peak_bytes),
-            size(plan.budget_bytes),
-            100 * plan.added_time,
-        )
+
+    def refused(self, error: Refusal) -> Refusal:
+        """The error, after it was logged with all that its text says would help."""
+        logging.getLogger("memopt").info("%s", error)
+        return error
+
+    def _level(self, signature: str) -> int:
+        return logging.DEBUG if signature in self._known else logging.INFO
 
 
 def shapes_of(call: Call) -> str:

@@ -50,7 +50,7 @@ class TrainingCalls:
         accumulation: Accumulation,
         keeping: Keeping,
         run: Callable[[TrainingCalls, Call], Any],
-        recording: Callable[[], None],
+        recording: Callable[[Call], None],
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call, self.share = model, options, loss_fn, own_call, share
         self.planner = CallPlanner(model, options, loss_fn, self.plain, share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,20 +19,49 @@ from memopt.planning.schedule_parts import ModuleRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
+BRIEF_LINES = 40
+"""The most lines of a plan that is printed."""
+# Rows of bytes and of modules of a plan that is printed, tried until it has no more than `BRIEF_LINES` lines.
+_BRIEF = ((99, 16), (99, 10), (99, 6), (8, 8), (8, 5), (6, 4), (4, 2))
+_BRIEF_NOTES = 3
+# Narrower tables of modules have no columns for the numbers of operators.
+_WIDE = 100
 _NOTABLE = 0.01
 """The share of a step from which its time on the host is told."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
-_MODULE_WIDTH = 24
+_MODULE_WIDTH = 16
 
 
 def render(plan: Plan, width: int = 110) -> str:
     """A headline, the bytes at the peak, the levers, and a row per module, as text of `width` columns."""
-    return as_text(*parts(plan), width=width)
+    return as_text(*parts(plan, width), width=width)
 
 
-def parts(plan: Plan) -> list[RenderableType]:
-    """What `render` shows, as sentences and rich tables."""
-    notes = (f"note: {note}" for note in plan.notes)
+def brief(plan: Plan, width: int = 110) -> str:
+    """As `render`, in at most `BRIEF_LINES` lines: smaller rows of bytes in one, modules summed, a line for each note,
+    and at the end where the rest is."""
+    whole = render(plan, width)
+    if whole.count("\n") < BRIEF_LINES:
+        return whole
+    left = f", {len(plan.notes) - _BRIEF_NOTES} more notes" if len(plan.notes) > _BRIEF_NOTES else ""
+    notes = [textwrap.shorten(f"note: {note}", width, placeholder=" …") for note in plan.notes[:_BRIEF_NOTES]]
+    for byte_rows, module_rows in _BRIEF:
+        tables = _tables(plan, width, byte_rows, module_rows)
+        text = as_text(*tables, *notes, f"all rows and modules{left}: print(plan.table())", width=width)
+        if text.count("\n") < BRIEF_LINES:
+            break
+    return text
+
+
+def parts(plan: Plan, width: int = 110) -> list[RenderableType]:
+    """What `render` shows in `width` columns, as sentences and rich tables."""
+    return [*_tables(plan, width), *(f"note: {note}" for note in plan.notes)]
+
+
+def _tables(
+    plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
+) -> list[RenderableType]:
+    """The headline and the tables, with at most so many rows of bytes and of modules."""
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
@@ -45,10 +75,9 @@ def parts(plan: Plan) -> list[RenderableType]:
         *decisions,
         *beside,
         *cluster,
-        bytes_table(plan),
+        bytes_table(plan, byte_rows),
         *receipt,
-        _module_table(plan),
-        *notes,
+        _module_table(plan, width, module_rows),
     ]
 
 
@@ -118,12 +147,20 @@ def _host_line(plan: Plan) -> str:
     )
 
 
-def bytes_table(plan: Plan) -> Table:
-    """The bytes of each row of the account at the peak, as captured and as planned."""
+def bytes_table(plan: Plan, most: int | None = None) -> Table:
+    """The bytes of each row of the account at the peak, as captured and as planned; those of the smallest in one row
+    where there are more than `most`."""
     table = new_table("Where every byte goes at the peak", "row", right=("as captured", "planned"))
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
-    for name in dict.fromkeys([*plain, *planned]):
-        table.add_row(name, size(plain.get(name, 0)), size(planned.get(name, 0)))
+    names = list(dict.fromkeys([*plain, *planned]))
+    by_size = sorted(names, key=lambda name: -max(plain.get(name, 0), planned.get(name, 0)))
+    others = set(by_size[most - 1 :] if most is not None and len(names) > most else ())
+    for name in names:
+        if name not in others:
+            table.add_row(name, size(plain.get(name, 0)), size(planned.get(name, 0)))
+    if others:
+        sums = (size(sum(rows.get(name, 0) for name in others)) for rows in (plain, planned))
+        table.add_row(f"{len(others)} smaller rows", *sums)
     table.add_section()
     table.add_row("peak", size(plan.plain.peak_bytes), size(plan.planned.peak_bytes))
     table.add_row("at", plan.plain.at, plan.planned.at)
@@ -133,21 +170,24 @@ def bytes_table(plan: Plan) -> Table:
     return table
 
 
-def _module_table(plan: Plan) -> Table:
-    rows = alike(folded(plan.modules))
+def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
+    """A row for each module, or for runs of equal blocks, summed over submodules until there are at most `most`."""
+    rows = alike(folded(plan.modules)) if most is None else alike(folded(plan.modules, most, runs=True))
+    wide = width >= _WIDE
     longest = max((len(row.path) for row, *_ in rows), default=0)
     module = Column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
     offloads = bool(plan.moved_bytes)
-    right = ("ops", "saved", *["offloaded"] * offloads, "ops recomputed", "recomputed", "time", "added")
+    counts = (["ops"], ["ops recomputed"]) if wide else ([], [])
+    right = (*counts[0], "saved", *["offloaded"] * offloads, *counts[1], "recomputed", "time", "added")
     table = new_table("What each module saves for the backward, and recomputes", module, right=right)
     for row, last, times in rows:
         others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
         table.add_row(
             (row.path or "(model)") + others,
-            str(row.ops),
+            *[str(row.ops)] * wide,
             size(row.saved_bytes),
             *[size(row.offloaded_bytes)] * offloads,
-            str(row.recomputed_ops or "–"),
+            *[str(row.recomputed_ops or "–")] * wide,
             size(row.recomputed_bytes),
             duration(row.seconds),
             duration(row.added_seconds),
@@ -171,8 +211,9 @@ def _signed(nbytes: int) -> str:
     return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"
 
 
-def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow]:
-    """The rows, summed over submodules down to the deepest level at which at most `most` rows are left."""
+def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
+    """The rows, summed over submodules down to the deepest level at which at most `most` rows are left, or with `runs`
+    as many runs of rows that are `alike`."""
     rows = list(rows)
     depth = max((row.path.count(".") for row in rows), default=0)
     while True:
@@ -180,8 +221,9 @@ def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow
         for row in rows:
             path = ".".join(row.path.split(".")[: depth + 1])
             merged[path] = _sum(merged[path], row) if path in merged else replace(row, path=path)
-        if len(merged) <= most or depth == 0:
-            return list(merged.values())
+        found = list(merged.values())
+        if len(alike(found) if runs else found) <= most or depth == 0:
+            return found
         depth -= 1
 
 

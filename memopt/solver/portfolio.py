@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from importlib.util import find_spec
 from typing import get_args
 
 from memopt.solver.arrays import arrays_of, to_array, to_schedule
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.lower_bound import LowerBound, floor_of
 from memopt.solver.min_cut import MinimumCut
-from memopt.solver.native import ready_made
+from memopt.solver.native import is_compiled, ready_made
 from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, baseline_solvers
 from memopt.solver.search import (
@@ -84,6 +86,7 @@ class Portfolio:
         """
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
+        require_exact(effort)
         bound = self._bound.added_seconds(budget_bytes)
         search = Search(self._arrays, budget_bytes, bound + _CLOSE_ENOUGH * self._problem.seconds)
         known = [*self._baselines, *self._hull_plans, *self._found]
@@ -202,7 +205,7 @@ class Portfolio:
     def _exact(self, cap_bytes: int, *, rough: bool = False) -> Candidate | None:
         """The exact solver's plan for a tiny problem; None for other problems, or if it finds none. `rough`: any plan
         within the cap will do."""
-        if self._problem.forward_ops > _TINY_OPS:
+        if self._problem.forward_ops > _TINY_OPS or exact_left_out(self._problem):
             return None
         from memopt.solver.exact import Exact  # scipy.optimize takes a while to import
 
@@ -289,13 +292,42 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
     return None
 
 
+def require_exact(effort: Effort) -> None:
+    """Raises `ModuleNotFoundError` where `effort` needs a solver that is not installed."""
+    if effort == "best" and find_spec("scipy") is None:
+        raise ModuleNotFoundError(
+            "effort='best' solves mixed-integer programs with scipy, which is not installed; "
+            "pip install 'memopt[exact]'",
+            name="scipy",
+        )
+
+
+def exact_left_out(problem: RematProblem) -> str:
+    """Why the exact solver takes no part in plans of a problem for which it is meant; "" where it does, or the problem
+    is too large for it."""
+    if problem.forward_ops > _TINY_OPS or find_spec("scipy") is not None:
+        return ""
+    return (
+        f"scipy is not installed: a graph of at most {_TINY_OPS} operators is planned without the exact solver, and "
+        "another plan may be faster; pip install 'memopt[exact]'"
+    )
+
+
 @cache
 def warm_up() -> None:
-    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used.
+    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used, and
+    warns where nothing can compile them.
 
     With numba this takes about 12 seconds the first time on a machine; later processes read the machine code from disk.
     """
-    if ready_made() is not None:
+    if not is_compiled():
+        warnings.warn(
+            "the solvers run as plain Python: their kernels were not compiled when memopt was installed, and numba is "
+            "not there to do it; plans are the same, and take several times as long to find; "
+            "pip install 'memopt[numba]'",
+            stacklevel=2,
+        )
+    if ready_made() is not None or not is_compiled():
         return
     portfolio = Portfolio(_chain(blocks=8))
     most = max(baseline.peak_bytes for baseline in portfolio.baselines())

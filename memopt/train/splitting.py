@@ -72,7 +72,11 @@ class Splitting:
                 f"microbatches={number} if that is what you want"
             )
             raise BudgetError(
-                refused.budget_bytes, refused.smallest_bytes, refused.dominated_by, further=(*refused.further, instead)
+                refused.budget_bytes,
+                refused.smallest_bytes,
+                refused.dominated_by,
+                further=(*refused.notes, instead),
+                ways=refused.ways,
             ) from None
 
 

@@ -37,7 +37,12 @@ def every_example() -> list[object]:
 def test_every_help_text_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert in_help(command)
     assert main([command, "--help"]) == 0
-    assert f"memopt {command}" in capsys.readouterr().out.partition("Options:")[0]
+    help_text = capsys.readouterr().out.partition("Options:")[0]
+    assert f"memopt {command}" in help_text
+    assert "\\b" not in help_text
+    lines = help_text.splitlines()
+    begins = next(number for number, line in enumerate(lines) if line.strip() in ("Example:", "Examples:"))
+    assert lines[begins + 1].startswith("    memopt ")
 
 
 @pytest.mark.parametrize("example", every_example())

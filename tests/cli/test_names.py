@@ -105,6 +105,24 @@ def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert story["fate"] == one["fate"]
     assert story["bytes"] == one["bytes"]
     assert story["value"].endswith("64x128")
+    assert main(["explain", *arguments[:-1], "--op", "h.0.mlp.c_fc"]) == 0
+    text = capsys.readouterr().out
+    assert f"{len(ops)} ops of 'h.0.mlp.c_fc'" in text
+    assert f"{one['op']}, planned for cpu" in text, "the story of the product of a linear layer"
+
+
+@pytest.mark.parametrize(("largest", "capped"), [(24, True), (20, True), (16, False)])
+def test_a_cap_is_not_called_the_largest_batch(
+    largest: int, capped: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt.max_batch", lambda *args, **options: largest)
+    settings = [text for one in TINY for text in ("--set", one)]
+    arguments = ["max-batch", "gpt2", *settings, "--budget-gb", "1", "--at-most", "24", "--multiple-of", "8"]
+    arguments[-1] = "4" if largest == 16 else "8"
+    assert main(arguments) == 0
+    assert ("more may fit" in capsys.readouterr().out) == capped
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["limited_by_at_most"] == capped
 
 
 def test_help_loads_no_torch_and_memopt_no_command_line() -> None:

@@ -1,8 +1,9 @@
-"""The log has one line for each set of shapes that is planned, with its seconds, and no other."""
+"""The log has two lines for each set of shapes that is planned, before and after, with its seconds, and no other."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -40,17 +41,37 @@ def train(model: nn.Module, rows: int, *, accumulate: int = 1) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_one_line_for_each_set_of_shapes(lines: list[str], ahead: bool) -> None:
+def test_two_lines_for_each_set_of_shapes(lines: list[str], ahead: bool) -> None:
     model = Blocks().train()
     given = {"example_inputs": (torch.ones(8, 32),)} if ahead else {}
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"}, **given)
-    assert len(lines) == ahead
+    assert len(lines) == 2 * ahead
     for rows in (8, 8, 4, 8, 4):
         train(model, rows, accumulate=2)
-    assert len(lines) == 2
-    assert "planned Blocks for (8, 32) in " in lines[0]
-    assert "planned Blocks for (4, 32) in " in lines[1]
-    assert "added time 0.0%" in lines[0]
+    for begins, ends, rows in zip(lines[::2], lines[1::2], (8, 4), strict=True):
+        assert begins == f"planning Blocks for ({rows}, 32), which takes some seconds"
+        assert re.match(rf"planned Blocks in .*s for \({rows}, 32\): peak .* of .*, added time 0.0%$", ends)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_new_shapes_in_training_are_told_where_nobody_listens_to_the_log(
+    heard: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("memopt")
+    logger.setLevel(logging.WARNING if heard else logging.NOTSET)
+    try:
+        model = Blocks().train()
+        given = (torch.ones(8, 32),)
+        memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"}, example_inputs=given)
+        for rows in (8, 8, 4, 8, 4):
+            train(model, rows, accumulate=2)
+    finally:
+        logger.setLevel(logging.NOTSET)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("memopt: plann")]
+    assert [line.partition(" in ")[0] for line in lines] == [
+        "memopt: planning Blocks for (4, 32), which takes some seconds",
+        "memopt: planned Blocks",
+    ] * (not heard)
 
 
 def test_shapes_are_named_by_keywords_and_found_in_containers() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from expecttest import assert_expected_inline
 
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import ModuleRow, RegionSchedule
-from memopt.show.report import alike, folded, render
+from memopt.show.report import BRIEF_LINES, alike, brief, folded, render
 from tests.planned import ACCOUNT
 from tests.show.small import IN_ASCII, MB
 
@@ -70,6 +73,40 @@ note: captured in 2 regions, since [the forward breaks]""",
 
 def test_width() -> None:
     assert max(map(len, render(plan(), width=60).splitlines())) <= 60
+
+
+def long(blocks: int) -> Plan:
+    """A plan of many blocks that are not alike, with many rows of bytes and many notes."""
+    rows = tuple((f"row {number}", (30 - number) * MB) for number in range(30))
+    modules = tuple(replace(row, saved_bytes=number * MB) for number, row in enumerate(deep(blocks)))
+    notes = tuple(f"note {number}, {'which is long ' * 20}" for number in range(8))
+    peak = sum(nbytes for _, nbytes in rows)
+    planned = Breakdown(peak, "mm_7", rows)
+    return replace(plan(), plain=planned, planned=planned, modules=modules, notes=notes)
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 12, 50])
+@pytest.mark.parametrize("width", [80, 110])
+def test_what_is_printed_has_at_most_forty_lines(blocks: int, width: int) -> None:
+    text = brief(long(blocks), width)
+    lines = text.splitlines()
+    assert len(lines) <= BRIEF_LINES
+    assert max(map(len, lines)) <= width
+    assert lines[-1] == "all rows and modules, 5 more notes: print(plan.table())"
+    assert "smaller rows" in text
+    assert str(long(blocks)) == brief(long(blocks))
+    assert long(blocks).table() == render(long(blocks))
+
+
+def test_no_column_is_cut_off_in_eighty() -> None:
+    rows = tuple(replace(row, path=f"transformer.h.{n}.attention.c_attn") for n, row in enumerate(deep(4)))
+    for moved in (0, 5 * MB):
+        made = replace(long(4), modules=rows, moved_bytes=moved, receipt=())
+        lines = render(made, 80).splitlines()
+        header = next(line for line in lines if "module" in line and "added" in line)
+        assert all(name in header for name in ("saved", "recomputed", "time", "added"))
+        assert "ops" not in header
+        assert max(map(len, lines)) <= 80
 
 
 def deep(blocks: int) -> list[ModuleRow]:

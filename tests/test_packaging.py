@@ -1,0 +1,166 @@
+"""What an installation needs and brings: without a C compiler, without numba, without scipy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memopt
+from memopt.cli.failures import BAD_USAGE, described
+from memopt.planning.options import check_options
+from memopt.solver import Portfolio, exact_left_out
+from memopt.solver.portfolio import _chain
+
+ROOT = Path(memopt.__file__).parents[1]
+NOT_LOADED = """
+import sys
+for module in {blocked}:
+    sys.modules[module] = None
+import torch, memopt
+from torch import nn
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(10))).train()
+    batch = torch.zeros(512, 64), torch.zeros(512, 64)
+try:
+    memopt.plan(model, 1e-4, batch, loss_fn=nn.functional.mse_loss, precision="fp32")
+except memopt.BudgetError as refused:
+    budget = refused.smallest_gb * 1.1
+plan = memopt.plan(model, budget, batch, loss_fn=nn.functional.mse_loss, precision="fp32")
+print(plan.predicted_peak_gb, plan.added_time, plan.bound, plan.method, plan.notes)
+assert not {{"numba", "scipy", "llvmlite"}} & {{name for name, module in sys.modules.items() if module}}
+"""
+
+
+def project() -> dict[str, Any]:
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("not a source tree")
+    return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+
+def test_what_an_installation_needs() -> None:
+    metadata = project()["project"]
+    names = {requirement.split(">")[0] for requirement in metadata["dependencies"]}
+    assert names == {"torch", "click", "networkx", "numpy", "rich"}
+    extras = metadata["optional-dependencies"]
+    assert extras["exact"] == [one for one in extras["dev"] if one.startswith("scipy")]
+    assert extras["numba"] == [one for one in extras["dev"] if one.startswith("numba")]
+    assert metadata["authors"]
+    python = [one.rpartition(" ")[2] for one in metadata["classifiers"] if "Python :: 3." in one]
+    assert python == ["3.10", "3.11", "3.12", "3.13"]
+
+
+def test_a_build_without_a_compiler_goes_on_without_the_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    project()
+    environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "setup.py"), "--quiet", "--name"],
+        cwd=ROOT,
+        env={**environment, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["memopt"]), done.stderr
+    assert "memopt: the solvers' kernels are not built (" in done.stderr
+    assert "pip install 'memopt[numba]'" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["numba", "numpy"])
+def test_a_build_without(missing: str, tmp_path: Path) -> None:
+    project()
+    (tmp_path / f"{missing}.py").write_text("raise RuntimeError('too new')")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "setup.py"), "--quiet", "--name"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["memopt"]), done.stderr
+    assert "(too new)" in done.stderr
+
+
+def planned_without(*modules: str) -> str:
+    command = [sys.executable, "-c", NOT_LOADED.format(blocked=modules)]
+    environment = {**os.environ, "MEMOPT_CACHE": "0"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=ROOT).stdout
+
+
+@pytest.mark.slow
+def test_plans_without_numba_and_scipy_are_the_same() -> None:
+    plain = planned_without("numba", "scipy", "memopt.solver._kernels")
+    assert plain == planned_without("numba", "scipy")
+
+
+def test_larger_problems_are_solved_alike_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _chain(blocks=13)
+    with_scipy = Portfolio(problem)
+    smallest = with_scipy.smallest()
+    budgets = [smallest.peak_bytes + more for more in (0, 2, 6, 12)]
+    found = [with_scipy.solve(budget) for budget in budgets]
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    without = Portfolio(problem)
+    assert without.smallest() == smallest
+    assert [without.solve(budget) for budget in budgets] == found
+    assert exact_left_out(problem) == ""
+
+
+@pytest.mark.usefixtures("no_scipy")
+def test_tiny_problems_without_scipy_are_solved_and_say_so() -> None:
+    problem = _chain(blocks=4)
+    portfolio = Portfolio(problem)
+    smallest = portfolio.smallest().peak_bytes
+    assert portfolio.solve(smallest).peak_bytes <= smallest
+    assert exact_left_out(problem).endswith("pip install 'memopt[exact]'")
+
+
+@pytest.mark.usefixtures("no_scipy")
+def test_the_best_effort_names_what_it_needs() -> None:
+    words = r"effort='best' .* scipy, which is not installed; pip install 'memopt\[exact\]'"
+    with pytest.raises(ModuleNotFoundError, match=words) as refused:
+        check_options(1.0, effort="best")
+    assert described(refused.value)[0] == BAD_USAGE
+    with pytest.raises(ModuleNotFoundError, match=words):
+        Portfolio(_chain(blocks=4)).solve(100, "best")
+
+
+def test_solvers_that_nothing_compiles_warn_once() -> None:
+    script = (
+        "import sys, warnings; sys.modules['numba'] = sys.modules['memopt.solver._kernels'] = None\n"
+        "from memopt.solver import warm_up\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always'); warm_up(); warm_up()\n"
+        "print(*(str(one.message) for one in said), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("the solvers run as plain Python")
+    assert line.endswith("pip install 'memopt[numba]'")
+
+
+@pytest.mark.slow
+def test_the_source_distribution_has_the_tests_and_the_documentation(tmp_path: Path) -> None:
+    project()
+    tree = tmp_path / "tree"
+    skipped = shutil.ignore_patterns(".*", "site", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=skipped)
+    shutil.copytree(ROOT / ".ci", tree / ".ci")
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path), "--formats", "gztar"]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, env={**os.environ, "PATH": ""})
+    shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked")
+    (made,) = (tmp_path / "unpacked").iterdir()
+    for folder in ("memopt", "passes", "tests", "docs", "examples", "benchmarks"):
+        wanted = {file.relative_to(tree) for file in (tree / folder).rglob("*") if file.is_file()}
+        assert wanted <= {file.relative_to(made) for file in made.rglob("*")}, folder
+    assert (made / "CHANGELOG.md").exists()
