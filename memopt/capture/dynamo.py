@@ -203,17 +203,8 @@ def _capturing() -> Iterator[None]:
         _captures -= 1
 
 
-SECOND_DERIVATIVES = (
-    "it takes a derivative itself (torch.autograd.grad), so that its backward takes second derivatives, which are not "
-    "planned"
-)
-"""Why a forward with a derivative inside is not captured; Dynamo's own message speaks of a setting."""
-
-
 def in_brief(error: BaseException) -> str:
     """An error's message on one line of at most 200 characters, without torch's advice on debugging."""
-    if "trace_autograd_ops" in str(error):
-        return SECOND_DERIVATIVES
     text = " ".join(str(error).split()).removeprefix("Consider annotating your code using torch._check*(). ")
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]

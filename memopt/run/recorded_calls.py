@@ -74,6 +74,8 @@ def recording(
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
 
         def stub(*values: Any) -> Any:
+            for number in region.to_require_grad:
+                values[number].requires_grad_()
             return run_region(region, values)
 
         return stub
