@@ -3,6 +3,7 @@ losses of a model and a batch (a physics-informed network, a gradient penalty, s
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ POTENTIALS = (SchNet, PaiNN, Equivariant, DistanceTransformer)
 def network(inputs: int, outputs: int = 1, width: int = 32, layers: int = 4) -> nn.Sequential:
     """A network of tanh layers."""
     widths = [inputs, *[width] * layers]
-    parts = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.Tanh())]
+    parts = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*parts, nn.Linear(width, outputs))
 
 
