@@ -31,7 +31,9 @@ class PeakMeter:
         self._allocated: int | None = None
         self._resident = 0
         self._blocks = 0
+        self._now = 0
         self._events: MemoryEvents | None = None
+        self._thread = threading.get_ident()
 
     @property
     def bytes(self) -> int:
@@ -61,13 +63,16 @@ class PeakMeter:
 
     @classmethod
     def running(cls) -> PeakMeter | None:
-        """The meter of the CPU whose block runs, if there is one."""
-        return cls._running[-1] if cls._running else None
+        """The meter of the CPU whose block runs in this thread, if there is one."""
+        thread = threading.get_ident()
+        return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
-    @property
-    def entered_bytes(self) -> int:
-        """As `resident_bytes`, also while the block runs."""
-        return self._resident
+    def held_bytes(self) -> int:
+        """The bytes that tensors hold now, while the block runs on the CPU; in a backward, and where torch has only
+        kineto's profiler, those that were held at the latest call outside, or at entry."""
+        assert self._events is not None
+        self._now += sum(self._events.since_last() or ())
+        return self._now
 
     def __enter__(self) -> PeakMeter:
         if self._events is not None or self._allocated is not None:
@@ -79,12 +84,14 @@ class PeakMeter:
             kind.reset_peak(self.device)
             return self
         blocks = resident_cpu_blocks()
-        events = MemoryEvents()
+        events, self._thread = MemoryEvents(), threading.get_ident()
         events.start()
         self._events = events
         for address, nbytes in blocks.items():
             events.declare(address, nbytes)
+        events.since_last()
         self._resident, self._blocks = sum(blocks.values()), len(blocks)
+        self._now = self._resident
         self._running.append(self)
         return self
 

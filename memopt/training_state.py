@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,14 +106,16 @@ def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
 
 class Attributes:
     """The attributes of all modules of a model, to be restored after they were set to others: also what is in their
-    dictionaries, lists and sets, as parameters, buffers and hooks are. Other values that are written in place are not
-    restored, but for `tensors`, which `values_restored` takes."""
+    dictionaries, lists, queues and sets, as parameters, buffers and hooks are, and the states of random generators.
+    Other values that are written in place are not restored, but for `tensors`, which `values_restored` takes."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(vars(one)): vars(one) for one in model.modules()}
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
         held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
         self._contents = [(container, container.copy()) for container in held.values()]
+        values = {id(value): value for table, _ in self._tables for value in table.values()}
+        self._generators = [(one, _state_of(one)) for one in values.values() if isinstance(one, _GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors among them that are neither parameters nor buffers."""
@@ -139,7 +141,28 @@ class Attributes:
             table.update(values)
         for container, values in self._contents:
             container.clear()
-            container.extend(values) if isinstance(container, list) else container.update(values)
+            container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
+        for generator, state in self._generators:
+            _set_state(generator, state)
+
+
+_GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
+
+
+def _state_of(generator: Any) -> Any:
+    """The state of a random generator."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 @dataclass(frozen=True)
@@ -280,7 +303,7 @@ def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.from_numpy(tensor.detach().numpy().copy())
 
 
-_CONTAINERS = {dict, OrderedDict, list, set}
+_CONTAINERS = {dict, OrderedDict, list, set, deque}
 _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
 

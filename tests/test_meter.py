@@ -254,3 +254,21 @@ with memopt.measure_peak("cpu"):
 assert resident() - before < 100 * 2**20, (resident() - before) / 2**20
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.skipif(not LEGACY_PROFILER, reason="kineto tells of its events at the end only")
+def test_a_running_meter_says_what_is_held_now() -> None:
+    with measure_peak("cpu") as peak:
+        before = peak.held_bytes()
+        held = [torch.zeros(2**18) for _ in range(3)]
+        assert peak.held_bytes() == before + 3 * 2**20
+        del held[0]
+        assert peak.held_bytes() == before + 2 * 2**20
+        leaf = torch.zeros(2**18, requires_grad=True)
+        seen: list[int] = []
+        leaf.register_hook(lambda gradient: seen.append(peak.held_bytes()))
+        doubled = leaf * 2
+        assert (forward := peak.held_bytes()) == pytest.approx(before + 4 * 2**20, abs=64)  # the number 2, too
+        doubled.sum().backward()
+    assert seen == [forward]
+    assert peak.allocated_bytes >= 5 * 2**20

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.meter import measure_peak
-from memopt.training_state import TrainingState, generator_states, set_generators
+from memopt.training_state import TrainingState, generator_states, set_generators, undone
 from passes.ops.fp8_formats import histories_of
 
 CPU = torch.device("cpu")
@@ -102,3 +103,34 @@ def test_histories_of_8_bit_layers_are_set_back() -> None:
     state.undo_forward()
     assert histories.magnitudes.keys() == before.keys()
     assert torch.equal(histories.magnitudes["x"], before["x"])
+
+
+class Remembering(nn.Module):
+    """A model that draws from generators of its own, and remembers in a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.draws = random.Random(0), np.random.default_rng(0), np.random.RandomState(0), torch.Generator()
+        self.python, self.numpy, self.older, self.torch = self.draws
+        self.latest = deque[float](maxlen=2)
+
+    def forward(self) -> list[float]:
+        drawn = [
+            self.python.random(),
+            float(self.numpy.random()),
+            float(self.older.rand()),
+            torch.rand((), generator=self.torch).item(),
+        ]
+        self.latest.extend(drawn)
+        return drawn
+
+
+def test_generators_and_queues_of_a_models_own_are_undone() -> None:
+    model = Remembering()
+    model()
+    before = list(model.latest)
+    with undone(model):
+        first = model()
+    assert list(model.latest) == before
+    assert model() == first

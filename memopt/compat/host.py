@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.autograd import profiler, profiler_legacy
 
+from memopt.compat.autograd import current_backward
 from passes.compat import private
 
 # By the first, kernels that would write to a tensor, and code that asks for its address, raise `RuntimeError`; the
@@ -63,6 +64,7 @@ class MemoryEvents:
         self._legacy, self._device_type = legacy, device_type
         kineto: dict[str, Any] = {} if legacy else {"use_kineto": True}
         self._profile: Any = (profiler_legacy if legacy else profiler).profile(profile_memory=True, **kineto)
+        self._earlier: list[int] = []
 
     def start(self) -> None:
         """Begins the recording. Raises `RuntimeError` if a profiler is active in this thread."""
@@ -85,9 +87,20 @@ class MemoryEvents:
     def stop(self) -> list[int]:
         """Ends the recording and returns its events in order of time: bytes allocated, or minus the bytes freed."""
         try:
-            return self._events()
+            return self._earlier + self._events()
         finally:
             _map_blocks_from(2**25)
+
+    def since_last(self) -> list[int] | None:
+        """Returns the events since the last call, or since the start, and goes on recording. None where they are known
+        at the end only: with kineto, which takes long to start anew, and in a backward, which autograd ends with the
+        callbacks that it began with."""
+        if not self._legacy or current_backward() >= 0:
+            return None
+        events = self._events()
+        self._profile._start_trace()
+        self._earlier += events
+        return events
 
     def _events(self) -> list[int]:
         if not self._legacy:

@@ -31,6 +31,9 @@ _SHARE_OF_TIME = 0.01
 """Looks take at most this share of the time, but for those without which a step would be refused, or not be known."""
 _LOOKS = 4
 """The number of looks at moments of a kind from which a limit is known of what is there."""
+_MALLOC_NOISE = 64 * 1024
+"""What Python and the C library allocate beside tensors makes the bytes of `malloc` differ by this much from step to
+step."""
 _WORTHWHILE = 16
 """Room that has become free is planned for where it is at least this part of the budget."""
 _OF_OUTPUTS = 3
@@ -83,9 +86,9 @@ class Moment:
 
     @property
     def known_bytes(self) -> int:
-        """The bytes that differ from call to call and are known."""
+        """The bytes that differ from call to call, are known, and do not lie elsewhere."""
         inputs = sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
-        return inputs + self.waiting_bytes + self.others_bytes + self.lasting_now
+        return inputs + self.waiting_bytes + self.lasting_now
 
     @property
     def to_come_elsewhere(self) -> int:
@@ -284,15 +287,18 @@ class Ledger(Company):
     def now(self, moment: Moment, *, planning: bool = False) -> Found:
         """The bytes elsewhere now, or no less than that where a look would take too much of the time.
 
-        Garbage that has not been collected is collected before growth is believed.
+        Garbage that has not been collected is collected before growth is believed. Growth no larger than the noise of
+        `malloc` is no growth, while looks have taken their share of the time.
         """
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Found(entry.fixed_bytes)
         level, looked = self._level(moment)
         before = entry.found if self._held_still or looked is None else looked.found
-        as_before = level is not None and looked is not None and abs(level - looked.level) < BOOKKEEPING_BYTES
-        if not self._held_still and not as_before:
+        change = None if level is None or looked is None else abs(level - looked.level)
+        as_before = change is not None and change < BOOKKEEPING_BYTES
+        noise = change is not None and change < self._noise_bytes and not entry.due and not planning
+        if not self._held_still and not as_before and not (noise and not self._may_look()):
             limit = self.at_most(moment)
             # At the first moment of a kind, too, only a look can tell, if anything can.
             needed = moment.closely or entry.due or (limit is None and level is not None)
@@ -303,6 +309,11 @@ class Ledger(Company):
                 return limit
         entry.found = before
         return before
+
+    @property
+    def _noise_bytes(self) -> int:
+        """Up to how many bytes `allocated_bytes` differs where no tensor was allocated."""
+        return _MALLOC_NOISE if device_of(self.device).is_host else 0
 
     def _may_look(self) -> bool:
         """Whether one more look takes no more of the time than looks may."""
@@ -319,11 +330,11 @@ class Ledger(Company):
 
     def _reading(self) -> tuple[str, int | None]:
         """Where the bytes allocated are read, and how many they are. A profiler's records lie in the memory of
-        `malloc`; of memopt's own meter it is known what tensors held when its block began."""
+        `malloc`; memopt's own meter says what tensors hold, of a backward what they held at its forward."""
         if device_of(self.device).caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()
-        return ("meter", meter.entered_bytes) if meter else ("profiler", None)
+        return ("meter", meter.held_bytes()) if meter else ("profiler", None)
 
     def _look(self, moment: Moment, before: Found, *, planning: bool) -> Found:
         started, entry = time.monotonic(), moment.entry

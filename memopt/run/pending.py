@@ -237,7 +237,9 @@ class PendingForward:
         model = self.model()
         if model is None or self.plan.account.gradients_held:
             return appeared
-        parameters = [one for one in parameters_in(modules_of(model)) if one not in self.gathered]
+        parameters = parameters_in(modules_of(model))
+        if self.gathered:
+            parameters = [one for one in parameters if one not in self.gathered]
         return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
 
     def _check_autocast(self) -> None:

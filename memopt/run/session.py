@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -74,7 +75,9 @@ class Session:
         self.uncompiled: Callable[..., Any] = self.forward
         self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
         self._safety_net = SafetyNet(self.model, self.share.entry, self._plan_tighter)
-        self.accumulation.failed = self._safety_net.backward_failed
+        # An autograd graph that outlives its backward, as of an output that the model keeps, must not hold the model.
+        backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
+        self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._loss_to_come: Callable[[Any], Any] | None = None
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:

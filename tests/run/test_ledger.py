@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import memopt
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
+from memopt.compat.host import LEGACY_PROFILER
 from memopt.compat.tensors import weak_storages
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
@@ -176,6 +178,19 @@ def test_a_profiler_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
         assert now(Moment(entry)).other == before
 
 
+@pytest.mark.skipif(not LEGACY_PROFILER, reason="kineto tells of its events at the end only")
+def test_what_appears_within_a_metered_block_is_growth() -> None:
+    """Sharpness-aware minimisation keeps a copy of the gradients from the first forward of a step to the second."""
+    entry = Entry(nn.Linear(16, 16), 2**24)
+    before = now(Moment(entry)).other
+    for _ in range(2):
+        with memopt.measure_peak():
+            assert now(Moment(entry)).other == before
+            held = torch.zeros(MB)
+            assert now(Moment(entry)).other == before + held.nbytes
+            del held
+
+
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_looks_take_a_hundredth_of_the_time_unless_more_is_allocated_than_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Entry(nn.Linear(16, 16), 2**24)
@@ -190,3 +205,19 @@ def test_looks_take_a_hundredth_of_the_time_unless_more_is_allocated_than_ever(m
         batch = torch.zeros(size)
         assert now(Moment(entry)).other >= before - 4 * MB + batch.nbytes - 100_000
         del batch
+
+
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_noise_of_malloc_is_not_looked_for_once_looks_have_taken_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in a small budget with next to no room looked at each growth of some kilobytes, as nothing is refused
+    without a look."""
+    entry = Entry(nn.Linear(16, 16), 2**22)
+    before = now(Moment(entry, closely=True)).other
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger.of(entry), "look_seconds", 1e9)
+        patched.setattr("memopt.account.elsewhere.live_objects", lambda *_: pytest.fail("objects were looked at"))
+        noise = bytearray(40_000)
+        assert now(Moment(entry, closely=True)).other == before
+    del noise
+    tensor = torch.zeros(100_000)
+    assert now(Moment(entry, closely=True)).other >= before + tensor.nbytes

@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import memopt
 from memopt.errors import GIB
+from memopt.meter import PeakMeter
 from memopt.run.session import session_of
 from tests.elsewhere import counted
 from tests.run.several_models import LOOPS, ROWS, Step, Trained, mlp
@@ -102,6 +104,22 @@ def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     assert budget < most
     assert max(peaks) <= budget, [peak / budget for peak in peaks]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", LOOPS_MARKED)
+def test_steps_that_no_meter_watches(name: str) -> None:
+    """The bytes on the CPU are read from `malloc` then."""
+    make, step = LOOPS[name]
+    expected, most, lasting = plain(name)
+    here = beside(name)
+    budget = here + lasting + (most - here - lasting) // 3
+    models = made(make, budget)
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        with memopt.measure_peak() if number == STEPS - 1 else nullcontext() as peak:
+            assert torch.equal(step(models), expected[number])
+    assert isinstance(peak, PeakMeter)
+    assert peak.bytes <= budget, peak.bytes / budget
 
 
 @pytest.mark.plans_always
