@@ -67,14 +67,15 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
         returned = set(graph.output_node().all_input_nodes)
         for call in calls:
             value: Any = call.args[0]
-            order = {node: number for number, node in enumerate(graph.nodes)}
+            nodes = list(graph.nodes)
+            at = nodes.index(call)
             if value in inputs:
                 found.add(inputs.index(value))
-                _read_apart(value, torch.detach, [user for user in value.users if order[user] < order[call]])
+                _read_apart(value, torch.detach, [node for node in nodes[:at] if node in value.users])
             elif value in returned:
                 raise GraphBreak("a value that requires_grad_() was called on is returned or kept by the model")
             elif derives:
-                _read_apart(value, requiring_grad, [user for user in value.users if order[user] > order[call]])
+                _read_apart(value, requiring_grad, [node for node in nodes[at + 1 :] if node in value.users])
             graph.erase_node(call)
         if calls:
             inner.recompile()
@@ -82,7 +83,7 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
 
 
 def _read_apart(value: fx.Node, by: Callable[[torch.Tensor], torch.Tensor], users: Sequence[fx.Node]) -> None:
-    """Have these users of a value read what a function makes of it."""
+    """Have these users of a value, in the order of the graph, read what a function makes of it."""
     if not users:
         return
     with value.graph.inserting_before(users[0]):
