@@ -144,8 +144,10 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
     if dynamic is None:
         return {}
     numbers = tensor_numbers(call)
-    given: Any = call[0] if len(call[0]) > 1 else call[0][0]  # the batch of a loss function that takes the model
-    if not with_targets:
+    given: Any = call[0]
+    if with_targets and len(given) == 1:
+        (given,) = given  # the batch of a loss function that takes the model
+    elif not with_targets:
         given = _by_name(call, model) if isinstance(dynamic, Mapping) else call[0]
     return {
         (numbers[id(tensor)], dimension): most

@@ -74,8 +74,6 @@ def recording(
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
 
         def stub(*values: Any) -> Any:
-            for number in region.to_require_grad:
-                values[number].requires_grad_()
             return run_region(region, values)
 
         return stub
@@ -275,6 +273,8 @@ class RecordedCalls:
         self._has_symbols |= bool(region.changing)
         if self.whole and self._in_progress is None:
             raise Recorded(region, inputs)
+        for number in region.to_require_grad:
+            inputs[number].requires_grad_()
         if not region.differentiable:
             return region.graph_module(*inputs)
         forward = self._begun(region, inputs, self._in_progress) if self._in_progress else self._forward
