@@ -33,10 +33,9 @@ from examples.train_gpt2_within_budget import read_text
 from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import capture_on_fakes
 from memopt.device import hardware
-from memopt.levers import lever_sets, levers_named
-from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.levers import lever_sets, levers_named, precision_rewriting
+from memopt.planning.priced_step import PriceSettings, TracedStep
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.rewrite import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import RematProblem, Schedule
 
@@ -114,7 +113,7 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
         base = precision_rewriting("bf16", planned_for)
         top = lever_sets(base, levers_named({"chunked_loss", *levers}), planned_for)[-1]
         regions = trace_call(captured, replace(top, needed=""))
-        problem = TracedStep("Llama", regions).price(PriceTerms(planned_for)).problem.problem
+        problem = TracedStep("Llama", regions).price(PriceSettings(planned_for)).problem.problem
         everything = Schedule.save_all(problem)
         weights = copies_of_parameters(regions[0], problem)
         gb = [held_after_forward(problem, everything) / 2**30, weights / 2**30]

@@ -33,7 +33,7 @@ from examples.models.families import BY_NAME as SMALL
 from examples.models.families import loss_of, without_dropout
 from memopt.capture.joint import JointGraph
 from memopt.device import hardware
-from memopt.rewrite import precision_rewriting
+from memopt.levers import precision_rewriting
 from memopt.run.session import session_of
 
 RESULT = Path(__file__).parent / "results" / "precision.json"

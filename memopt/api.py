@@ -64,16 +64,13 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
             `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. What the model returns has the plain model's
             dtypes in all of them. Within the caller's own `torch.autocast`, "auto" and "fp32" leave dtypes to it; all
             others replace it.
-        allow: names of the levers that a plan may use, `memopt.DEFAULT_LEVERS` unless told otherwise; to add to them,
-            give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` says of each what it does, how exact it is and
-            what it costs. With `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the
-            plain model's. The default levers, tried in the order of their price where recomputation alone would cost
-            time, are "recompute", "reinplace", "offload_activations" (bitwise exact), "fused_ops", "fused_attention",
-            "chunked_loss" and "microbatch" (exact but for rounding). Off by default are the 8-bit levers, which need a
-            step in 16 bits: "fp8", "fp8_delayed", "fp8_block" or "mxfp8" for linear layers, and "fp8_activations";
-            the levers on the optimiser, used where nothing else makes the step fit: "bf16_parameters",
-            "low_bit_optimizer", "offload_optimizer" and "optimizer_in_backward", which need `example_inputs` and an
-            optimiser from `wrap_optimizer`; and "plain", which runs a model unplanned that cannot be captured.
+        allow: the levers that a plan may use, by name or as values of your own, `memopt.DEFAULT_LEVERS` unless told
+            otherwise; to add to them, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` says of each what
+            it does, how exact it is, what it costs and what tries it. The default ones are bitwise exact, or exact but
+            for rounding; with `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the
+            plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the optimiser are used where
+            nothing else makes the step fit, and need `example_inputs` and an optimiser from `wrap_optimizer`; "plain"
+            runs a model unplanned that cannot be captured.
         backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.

@@ -179,7 +179,7 @@ class Values:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Values:
-        """These tensors with their copies."""
+        """The present versions of tensors, each given with a copy of its values, or None where it has none."""
         return cls(tuple((weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors))
 
     def copies(self) -> dict[int, torch.Tensor]:
@@ -198,10 +198,13 @@ class Values:
         return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
-        """Give those that were written to their values again; returns False where one has no copy."""
+        """Give those that were written to their values again; returns False where one has no copy. Some kernels, such
+        as that of batch normalisation, write without counting it."""
         with torch.no_grad():
-            for _, tensor, kept in self.written():
-                if kept is not None:
+            for reference, version, kept in self.tensors:
+                if kept is None or (tensor := reference()) is None:
+                    continue
+                if tensor._version != version or not torch.equal(tensor, kept.to(tensor.device)):
                     tensor.copy_(kept)
         return self.can_be_undone()
 
@@ -259,9 +262,10 @@ class CallState:
     _alive: ClassVar[weakref.WeakSet[CallState]] = weakref.WeakSet()
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor]) -> CallState:
-        """The current state of `model` before a call with these tensors."""
-        found = [(one, _set_aside(one)) for one in _beside_parameters(model)]
+    def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], *, copying: bool = True) -> CallState:
+        """The current state of `model` before a call with these tensors. Without `copying`, a call that has written to
+        a buffer cannot be undone either."""
+        found = [(one, _set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
         state = cls(weakref.ref(model), device, generator_states(device), Values.of(found))

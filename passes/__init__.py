@@ -3,6 +3,7 @@
 from passes.apply_offloads import ApplyOffloads, HostStay
 from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
+from passes.cast_saved import CastSaved
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
 from passes.forward_writes import ForwardWrites
@@ -20,18 +21,18 @@ from passes.hoist_getitems import HoistGetitems
 from passes.insert_casts import InsertCasts
 from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
-from passes.narrow_saved import NarrowSaved
 from passes.quantize_saved import QuantizeSaved
 from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
 from passes.rewrite_pattern import RewritePattern
-from passes.sum_wide import SumWide
+from passes.sum_in_fp32 import SumInFp32
 from passes.wait_at_once import WaitAtOnce
 
 __all__ = [
     "CANONICAL",
     "ApplyOffloads",
     "ApplySchedule",
+    "CastSaved",
     "ChunkLoss",
     "EliminateDeadCode",
     "ForwardWrites",
@@ -53,7 +54,6 @@ __all__ = [
     "InsertCasts",
     "MergeCasts",
     "MergeCommonSubexpressions",
-    "NarrowSaved",
     "Observer",
     "Pass",
     "PassError",
@@ -62,7 +62,7 @@ __all__ = [
     "Reinplace",
     "RemoveDetach",
     "RewritePattern",
-    "SumWide",
+    "SumInFp32",
     "VerifyError",
     "WaitAtOnce",
     "copy_graph_module",

@@ -12,7 +12,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.device import hardware
 from memopt.planning.plan import Plan
-from memopt.planning.priced_step import PricedStep, PriceTerms, TracedStep
+from memopt.planning.priced_step import PricedStep, PriceSettings, TracedStep
 from memopt.planning.stages import Priced
 from tests.passes.capture import Sketch, aten
 
@@ -65,7 +65,7 @@ def reading_late() -> JointGraph:
 
 
 def captured(*regions: JointGraph) -> PricedStep:
-    return TracedStep("Layers", regions or (region(3),)).price(PriceTerms(hardware("h100")))
+    return TracedStep("Layers", regions or (region(3),)).price(PriceSettings(hardware("h100")))
 
 
 def make_plan(step: PricedStep, account: Account, budget_bytes: int, *args: Any, **options: Any) -> Plan:
@@ -75,7 +75,7 @@ def make_plan(step: PricedStep, account: Account, budget_bytes: int, *args: Any,
 
 def under_levers(step: PricedStep, levers: Rewriting, account: Account = ACCOUNT) -> Priced:
     """Return a step as it would be priced under a set of levers."""
-    return Priced(replace(step.traced, rewriting=levers).price(step.terms), account)
+    return Priced(replace(step.traced, rewriting=levers).price(step.settings), account)
 
 
 def two_regions() -> PricedStep:

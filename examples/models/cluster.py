@@ -70,9 +70,11 @@ class CardStep:
         assert call is not None
         assert cluster.mesh.tp == call.sharding.cluster.mesh.tp
         sharding = call.sharding.over(cluster)
-        account = sharding.account(self.account, torch.optim.AdamW, self.priced.terms.hardware, lambda parameter: True)
+        account = sharding.account(
+            self.account, torch.optim.AdamW, self.priced.settings.hardware, lambda parameter: True
+        )
         traced = replace(self.priced.traced, sharded=replace(call, sharding=sharding))
-        return CardStep(traced.price(self.priced.terms), account)
+        return CardStep(traced.price(self.priced.settings), account)
 
     def under(self, name: str) -> CardFigures:
         """What the step holds and takes under a recipe of checkpointing."""

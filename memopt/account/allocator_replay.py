@@ -202,17 +202,17 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """The share, as a fraction, of the allocator's bytes that is left for what no replay knows."""
+    """A safety margin: the part `share / whole` of the allocator's bytes that is left free for what no replay knows."""
 
     share: int
     whole: int = 1000
 
     def added_to(self, nbytes: int) -> int:
-        """The least bytes of which `taken_from` leaves `nbytes`."""
+        """The smallest limit that leaves `nbytes` once the margin is taken from it: the inverse of `taken_from`."""
         return -(-nbytes * (self.whole + self.share) // self.whole)
 
     def taken_from(self, nbytes: int) -> int:
-        """The bytes that are left once the spare is set aside."""
+        """The bytes of a limit `nbytes` that are left once the margin is taken from it."""
         return nbytes * self.whole // (self.whole + self.share)
 
 

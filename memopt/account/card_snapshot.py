@@ -40,7 +40,7 @@ def card_state(
 
 
 @dataclass(frozen=True)
-class Owners:
+class _Owners:
     """The memory of tensors on a device, as bytes by address."""
 
     given: Mapping[int, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Owners:
         return "state" if address in self.state else "other"
 
 
-def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> Owners:
+def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
     """The memory on a device of a model, its gradients, its optimisers' state and the inputs of its call."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
@@ -74,7 +74,7 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
     owned = with_memory([*model.parameters(), *model.buffers(), *inputs])
     in_gradients = blocks_of(with_memory(gradients), device)
     given = {address: nbytes for address, nbytes in blocks_of(owned, device).items() if address not in in_gradients}
-    return Owners(
+    return _Owners(
         given,
         in_gradients,
         blocks_of(with_memory(tensor for optimizer in own for tensor in state_tensors(optimizer)), device),
@@ -83,7 +83,9 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
     )
 
 
-def state_of(segments: Iterable[Mapping[str, Any]], owners: Owners, libraries: Sequence[int], stream: int) -> CardState:
+def state_of(
+    segments: Iterable[Mapping[str, Any]], owners: _Owners, libraries: Sequence[int], stream: int
+) -> CardState:
     """The state that a snapshot of torch's allocator shows, for a step on a stream; `segments` are as
     `torch.cuda.memory_snapshot` returns them."""
     held: list[HeldSegment] = []
@@ -98,13 +100,13 @@ def state_of(segments: Iterable[Mapping[str, Any]], owners: Owners, libraries: S
             continue
         blocks: list[tuple[Kind, int]] = []
         for block in segment["blocks"]:
-            address, asked = block["address"], rounded_bytes(block["requested_size"])
+            address, requested = block["address"], rounded_bytes(block["requested_size"])
             kind: Kind = owners.kind_of(address) if block["state"] == "active_allocated" else "free"
-            if kind == "other" and address not in owners.tensors and missing[asked]:
+            if kind == "other" and address not in owners.tensors and missing[requested]:
                 kind = "library"
-                missing[asked] -= 1
-                found.append(asked)
-            counts[kind] += asked
+                missing[requested] -= 1
+                found.append(requested)
+            counts[kind] += requested
             blocks.append((kind, block["size"]))
         small, expandable = segment["segment_type"] == "small", segment["is_expandable"]
         if all(kind == "free" for kind, _ in blocks):

@@ -188,7 +188,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return self.eager_workspace(call)
 
     def eager_workspace(self, call: OpCall) -> int:
-        """The workspace of the kernel of a call."""
+        """The bytes that the kernel of a call allocates for itself and frees before it returns."""
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
@@ -202,7 +202,7 @@ class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does, of plain tensors in place of fakes."""
 
     def exclude(self, tensors: Any) -> None:
-        """Leave tensors out that were there before."""
+        """Leave tensors out of the count that were there before it began."""
         LiveBytes.exclude(self, tensors)
 
 
@@ -216,7 +216,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """The most bytes that were alive while such a kernel ran."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result."""
+        """Run an operator on the real tensors, and return its result."""
         return LiveBytes.run(self, func, args, kwargs)
 
     def eager_workspace(self, call: OpCall) -> int:

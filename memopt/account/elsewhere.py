@@ -53,6 +53,7 @@ def look(
     *,
     waiting_bytes: int = 0,
     others_bytes: int = 0,
+    plain_bytes: int = 0,
     bucket_bytes: int = 0,
     buckets: frozenset[int] = frozenset(),
     libraries: int = 0,
@@ -60,13 +61,16 @@ def look(
     """Look for tensors on a device beside a model, its gradients, its optimisers' state and its present call.
 
     They are found among Python's objects, which takes about 0.2 seconds for half a million of them. Memory that only
-    C++ holds is not seen on the CPU, such as activations that a plain model saved. On CUDA the allocator counts it.
+    C++ holds is not seen on the CPU; of the activations that a plain model saved, those are that its modules handed on.
+    On CUDA the allocator counts all.
 
     Args:
         own: further tensors that the account of the step has: the call's inputs, and copies to undo it.
         named: the addresses of memory that is counted otherwise, as what forwards hold that wait for their backward.
         waiting_bytes: what such forwards of this model hold, which the allocator counts.
         others_bytes: what those of other models hold, which lies elsewhere.
+        plain_bytes: what all of them hold that ran plain, whose addresses are not known: so much of what lies in graphs
+            of autograd is theirs.
         bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.
         buckets: the addresses of those that are known.
         libraries: the bytes of the allocator's count that the account has in its reserve.
@@ -88,6 +92,9 @@ def look(
         if not (address in own_blocks or address in state or address in named or address in buckets)
     }
     other = sum(-(-nbytes // block) * block for nbytes in beside.values())
+    if plain_bytes:
+        in_graphs = blocks_of([one for one in tensors if one.grad_fn is not None], device).keys() & beside.keys()
+        other -= min(plain_bytes, sum(-(-beside[address] // block) * block for address in in_graphs))
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
     other += others_bytes
     if device_of(device).caching:

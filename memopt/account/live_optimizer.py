@@ -56,7 +56,7 @@ def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
     return any(id(parameter) in ids for group in groups for parameter in group["params"])
 
 
-def the_live_one(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
+def live_optimizer_of(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
     """The only one of the class that is planned for, a class or its name; None where there is none or several, or an
     optimiser with its own options is planned for."""
     name = optimizer.lower() if isinstance(optimizer, str) else None

@@ -41,7 +41,7 @@ _SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.R
 
 @dataclass(frozen=True)
 class OptimizerAccount:
-    """Bytes beside parameters and gradients."""
+    """The bytes that an optimiser holds beside parameters and gradients."""
 
     state_bytes: int
     """Held from the first step on, also between steps."""

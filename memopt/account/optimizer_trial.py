@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -167,37 +166,25 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor))
 
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """A copy of an optimiser's parameters, state and options, with the values in the host's memory."""
-
-    optimizer: torch.optim.Optimizer
-    tensors: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    state: dict[Any, Any]
-    groups: tuple[dict[str, Any], ...]
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Copy everything that a step of `optimizer` may write to."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        written = {id(tensor): tensor for tensor in [*parameters, *state_tensors(optimizer)]}
-        return cls(
-            optimizer,
-            tuple((tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()),
-            {key: _same_tensors(value) for key, value in optimizer.state.items()},
-            tuple(dict(group) for group in optimizer.param_groups),
-        )
-
-    def restore(self) -> None:
-        """Set the optimiser back to this state, in the same tensor objects."""
+@contextmanager
+def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
+    """A block after which the parameters, the state and the options of an optimiser are as they were before it, in the
+    same tensor objects; meanwhile a copy of the values lies in the host's memory."""
+    written = {id(tensor): tensor for tensor in [*parameters_of(optimizer), *state_tensors(optimizer)]}
+    values = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()]
+    state = {key: _same_tensors(value) for key, value in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for tensor, value in self.tensors:
+            for tensor, value in values:
                 tensor.copy_(value)
-        self.optimizer.state.clear()
-        self.optimizer.state.update({key: _same_tensors(value) for key, value in self.state.items()})
-        for group, values in zip(self.optimizer.param_groups, self.groups, strict=True):
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
-            group.update(values)
+            group.update(options)
 
 
 def _same_tensors(value: Any) -> Any:

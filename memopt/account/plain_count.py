@@ -48,6 +48,8 @@ class PlainStep:
     reached: frozenset[int] = frozenset()
     """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
     other outputs."""
+    retained: bool = False
+    """Whether its graph is kept for a second backward (`retain_graph=True`)."""
 
 
 def count_plain_step(
@@ -58,8 +60,10 @@ def count_plain_step(
     *,
     gradients_held: bool,
     most_bytes: float = math.inf,
+    retained: bool = False,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
+    `retained`: its backward runs twice, as with `retain_graph=True` the first time.
 
     None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
     scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
@@ -68,19 +72,26 @@ def count_plain_step(
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
+    how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "retained": retained}
     with torch.enable_grad(), undone(model), without_backward_hooks(model):
         if device_of(card).is_host:
             try:
-                step = _count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=most_bytes)
+                step = _count_uncomputed(model, run, call, **how)
             except TensorsTooLarge:
                 return None
             if step is not None:
                 return step
-        return _count_on_fakes(model, run, call, card, gradients_held=gradients_held, most_bytes=most_bytes)
+        return _count_on_fakes(model, run, call, card, **how)
 
 
 def _count_uncomputed(
-    model: nn.Module, run: Callable[..., Any], call: Call, *, gradients_held: bool, most_bytes: float
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    *,
+    gradients_held: bool,
+    most_bytes: float,
+    retained: bool = False,
 ) -> PlainStep | None:
     """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
     operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
@@ -96,7 +107,7 @@ def _count_uncomputed(
                 for tensor, part in parts.items():
                     part.grad = tensor.grad
             args, kwargs = replaced_tensors(call, count.stand_in)
-            step = _counted(count, parts, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
+            step = _counted(count, parts, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), retained)
     except TensorsTooLarge:
         if count.reads and any(tensor.is_meta for tensor in tensors_in(call)):
             return None
@@ -118,6 +129,7 @@ def _count_on_fakes(
     *,
     gradients_held: bool,
     most_bytes: float,
+    retained: bool = False,
 ) -> PlainStep | None:
     """As `count_plain_step`, on fake tensors."""
     home = next(model.parameters()).device
@@ -131,7 +143,7 @@ def _count_on_fakes(
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
             count = EagerBytes(card.device_type, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode, failing_on_fakes():
-                step = _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
+                step = _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), retained)
             if step is None or not count.left_out:
                 return step
             if LEFT_OUT_MARGIN * step.peak_bytes > most_bytes:
@@ -146,10 +158,11 @@ def _count_on_fakes(
 
 
 def count_on_values(
-    model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, most_bytes: int
+    model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, most_bytes: int, *, retained: bool = False
 ) -> PlainStep | None:
     """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
-    gradients and the random generators is undone. The user's backward hooks are not called.
+    gradients and the random generators is undone. The user's backward hooks are not called. `retained` is as for
+    `count_plain_step`.
 
     None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
     beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
@@ -162,7 +175,8 @@ def count_on_values(
         count = RealBytes(card.device_type, home.type, most_bytes=most_bytes)
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
-            step = _counted(count, own, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), others_too=False)
+            leaves = tree_leaves((args, kwargs))
+            step = _counted(count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False)
         count.measure()
         return step and replace(step, peak_bytes=count.peak_bytes, depends_on_values=True)
     except Exception:  # whatever it is, the real call will say it
@@ -176,6 +190,7 @@ def _counted(
     own: Mapping[torch.Tensor, torch.Tensor],
     inputs: list[Any],
     run: Callable[[], Any],
+    retained: bool,
     *,
     others_too: bool = True,
 ) -> PlainStep | None:
@@ -201,11 +216,14 @@ def _counted(
             return None
         held = count.live_bytes
         with gradients_kept(losses):
-            torch.autograd.backward(losses, [torch.ones_like(loss) if loss.dim() else None for loss in losses])
+            given = [torch.ones_like(loss) if loss.dim() else None for loss in losses]
+            if retained:
+                torch.autograd.backward(losses, given, retain_graph=True)
+            torch.autograd.backward(losses, given)
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
-    return PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached))
+    return PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -74,7 +74,7 @@ class Sharding:
 
     @property
     def blocks(self) -> tuple[ParameterGroup, ...]:
-        """The groups that are gathered for each use."""
+        """The groups of the blocks: all but the root's, each gathered before every use of its block."""
         return tuple(group for group in self.groups if group.name)
 
     @cached_property

@@ -48,7 +48,8 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result."""
+        """An operator's result without computing it, as far as no code reads its values: see the class. Raises
+        `ValueIsRead`, and `TensorsTooLarge`."""
         self._workspace_bytes = 0
         if makes_unknown_bytes(func):
             raise ValueIsRead
@@ -73,7 +74,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound by rule."""
+        """An upper bound of the bytes that the operator's kernel takes for itself, by rule."""
         return self._workspace_bytes
 
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> _Kernel:

@@ -207,8 +207,8 @@ def _storage(value: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class SurroundingAutocast:
-    """The state of autocast at one moment."""
+class AutocastState:
+    """Whether autocast is on for each device type, in which dtype, and with its cache, as read by `now`."""
 
     types: tuple[tuple[str, torch.dtype], ...]
     """The device types for which autocast is on, each with its dtype."""
@@ -216,8 +216,8 @@ class SurroundingAutocast:
     """Whether casts of weights are kept until the outermost block ends."""
 
     @classmethod
-    def now(cls) -> SurroundingAutocast:
-        """The present state."""
+    def now(cls) -> AutocastState:
+        """The state of autocast in this thread now."""
         on = (device for device in DEVICES if torch.is_autocast_enabled(device))
         return cls(
             tuple((device, torch.get_autocast_dtype(device)) for device in on), torch.is_autocast_cache_enabled()
@@ -225,8 +225,8 @@ class SurroundingAutocast:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A block in which autocast is as it was at that moment."""
-        present = SurroundingAutocast.now()
+        """A block in which autocast is in this state."""
+        present = AutocastState.now()
         wanted, given = dict(self.types), dict(present.types)
         with ExitStack() as blocks:
             for device in DEVICES:

@@ -40,11 +40,11 @@ class EagerBytes:
         return EagerBytes(*map(max, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> EagerBytes:
-        """As many bytes more."""
+        """Each number of bytes multiplied by a factor, rounded up."""
         return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
 
-class TooMuchBetweenError(CaptureError):
+class EagerCodeTooLargeError(CaptureError):
     """Code between regions holds more bytes than a step may."""
 
 
@@ -78,7 +78,7 @@ class Passed:
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operators make, except in `planned()` blocks and gathered ones. Raises
-    `TooMuchBetweenError` where they hold more than `most_bytes`."""
+    `EagerCodeTooLargeError` where they hold more than `most_bytes`."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -126,7 +126,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         self.live_bytes += self._waiting_bytes - before
         super().raise_peak(workspace_bytes)
         if self.live_bytes > self.most_bytes:
-            raise TooMuchBetweenError("code between the regions of the forward holds more than the budget leaves")
+            raise EagerCodeTooLargeError("code between the regions of the forward holds more than the budget leaves")
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """What the operator's kernel may hold, outside of `planned()` blocks. This run does not tell: with some kernels
@@ -151,7 +151,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             super().count(tensors)
 
     def count_state(self, state: torch.Tensor) -> None:
-        """As in `LiveBytes`, outside of `planned()` blocks."""
+        """Count the state of a random generator as `LiveBytes` does, but not inside of `planned()` blocks."""
         if not self._planned:
             super().count_state(state)
 

@@ -157,7 +157,7 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
 
 
 def all_places(call: Call) -> set[Place]:
-    """The places of all sizes of a call."""
+    """The places of all sizes of a call: the number of each of its tensors, with each of its dimensions."""
     return {(number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim())}
 
 

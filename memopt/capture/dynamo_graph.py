@@ -109,13 +109,13 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
     return free
 
 
-def settle_numbers(graph_module: fx.GraphModule) -> None:
+def inline_guarded_numbers(graph_module: fx.GraphModule) -> None:
     """Replace the nodes that read a number on whose value Dynamo guards by that value.
 
     Edits the graph. The tracer that follows does not know the value, and would fail at the comparison.
     """
     for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
-        settled = False
+        changed = False
         for node in inner.graph.find_nodes(op="call_method", target="item"):
             number = fixed_float(node.meta.get("example_value"))
             if number is None or node.args[0].op != "placeholder":
@@ -124,8 +124,8 @@ def settle_numbers(graph_module: fx.GraphModule) -> None:
                 user.args = fx.map_arg(user.args, partial(_replaced, node, number))
                 user.kwargs = fx.map_arg(user.kwargs, partial(_replaced, node, number))
             inner.graph.erase_node(node)
-            settled = True
-        if settled:
+            changed = True
+        if changed:
             inner.recompile()
 
 

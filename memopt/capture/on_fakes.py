@@ -24,8 +24,8 @@ Fakes = Mapping[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Narrowed:
-    """Has a model planned as if its fp32 parameters and inputs had another dtype."""
+class ParameterCast:
+    """The dtype that fp32 parameters and inputs are cast to before a call is captured on fakes."""
 
     dtype: torch.dtype
     kept: frozenset[int]
@@ -39,7 +39,7 @@ class Narrowed:
 
 @contextmanager
 def fake_parameters(
-    model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: Narrowed | None = None
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: ParameterCast | None = None
 ) -> Iterator[Fakes]:
     """Replace parameters and buffers by fake tensors on `device` for the length of the block; yields real tensor →
     fake. A tensor used in several places gets one fake.
@@ -57,7 +57,9 @@ def fake_parameters(
 
 @contextmanager
 def replaced_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Fakes]:
-    """Replace parameters and buffers by `make(tensor)` as `fake_parameters` does, which says what is restored."""
+    """Replace each parameter and buffer by `make(tensor)` for the length of the block, and yield original →
+    replacement. At the end all attributes of all modules and the random generators are as before, as for
+    `fake_parameters`."""
     home = next(model.parameters()).device
     generators = generator_states(home)
     made: dict[torch.Tensor, torch.Tensor] = {}
@@ -87,7 +89,7 @@ def capture_on_fakes(
     device: torch.device,
     *,
     differentiate_all: bool,
-    narrowed: Narrowed | None = None,
+    narrowed: ParameterCast | None = None,
 ) -> CapturedCall:
     """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 

@@ -155,9 +155,12 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _check_once()
         note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
+        if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
+            return None, None, *gradients
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
+            ctx.forward = None  # a model that keeps an output keeps this node, which must not keep the model
             if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
                 ctx.replay.release()
         return None, None, *gradients

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import SurroundingAutocast, Untraceable, autocast_state
+from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
-from memopt.capture.dynamo_graph import check_shards, inline_nested_regions, settle_numbers
+from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
 from memopt.capture.withheld import Withheld, withhold
@@ -57,7 +57,7 @@ class RecordedRegion:
     """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
     to_require_grad: frozenset[int] = frozenset()
     """Numbers of the inputs that the code calls `requires_grad_()` on, which is done before the region runs."""
-    autocast: SurroundingAutocast = field(default_factory=SurroundingAutocast.now)
+    autocast: AutocastState = field(default_factory=AutocastState.now)
     """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
@@ -87,7 +87,7 @@ class RecordedRegion:
         """
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)
-        settle_numbers(graph_module)
+        inline_guarded_numbers(graph_module)
         to_require_grad = prepare_derivatives(graph_module)
         recorded = copy_graph_module(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_loss(graph_module)
@@ -377,12 +377,12 @@ class CapturedCall:
 
     @property
     def regions(self) -> tuple[RecordedRegion, ...]:
-        """The region of each run."""
+        """The recorded region of each run, in the order of the forward."""
         return tuple(run.region for run in self.runs)
 
     @property
     def places(self) -> tuple[tuple[object, ...], ...]:
-        """The place of each run."""
+        """The place in the model's code of each run, in the order of the forward."""
         return tuple(run.place for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:

@@ -137,8 +137,8 @@ class TensorParallel:
                 raise ValueError(f"'tp': {self.cards} in mesh does not divide {name}={heads}; give a size that does")
 
     def part_of(self, model: nn.Module) -> nn.Module:
-        """One card's part of a model that is on "meta", in place: parameters of local shapes, and hooks that stand for
-        the  Returns the model."""
+        """Make a model on "meta" one card's part of it, in place, and return it: its parameters get their local shapes,
+        and hooks stand for the exchanges with the other cards."""
         for path, style in self.styles.items():
             self._split(model.get_submodule(path), style)
         regions = _regions(self.styles)

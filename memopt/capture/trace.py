@@ -124,8 +124,11 @@ def backend_of(region: RecordedRegion, wanted: str) -> str:
 def differentiate(
     traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
 ) -> JointGraph:
-    """The joint graph of a region's module, which has been rewritten by then: `operators`, if it is an operator graph;
-    its forward for a region without gradients. `decide` and `reinplace` are as for `JointGraph.of`.
+    """The joint graph of a region, traced from the module that its rewriting left; for a region without gradients its
+    forward as it is (`JointGraph.differentiated` is false).
+
+    `operators` are the rewriting's stages where that module is an operator graph, else None; `decide` and `reinplace`
+    are as for `JointGraph.of`.
 
     Raises `CaptureError`, `PassError`.
     """

@@ -13,7 +13,7 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
-from memopt.account.optimizer_trial import OptimizerState, state_tensors
+from memopt.account.optimizer_trial import optimizer_restored, state_tensors
 from memopt.capture.inputs import Call, batch_call, check_device, tensors_in
 from memopt.checks.measured_step import PhaseMeter, optimised
 from memopt.device.devices import device_of
@@ -143,19 +143,18 @@ def _checked_step(
     set_to_none: bool,
 ) -> AccountCheck:
     model = planned.model  # out of DDP, whose gradients would be exchanged
-    start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
-    try:
-        with torch.enable_grad():
+    start = TrainingState.of(model)
+    with optimizer_restored(optimizer), torch.enable_grad():
+        try:
             start.restore()
             for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
                 _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
             elsewhere = calls.share.about(call)
             measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call, elsewhere)
-    finally:
-        start.restore()
-        start.restore_gradients()
-        kept.restore()
+        finally:
+            start.restore()
+            start.restore_gradients()
     plan = planned.latest
     assert plan is not None
     predicted = predicted_rows(plan)

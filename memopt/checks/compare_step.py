@@ -14,7 +14,7 @@ from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.inputs import Call, batch_call, check_device, copied, tensors_in
 from memopt.checks.comparison import Comparison, differences_of
 from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, optimised, scaled
-from memopt.checks.reference import Accuracies, Accuracy, Exact, NoReference, float64_step
+from memopt.checks.reference import Accuracies, Accuracy, Exact, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
 from memopt.device.devices import device_of
 from memopt.errors import GradientMismatchError
@@ -162,18 +162,17 @@ def _exact(
         return None
     start.restore()
     needed, free = 2 * plain.run.peak_bytes, device_of(start.device).free_bytes(start.device)
-    try:
-        if reference == "auto" and (free is None or needed > free):
-            known = "it is not known how much is free" if free is None else f"{size(free)} are free"
-            raise NoReference(f"float64 would hold {size(needed)} on {start.device}, and {known}")
-        return float64_step(model, call, loss_fn, start.generators, plain.generators)
-    except NoReference as reason:
-        if reference == "float64":
-            raise ValueError(
-                f"there is no float64 reference, since {reason}; compare with reference='fp32'"
-            ) from reason
-        notes.append(f"errors are against the plain run in fp32, since {reason}")
-        return None
+    if reference == "auto" and (free is None or needed > free):
+        known = "it is not known how much is free" if free is None else f"{size(free)} are free"
+        found: Exact | str = f"float64 would hold {size(needed)} on {start.device}, and {known}"
+    else:
+        found = float64_step(model, call, loss_fn, start.generators, plain.generators)
+    if isinstance(found, Exact):
+        return found
+    if reference == "float64":
+        raise ValueError(f"there is no float64 reference, since {found}; compare with reference='fp32'")
+    notes.append(f"errors are against the plain run in fp32, since {found}")
+    return None
 
 
 def _accuracies(

@@ -25,7 +25,7 @@ from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState, generator_states
 
-Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
+Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 # The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.
 _FIRST_SCALE = 65536.0
 _BACKOFF = 16.0
@@ -58,9 +58,9 @@ def measured(
     start: TrainingState,
     beside: Sequence[MeasuredStep],
     scale: float = 1.0,
-    around: Around = nullcontext,
+    context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run a step from the state `start`, in the context `around` and with the loss multiplied by `scale`.
+    """Run a step from the state `start`, in the context that `context` makes and with the loss multiplied by `scale`.
 
     The bytes that `start` and earlier steps `beside` keep are left out of the peak.
     """
@@ -70,7 +70,7 @@ def measured(
     aside = [*start.kept(), *kept]
     with measure_peak(start.device) as peak:
         started = time.perf_counter()
-        loss = train(call, scale, around)
+        loss = train(call, scale, context)
         seconds = time.perf_counter() - started
     return _step(Run(loss, peak.bytes - _bytes_on(start.device, aside), seconds, scale), start)
 
@@ -97,13 +97,13 @@ def scaled(
     start: TrainingState,
     beside: Sequence[MeasuredStep],
     low: torch.dtype | None,
-    around: Around = nullcontext,
+    context: Context = nullcontext,
 ) -> MeasuredStep:
     """Run a step with the largest loss scale with which all gradients are finite, in fp16; with scale 1 in other
     dtypes."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
-        step = measured(call, start, beside, scale, around)
+        step = measured(call, start, beside, scale, context)
         if scale == 1 or _is_finite(step):
             return step
         scale = max(1.0, scale / _BACKOFF)
@@ -127,10 +127,10 @@ def autocast_step(
         return None
 
 
-def train(call: Callable[[], Any], scale: float = 1.0, around: Around = nullcontext) -> float:
-    """Run a forward, in the context `around`, and its backward, while the outputs are held as training loops do; return
-    the loss."""
-    with around():
+def train(call: Callable[[], Any], scale: float = 1.0, context: Context = nullcontext) -> float:
+    """Run a forward, in the context that `context` makes, and its backward, while the outputs are held as training
+    loops hold them; return the loss."""
+    with context():
         output = call()
     loss = scalar_loss(output)
     (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Phase:
+class _Phase:
     """Bytes beyond those present when the recording began; `left_bytes` may be negative."""
 
     peak_bytes: int
@@ -165,7 +165,7 @@ class PhaseMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.phases: tuple[Phase, ...] = ()
+        self.phases: tuple[_Phase, ...] = ()
         """The phases; those of the CPU are known once the block has ended."""
         self._device = device
         self._events = MemoryEvents()
@@ -191,7 +191,7 @@ class PhaseMeter:
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
             return
         peak, now = kind.peak_bytes(self._device), kind.allocated_bytes(self._device)
-        self.phases += (Phase(peak - self._start, now - self._start),)
+        self.phases += (_Phase(peak - self._start, now - self._start),)
         kind.reset_peak(self._device)
 
     def __exit__(
@@ -201,12 +201,12 @@ class PhaseMeter:
             self.phases = _phases(self._events.stop()[self._start :])
 
 
-def _phases(events: list[int]) -> tuple[Phase, ...]:
+def _phases(events: list[int]) -> tuple[_Phase, ...]:
     """The phases of allocations and frees in order, divided at the marks; what follows the last mark is left out."""
-    phases: list[Phase] = []
+    phases: list[_Phase] = []
     left = begin = 0
     for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:
         held = list(accumulate(events[begin:end], initial=left))
-        phases.append(Phase(max(held), left := held[-1]))
+        phases.append(_Phase(max(held), left := held[-1]))
         begin = end + 1
     return tuple(phases)

@@ -145,12 +145,12 @@ class Prepared:
 
 def _allowed(written: str) -> frozenset[str]:
     """The levers that are meant: names to add, "default" for those on by default, "-name" to take one away."""
-    from memopt import DEFAULT_LEVERS, LEVERS
+    from memopt.levers.all import DEFAULT_LEVERS, allowable
 
     allowed: set[str] = set()
     for name in filter(None, map(str.strip, written.split(","))):
-        if name.lstrip("-") not in {*LEVERS, "default"}:
-            raise UsageError(f"--allow has no lever {name!r}; there are default, {', '.join(LEVERS)}")
+        if name.lstrip("-") not in {*allowable(), "default"}:
+            raise UsageError(f"--allow has no lever {name!r}; there are default, {', '.join(allowable())}")
         allowed |= DEFAULT_LEVERS if name == "default" else set() if name.startswith("-") else {name}
         allowed -= {name[1:]} if name.startswith("-") else set()
     return frozenset(allowed)

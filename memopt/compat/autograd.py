@@ -8,6 +8,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from passes.compat import private, replaced
 
@@ -15,6 +17,9 @@ PRIVATE_NAMES = (
     *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
+    *private("torch.autograd.grad_mode", "_unsafe_preserve_version_counter"),
+    *private("torch.nn.modules.batchnorm", "_BatchNorm"),
+    *private("torch.nn.modules.instancenorm", "_InstanceNorm"),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
@@ -92,6 +97,15 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def running_statistics_unnoticed(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which autograd does not notice that running statistics are written to, as the kernels of eager mode
+    write to them: their backward checks that they are as they were, and does not read them."""
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    norms = [module for module in model.modules() if isinstance(module, kinds)]
+    found = [one for norm in norms for one in (norm.running_mean, norm.running_var) if one is not None]
+    return _unsafe_preserve_version_counter(tuple(found)) if found else nullcontext()
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

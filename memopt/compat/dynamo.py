@@ -93,6 +93,7 @@ def capture_settings() -> ExitStack:
     stack = ExitStack()
     ignored = set(dynamo_config.ignore_logging_functions)
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
+    derivatives: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
     stack.enter_context(
         dynamo_config.patch(
             capture_scalar_outputs=True,
@@ -108,7 +109,7 @@ def capture_settings() -> ExitStack:
             allow_rnn=True,
             optimize_ddp=False,
             ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
-            **({"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}),
+            **derivatives,
         )
     )
     stack.enter_context(

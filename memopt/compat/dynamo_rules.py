@@ -149,6 +149,8 @@ def calls_captured() -> Iterator[None]:
     own = owner.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.autograd.grad and 3 < len(args) <= 5:  # Dynamo looks for these by name
+            args, kwargs = args[:3], {**kwargs, **dict(zip(("retain_graph", "create_graph"), args[3:], strict=False))}
         if _keeps_requires_grad.get() and _is_true(kwargs.get("requires_grad")):
             made = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
             return made.call_method(tx, "requires_grad_", [], {})

@@ -146,7 +146,7 @@ def settle_gloo(model: nn.Module) -> None:
 
 
 def unsettle_gloo(model: nn.Module) -> None:
-    """Have all parts exchange as before `settle_gloo`."""
+    """Undo `settle_gloo`: the parts of the model exchange in FSDP2's own way again."""
     for group in groups_of(model):
         if isinstance(group._all_gather_comm, _Gather):
             group._all_gather_comm = group._all_gather_comm.usual
@@ -232,7 +232,7 @@ def loss_of(schedule: Any) -> Callable[..., Any] | None:
 
 
 def set_loss(schedule: Any, loss_fn: Callable[..., Any] | None) -> None:
-    """Have the schedule compute losses by this function."""
+    """Replace the function by which a pipeline schedule computes losses."""
     schedule._loss_fn = loss_fn
 
 

@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
@@ -25,7 +25,10 @@ from passes.compat import private
 from passes.compat import schema_of as schema_of
 
 PRIVATE_NAMES = (
-    *private("torch.utils._python_dispatch", "TorchDispatchMode _disable_current_modes"),
+    *private(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack TorchDispatchMode.is_infra_mode",
+    ),
     *private(
         "torch._C",
         "DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey "
@@ -49,6 +52,18 @@ def plain_tensors() -> ExitStack:
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())
     return stack
+
+
+def modes_of_the_user() -> str:
+    """The names of the dispatch modes that are on and belong neither to torch's own tracing nor to memopt's counts,
+    such as `torch.utils.flop_counter.FlopCounterMode`; empty where there are none."""
+    modes = [type(mode) for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    return ", ".join(dict.fromkeys(kind.__name__ for kind in modes if not kind.__module__.startswith("memopt.")))
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Context without dispatch modes."""
+    return _disable_current_modes()
 
 
 def kernels_as_in_eager_mode() -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What every kind of device is asked: allocator, workspaces, autocast, generators, links and rates."""
+"""What every kind of device answers: allocator, workspaces, autocast, generators, links and rates."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ class Device:
         return str(dtype).removeprefix("torch.") in card.flops
 
     def available(self) -> bool:
-        """Whether this machine has one that torch can use."""
+        """Whether this machine has a device of this kind that torch can use."""
         return False
 
     def in_use(self) -> bool:
-        """Whether this process has used one."""
+        """Whether this process has used a device of this kind."""
         return False
 
     def current(self) -> torch.device:
-        """The one that new tensors of the type lie on."""
+        """The device on which new tensors of the type are allocated."""
         return torch.device(self.type)
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until its kernels are done."""
 
     def name(self, device: torch.device) -> str:
-        """What one of this machine is called."""
+        """The name of a device of this machine, as its driver reports it."""
         return str(device)
 
     def hardware(self, device: torch.device) -> Hardware | None:
@@ -100,7 +100,7 @@ class Device:
         raise ValueError(f"memopt cannot measure the device {str(device)!r}")
 
     def chip(self, device: torch.device) -> Chip:
-        """What the workspaces of its kernels depend on."""
+        """The properties of its chip that the workspaces of its kernels depend on."""
         return LARGE
 
     def identity(self, device: torch.device) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Device:
         raise NotImplementedError
 
     def requested_bytes(self, device: torch.device) -> int:
-        """Of these the bytes that were asked for."""
+        """The part of `allocated_bytes` that was requested: without what the allocator adds to fill its blocks."""
         raise NotImplementedError
 
     def peak_bytes(self, device: torch.device) -> int:
@@ -150,7 +150,7 @@ class Device:
         raise NotImplementedError
 
     def reset_peak(self, device: torch.device) -> None:
-        """Begin to measure the peak anew."""
+        """Set the peak that `peak_bytes` returns to what is allocated now."""
         raise NotImplementedError
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:

@@ -117,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result."""
+        """Run an operator and return its result; a subclass may answer in its place."""
         with kernels_as_in_eager_mode():
             return func(*args, **kwargs)
 

@@ -57,7 +57,7 @@ class Storages:
 
     @property
     def written_over(self) -> set[int]:
-        """The storages that hold one value after another."""
+        """The storages that hold several values one after the other, since results are written over operands."""
         return self.aliases.written_over
 
     def read_by(self, node: fx.Node) -> tuple[int, ...]:

@@ -221,8 +221,8 @@ def accumulate_in_place(
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
         kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
-        own, asked = position in own_memory, (reached or {}).get(position)
-        backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=asked))
+        own, reaches = position in own_memory, (reached or {}).get(position)
+        backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=reaches))
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):
             node = graph.call_module(f"{name}_{number}", (gradient,))
         node.meta = dict(gradient.meta)

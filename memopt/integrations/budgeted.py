@@ -52,7 +52,7 @@ class Budgeted:
         self._net, self._shown = net, None
 
     def end(self) -> None:
-        """Give the net back as the plain one."""
+        """Remove memopt from the net, which is the plain one from then on."""
         if self._net is not None:
             remove(self._net)
             self._net = None

@@ -4,6 +4,7 @@ optimiser."""
 from memopt.capture.operators import Decision, OperatorGraph
 from memopt.levers.all import DEFAULT_LEVERS, LEVERS, OPTIMIZER_LEVERS, levers_named
 from memopt.levers.lever import GraphChange, Lever, OptimizerChange, lever_sets
+from memopt.levers.precision import precision_rewriting
 
 __all__ = [
     "DEFAULT_LEVERS",
@@ -16,4 +17,5 @@ __all__ = [
     "OptimizerChange",
     "lever_sets",
     "levers_named",
+    "precision_rewriting",
 ]

@@ -19,10 +19,12 @@ from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.plain import PLAIN
+from memopt.levers.precision import PRECISION
 from memopt.levers.recompute import RECOMPUTE, RECOMPUTE_LEFT_OUT
 from memopt.levers.reinplace import REINPLACE
 
-_ALL = (
+_IN_ORDER = (
+    PRECISION,
     RECOMPUTE,
     REINPLACE,
     FUSED_OPS,
@@ -41,30 +43,41 @@ _ALL = (
     OPTIMIZER_IN_BACKWARD,
     PLAIN,
 )
-LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _ALL})
+LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _IN_ORDER})
 """All levers by name, in the order in which a plan tries them where it may."""
-DEFAULT_LEVERS = frozenset(lever.name for lever in _ALL if lever.default)
-OPTIMIZER_LEVERS = frozenset(lever.name for lever in _ALL if lever.optimizer is not None)
+DEFAULT_LEVERS = frozenset(name for name, lever in LEVERS.items() if lever.default)
+OPTIMIZER_LEVERS = frozenset(name for name, lever in LEVERS.items() if lever.optimizer is not None)
 
 
 def levers_named(names: Collection[str]) -> tuple[Lever, ...]:
     """The levers of `LEVERS` with these names, in the order in which they are tried."""
-    return tuple(lever for lever in _ALL if lever.name in names)
+    return tuple(lever for name, lever in LEVERS.items() if name in names)
+
+
+def allowable() -> tuple[str, ...]:
+    """The names in `LEVERS` that the option `allow` takes."""
+    return tuple(name for name, lever in LEVERS.items() if lever.option == "allow")
 
 
 def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
     """The levers in `allow` in the order in which they are tried: those of `LEVERS`, given by name or as they are, and
-    then the user's own by name. Raises `TypeError`, and `ValueError` for a name that is not in `LEVERS`."""
+    then the user's own by name. Raises `TypeError`, and `ValueError` for a name that is not in `LEVERS` or that another
+    option takes."""
     if isinstance(allow, str) or not isinstance(allow, Collection):
         raise TypeError(f"allow must be a set of lever names, such as memopt.DEFAULT_LEVERS | {{'fp8'}}, not {allow!r}")
     own: list[Lever] = []
     for lever in allow:
-        if isinstance(lever, Lever):
-            if LEVERS.get(lever.name, lever) != lever or any(other.name == lever.name for other in own):
-                raise ValueError(f"allow has two levers of the name {lever.name!r}; give yours another one")
-            own.extend([lever] if lever.name not in LEVERS else [])
-        elif lever not in LEVERS:
-            raise ValueError(f"allow names an unknown lever {lever!r}; known are {', '.join(sorted(LEVERS))}")
+        name = str(lever)
+        if isinstance(lever, Lever) and any(
+            other.name == name and other != lever for other in (*LEVERS.values(), *own)
+        ):
+            raise ValueError(f"allow has two levers of the name {name!r}; give yours another one")
+        if isinstance(lever, Lever) and name not in LEVERS:
+            own.append(lever)
+        elif name not in LEVERS:
+            raise ValueError(f"allow names an unknown lever {lever!r}; known are {', '.join(sorted(allowable()))}")
+        elif (option := LEVERS[name].option) != "allow":
+            raise ValueError(f"{name!r} is decided by the option {option}, not by allow")
     return (*levers_named(set(map(str, allow))), *sorted(own, key=lambda lever: lever.name))
 
 

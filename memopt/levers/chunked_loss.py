@@ -13,7 +13,7 @@ LABEL = "chunked_loss"
 
 
 @dataclass(frozen=True)
-class ChunkLosses:
+class _ChunkLosses:
     """Decides which cross entropies of a region are computed in chunks, without holding the logits.
 
     The forward computes the gradients too. With `weight_in_backward` the backward computes that of the weight, from
@@ -45,5 +45,5 @@ CHUNKED_LOSS = Lever(
     "rounding",
     "up to one more product with the layer's weight",
     default=True,
-    graph=GraphChange(tuple(ChunkLosses(weight_in_backward) for weight_in_backward in (False, True))),
+    graph=GraphChange(tuple(_ChunkLosses(weight_in_backward) for weight_in_backward in (False, True))),
 )

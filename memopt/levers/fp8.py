@@ -7,7 +7,7 @@ from functools import partial
 from memopt.capture.operators import Rewriting
 from memopt.device import Hardware
 from memopt.levers.lever import Deciders, GraphChange, Lever
-from memopt.rewrite import DecidePrecision
+from memopt.levers.precision import DecidePrecision
 from memopt.rewrite.narrow import DecideFp8, has_units
 from memopt.rewrite.policy import Rules
 

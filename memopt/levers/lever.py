@@ -66,11 +66,7 @@ class OptimizerChange:
 
 @dataclass(frozen=True)
 class Lever:
-    """One way to make a training step smaller or faster.
-
-    What proposes it: for a lever with `graph` the search, the cheapest first; with `optimizer` the search where nothing
-    else fits; for others the solver (recompute, reinplace, offload_activations), or what runs the step.
-    """
+    """One way to make a training step smaller or faster."""
 
     name: str
     """As `allow` takes it."""
@@ -82,6 +78,11 @@ class Lever:
     _: KW_ONLY
     default: bool = False
     """Whether `allow` holds it unless told otherwise."""
+    option: str = "allow"
+    """The option of `optimize` that names it."""
+    tried_by: str = "the search"
+    """What tries it: the search, which adds levers with `graph` one after the other, and those with `optimizer` where
+    nothing else fits; or what knows better whether it helps."""
     graph: GraphChange | None = None
     optimizer: OptimizerChange | None = None
 

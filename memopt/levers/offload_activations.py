@@ -14,6 +14,7 @@ OFFLOAD_ACTIVATIONS = Lever(
     "bitwise",
     "host memory, and waiting for copies that compute does not hide; not on a CPU",
     default=True,
+    tried_by="the solver",
 )
 
 

@@ -7,7 +7,7 @@ from memopt.optimizers import OptimizerInBackward
 
 OPTIMIZER_IN_BACKWARD = Lever(
     OptimizerInBackward.title,
-    "Each parameter is stepped, and its gradient freed, as soon as the backward has it.",
+    "Each parameter is stepped, and its gradient freed, as soon as the backward reads neither any more.",
     "bitwise",
     "no clipping by the norm of all gradients, no GradScaler, no accumulation, no TrainStep; for backend 'aten', and "
     "needs memopt.wrap_optimizer",

@@ -132,39 +132,33 @@ def least_with_levers(account: Account) -> int:
 
 
 def combinations_of(
-    facts: TrainingFacts, levers: Collection[Lever], known: Known | None = None
-) -> tuple[PricedLevers, ...]:
-    """All combinations of the levers that fit the optimiser, sorted by the time they add, least first."""
-    numbers = range(1, len(levers) + 1)
-    return _priced(facts, [some for number in numbers for some in combinations(levers, number)], known)
-
-
-def further_combinations(
     facts: TrainingFacts,
     levers: Collection[Lever],
     allowed: Collection[str],
-    wanted: Wanted,
-    known: Known | None = None,
+    wanted: Wanted = lambda names: True,
 ) -> Iterator[PricedLevers]:
-    """The combinations of the levers that are not of `allowed` ones alone: the smallest ones first, and of as many
-    levers those that add the least time. Only those that are `wanted` once they come up are priced."""
-    known = {} if known is None else known
+    """The combinations of the levers that fit the optimiser: those of `allowed` levers alone, by the time that they
+    add, least first; and then those with others, the smallest ones first, and of as many levers by the time that they
+    add. Of the latter only those that are `wanted` once they come up are priced."""
+    known: Known = {}
+    numbers = range(1, len(levers) + 1)
+    own = [lever for lever in levers if lever.name in allowed]
+    yield from _priced(facts, [some for number in numbers for some in combinations(own, number)], known)
 
     def useful(some: Sequence[Lever]) -> bool:
         names = [lever.name for lever in some]
         return not set(allowed).issuperset(names) and wanted(names)
 
-    for number in range(1, len(levers) + 1):
+    for number in numbers:
         yield from _priced(facts, [some for some in combinations(levers, number) if useful(some)], known)
 
 
-def _priced(facts: TrainingFacts, chosen: Iterable[Sequence[Lever]], known: Known | None) -> tuple[PricedLevers, ...]:
+def _priced(facts: TrainingFacts, chosen: Iterable[Sequence[Lever]], known: Known) -> list[PricedLevers]:
     """The combinations that fit the optimiser, sorted by the time they add."""
     found: list[PricedLevers] = []
-    known = {} if known is None else known
     for levers in chosen:
         try:
             found.append(PricedLevers.of(facts, levers, known))
         except (TypeError, ValueError):  # does not fit this optimiser, as 8 bits fit Adam alone
             continue
-    return tuple(sorted(found, key=lambda priced: priced.added_seconds))
+    return sorted(found, key=lambda priced: priced.added_seconds)

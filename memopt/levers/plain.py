@@ -9,4 +9,5 @@ PLAIN = Lever(
     "A model whose forward cannot be captured runs as it is, without a plan.",
     "bitwise",
     "the budget is not held",
+    tried_by="a call that cannot be captured",
 )

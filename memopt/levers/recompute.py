@@ -10,5 +10,6 @@ RECOMPUTE = Lever(
     "bitwise",
     "the time of the recomputed operators, as little of it as any schedule within the budget needs",
     default=True,
+    tried_by="the solver",
 )
 RECOMPUTE_LEFT_OUT = f"nothing is recomputed, since allow leaves out {RECOMPUTE.name!r}"

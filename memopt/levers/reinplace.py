@@ -6,8 +6,9 @@ from memopt.levers.lever import Lever
 
 REINPLACE = Lever(
     "reinplace",
-    "Results of the backward are written over operands that are not read again.",
+    "Results of the backward overwrite operands that are not read again, and operators that free memory run first.",
     "bitwise",
     "nothing; backend 'inductor' does it by itself",
     default=True,
+    tried_by="every plan",
 )

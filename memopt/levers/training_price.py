@@ -56,7 +56,7 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware, link: Link = PCIE) -> TrainingFacts:
-        """The facts of training `model`."""
+        """What the price of training `model` with levers on this optimiser depends on."""
         return cls(
             tuple(model.parameters()),
             optimizer,
@@ -123,7 +123,7 @@ class TrainingPrice:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """The sum of the rows: bytes on the device."""
         return sum(self.rows.values())
 
 

@@ -57,7 +57,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
 
 
-class Generators:
+class _Generators:
     """A generator for each device, made at its first use, all with the same seed."""
 
     def __init__(self, seed: int) -> None:
@@ -129,7 +129,7 @@ class BF16ParametersOptimizer(Parameterwise):
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype!r}")
         super().__init__(inner)
-        self.rounding, self.state_dtype, self.generators = rounding, state_dtype, Generators(seed)
+        self.rounding, self.state_dtype, self.generators = rounding, state_dtype, _Generators(seed)
         for parameter, state in self.state.items():  # Adagrad's constructor makes it, in the parameter's dtype
             for key, value in state.items():
                 if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):

@@ -12,7 +12,7 @@ from torch.nn import functional
 RANK = 16
 
 
-class LowRank(nn.Module):
+class _LowRank(nn.Module):
     """A frozen linear layer plus a trained product of two fp32 matrices of rank `rank` (Hu et al. 2021)."""
 
     def __init__(self, base: nn.Module, in_features: int, out_features: int, rank: int) -> None:
@@ -39,8 +39,8 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
     for module in list(twin.modules()):
         for name, child in list(module.named_children()):
             sizes = _linear_sizes(child)
-            if sizes is not None and not isinstance(module, LowRank) and module is not twin:
-                setattr(module, name, LowRank(child, *sizes, rank))
+            if sizes is not None and not isinstance(module, _LowRank) and module is not twin:
+                setattr(module, name, _LowRank(child, *sizes, rank))
                 number += 1
     return twin, number
 

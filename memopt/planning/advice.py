@@ -39,7 +39,7 @@ def _unless_it_fails(look: _Look) -> list[tuple[str, int]]:
         return []
 
 
-class Advice:
+class _Advice:
     """Suggestions for one refused call. Each method yields a text and the bytes of the smallest budget with it."""
 
     def __init__(self, recorded: Recorded) -> None:
@@ -159,13 +159,12 @@ def search_for(
     planner = recorded.planner
     options, proposing = planner.terms.options, planner.proposing
     found: dict[str, Any] = {"narrowed": _on_narrow_parameters(recorded)} if ahead else {}
-    found |= {"advice": Advice(recorded)} if ahead and advise else {}
-    combinations = proposing.combinations if advise else proposing.allowed_combinations
+    found |= {"advice": _Advice(recorded)} if ahead and advise else {}
     return PlanSearch(
         options.budget_bytes if budget_bytes is None else budget_bytes,
         options.effort,
         proposing.allowed,
-        partial(combinations, gradients_held=recorded.situation.gradients_held),
+        partial(proposing.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
         planner.notes,
         **found,
     )

@@ -16,7 +16,7 @@ from memopt.account.account import Account, Trains, account_of, in_blocks
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Found
-from memopt.account.live_optimizer import LiveOptimizer, the_live_one
+from memopt.account.live_optimizer import LiveOptimizer, live_optimizer_of
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
@@ -29,15 +29,15 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """Says what lies on the model's device beside its training calls."""
+    """What finds the bytes on the model's device that belong to no training call: `memopt.run` implements it."""
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes to count instead of those that are there; 0 for a plan for another device."""
+        """The bytes that `elsewhere_gb` says, or 0 for a plan for another device; None where `look` finds them."""
 
     @property
     def found(self) -> Found:
-        """What the latest look found."""
+        """The result of the latest `look`."""
 
     @property
     def tolerance_bytes(self) -> int:
@@ -191,7 +191,7 @@ class CallAccounts:
     @property
     def live_optimizer(self) -> LiveOptimizer | None:
         """The optimiser of the class that is planned for, where one steps the model already."""
-        return the_live_one(self.terms.options.optimizer, self.beside.found.optimizers)
+        return live_optimizer_of(self.terms.options.optimizer, self.beside.found.optimizers)
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
         """Which parameters have gradients once the call's backward is over, and which of them the optimiser may step:

@@ -14,25 +14,25 @@ from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, ob
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
-from memopt.capture.on_fakes import Narrowed, capture_on_fakes
+from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
 from memopt.capture.trace import accumulating, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import offload_link
+from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.levers.recompute import RECOMPUTE
 from memopt.planning.call_accounts import CallAccounts, Looks
 from memopt.planning.cluster import ShardedCall
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.planning.priced_step import PriceSettings, TracedStep
 from memopt.planning.proposing import Proposing
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite.pipeline import DecidePrecision, check_rules
 from memopt.rewrite.screenings import Screenings
 from memopt.rewrite.trace import Traces, trace_call
 
@@ -89,10 +89,10 @@ class CallPlanner:
         self.differentiate_all = True
 
     @property
-    def price_terms(self) -> PriceTerms:
+    def price_settings(self) -> PriceSettings:
         """What steps are priced for, with the chosen levers on the optimiser; without what their account adds."""
         options, card = self.terms.options, self.terms.card
-        return PriceTerms(
+        return PriceSettings(
             card,
             timed=options.calibrate,
             recompute=RECOMPUTE.name in options.allow,
@@ -207,10 +207,10 @@ class CallPlanner:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))
         return self._data_sizes.get(region.fingerprint) or DataSizes()
 
-    def capture_on_fakes(self, call: Call, narrowed: Narrowed | None) -> CapturedCall:
+    def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
         """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError`."""
         if self.terms.sharding is not None:
-            narrowed = Narrowed(self.terms.sharding.dtype, frozenset())
+            narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())
         if is_tensor_parallel(self.terms.model):
             raise CaptureError(
                 f"{type(self.terms.model).__name__} is split by parallelize_module, and captured on values only; give "

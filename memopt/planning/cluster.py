@@ -22,7 +22,7 @@ DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class ClusterTerms:
+class ClusterOptions:
     """A cluster, and how a model runs on it."""
 
     cluster: Cluster
@@ -62,7 +62,7 @@ class ClusterTerms:
         return tuple(notes)
 
 
-def check_cluster_terms(
+def check_cluster_options(
     mesh: Mapping[str, int] | None,
     interconnect: str | None,
     tp_plan: Mapping[str, str] | None,
@@ -71,7 +71,7 @@ def check_cluster_terms(
     precision: Any,
     optimizer: Any,
     allow: Collection[str],
-) -> ClusterTerms | None:
+) -> ClusterOptions | None:
     """The options of a cluster, checked with those that it does not go with; None for one card.
 
     Raises `TypeError` or `ValueError` that names the value and what is expected.
@@ -97,7 +97,7 @@ def check_cluster_terms(
         raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it or mesh out")
     if tp_plan is not None and cluster.mesh.tp == 1:
         raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
-    return ClusterTerms(cluster, DTYPES[precision], tp_plan)
+    return ClusterOptions(cluster, DTYPES[precision], tp_plan)
 
 
 @dataclass(frozen=True)

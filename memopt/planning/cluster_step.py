@@ -43,7 +43,7 @@ class ClusterStep:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step: its parts one after the other."""
         return sum(seconds for _, seconds in self.bounds)
 
     @property
@@ -75,7 +75,7 @@ def cluster_step(
     root, blocks = times[0], times[1:]
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
-    bounds += _only(MEMORY, _optimizer_seconds(account, step.terms.hardware))
+    bounds += _only(MEMORY, _optimizer_seconds(account, step.settings.hardware))
     mesh = sharding.cluster.mesh
     return ClusterStep(
         str(mesh),
@@ -178,6 +178,6 @@ def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:
     for node in region.held_nodes:
         if isinstance(node, fx.Node) and is_exchange(node):
             found[node.name] = EXCHANGE
-        elif bound_by_arithmetic(node, step.terms.hardware):
+        elif bound_by_arithmetic(node, step.settings.hardware):
             found[node.name] = COMPUTE
     return found

@@ -10,7 +10,7 @@ from memopt.planning.figures import schedule_rows
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced
 from memopt.solver import Schedule, Solution, simulate
 from memopt.units import size
@@ -23,12 +23,15 @@ _CLOSE = 64
 """Room that differs by less than this part of the budget is not worth another round."""
 
 
-def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) -> Plan:
+def among_equals(
+    beside: Callable[[int], Plan], others: int, budget_bytes: int, least_of: Callable[[Plan], Plan] = lambda plan: plan
+) -> Plan:
     """The fastest plan found that leaves room for `others` further forwards that each hold as much as it does.
 
     Args:
         beside: the plan of the forward where others hold that many bytes, which may be negative: a plan for a larger
             budget. Raises `BudgetError`.
+        least_of: the plan of the same step that holds least until its backward.
 
     Raises `BudgetError` where no plan leaves enough room, with a budget that does.
     """
@@ -36,8 +39,9 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
         found = beside(0)
     except BudgetError as refused:
         alone = beside(budget_bytes - refused.smallest_bytes)
-        smallest_bytes = refused.smallest_bytes + others * _held(alone)
-        raise _refusal(budget_bytes, smallest_bytes, others, alone) from None
+        raise _refusal(
+            budget_bytes, min(_whole(one, others) for one in (alone, least_of(alone))), others, alone
+        ) from None
     low, lacking = 0, others * _held(found)  # what the others lack where they have `low`
     high = lacking
     try:
@@ -45,12 +49,15 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
     except BudgetError as refused:
         high -= refused.smallest_bytes - budget_bytes
         found = beside(high)
-        missing = others * _held(found) - high
-        if missing > 0:
-            raise _refusal(budget_bytes, budget_bytes + missing, others, found) from None
+        if others * _held(found) > high:
+            least = least_of(found)
+            if _whole(least, others) > budget_bytes:
+                works_bytes = min(budget_bytes + others * _held(found) - high, _whole(least, others))
+                raise _refusal(budget_bytes, works_bytes, others, found) from None
+            return least
     spare = high - others * _held(found)
     for _ in range(_ROUNDS):
-        if found.added_time <= LITTLE or high - low <= budget_bytes // _CLOSE:
+        if found.added_time <= NEGLIGIBLE or high - low <= budget_bytes // _CLOSE:
             break
         keep = (high - low) // _MARGIN
         middle = min(high - keep, max(low + keep, low + (high - low) * lacking // max(1, lacking + spare)))
@@ -70,6 +77,11 @@ def _refusal(budget_bytes: int, works_bytes: int, others: int, plan: Plan) -> Bu
     if elsewhere := plan.account.elsewhere:
         reason += f", elsewhere {size(elsewhere)}"
     return BudgetError(budget_bytes, works_bytes, reason, least=False)
+
+
+def _whole(plan: Plan, others: int) -> int:
+    """The bytes that a step by a plan holds beside so many other forwards by it."""
+    return plan.ceiling_bytes - plan.account.other_forwards + others * _held(plan)
 
 
 def _held(plan: Plan) -> int:
@@ -99,7 +111,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
     simulation = simulate(joined.problem, taken)
     solution = Solution(taken, simulation.peak_bytes, simulation.added_seconds, 0.0, METHOD)
     found = priced.planned(joined, solution, fitted, plan.budget_bytes, plan.effort)
-    if found.ceiling_bytes > plan.budget_bytes or found.added_time > max(LITTLE, plan.added_time):
+    if found.ceiling_bytes > plan.budget_bytes or found.added_time > max(NEGLIGIBLE, plan.added_time):
         return None
     rows = (ReceiptRow("", found.plain.peak_bytes, found.step_seconds), *schedule_rows(found))
     notes = found.notes + tuple(note for note in plan.notes if note not in step.traced.all_notes)

@@ -75,7 +75,7 @@ def plan_by(
     gradients = sum(region.gradients for region in traced.regions)
     return Plan(
         model=traced.model_name,
-        hardware=step.terms.hardware.name,
+        hardware=step.settings.hardware.name,
         budget_bytes=budget_bytes,
         account=account,
         plain=plain_step(step.plain, account),

@@ -1,4 +1,5 @@
-"""What a step holds at least, beside what lasts between steps: what is left for the steps of other models."""
+"""What a step holds beside what lasts between steps, at least and with nothing recomputed; and plans that leave bytes
+free for the steps of other models."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from memopt.account.breakdown import breakdown, is_receipt
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_step, recounted
 from memopt.planning.plan import Plan
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.planning.stages import Priced, StepOfPlan
 from memopt.solver import Schedule
@@ -59,7 +60,7 @@ class Needs:
         return replace(self, least_peak=least, peak=most)
 
     def at_most(self, other: Needs) -> Needs:
-        """The larger of each of two needs."""
+        """Needs that cover both: of each number of bytes the larger one."""
         return Needs(*(max(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
@@ -110,12 +111,12 @@ def leaving_room(plan: Plan) -> Plan:
     the plan itself where as much as the step holds with nothing recomputed is left free, else the one that holds
     least."""
     free = plan.budget_bytes - plan.ceiling_bytes
-    if plan.added_time <= LITTLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
+    if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan
     return least_plan(plan)
 
 
-def sparing(plan: Callable[[int], Plan], spared_bytes: int) -> Plan:
+def leaving_free(plan: Callable[[int], Plan], spared_bytes: int) -> Plan:
     """The result of `plan` with as many of these bytes left free between forward and backward as the budget allows; 0
     is the last number that it is asked for. Raises the `BudgetError` of that."""
     if not spared_bytes:

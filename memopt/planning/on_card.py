@@ -60,7 +60,7 @@ def _least_replayed(joined: Joined, schedule: Schedule, bare: Account, *, expand
     """The result of `on_card`."""
     ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
     least, peaks = least_limit(ways, blocks, SPARE, expandable_segments=expandable)
-    found = _with_overhead(bare, _asked(joined, schedule, bare), peaks, least)
+    found = _with_overhead(bare, _requested_bytes(joined, schedule, bare), peaks, least)
 
     def passes(budget_bytes: int) -> bool:
         return within(joined, schedule, bare, budget_bytes, expandable=expandable) is not None
@@ -94,8 +94,8 @@ def within(
         peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
-    asked = _asked(joined, schedule, replace(bare, lowering=0))
-    fitted = _with_overhead(bare, asked, peaks, SPARE.added_to(peaks.reserved_bytes))
+    requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))
+    fitted = _with_overhead(bare, requested, peaks, SPARE.added_to(peaks.reserved_bytes))
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
 
 
@@ -109,7 +109,7 @@ def compiled_within(
     if not account.caching:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    asked = _asked(joined, schedule, bare)
+    requested = _requested_bytes(joined, schedule, bare)
 
     def fitted(budget_bytes: int) -> Account | None:
         for spare, may_release in ((SPARE_COMPILED, False), (SPARE, True)):
@@ -117,7 +117,7 @@ def compiled_within(
                 limit = budget_bytes - account.context
                 peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
                 if may_release or not peaks.releases:
-                    return _with_overhead(bare, asked, peaks, spare.added_to(peaks.reserved_bytes))
+                    return _with_overhead(bare, requested, peaks, spare.added_to(peaks.reserved_bytes))
         return None
 
     def passes(budget_bytes: int) -> bool:
@@ -128,7 +128,7 @@ def compiled_within(
         return found
     held, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
     above = max(held, budget_bytes - account.context + 1)
-    return _raised_until(passes, joined, schedule, _with_overhead(bare, asked, peaks, above))
+    return _raised_until(passes, joined, schedule, _with_overhead(bare, requested, peaks, above))
 
 
 def without_allocator(account: Account) -> Account:
@@ -201,18 +201,18 @@ def _beyond(sizes: Sequence[int], there: int) -> Iterator[int]:
     return reversed(left)
 
 
-def _asked(joined: Joined, schedule: Schedule, bare: Account) -> int:
+def _requested_bytes(joined: Joined, schedule: Schedule, bare: Account) -> int:
     """The bytes that a step asks the allocator for at its peak."""
     return breakdown(joined.problem, schedule, bare).peak_bytes - bare.context
 
 
-def _with_overhead(bare: Account, asked: int, peaks: AllocatorPeaks, held: int) -> Account:
-    """The account with the allocator's overhead. Rounding is the excess of its allocations over the bytes `asked` for,
-    and fragmentation the excess of the bytes `held` over its allocations."""
+def _with_overhead(bare: Account, requested: int, peaks: AllocatorPeaks, held: int) -> Account:
+    """The account with the allocator's overhead. Rounding is the excess of its allocations over the bytes
+    `requested`, and fragmentation the excess of the bytes `held` over its allocations."""
     share, whole = UNSPLIT
-    allocated = max(asked, peaks.allocated_bytes)
+    allocated = max(requested, peaks.allocated_bytes)
     allocated += allocated * share // whole
-    return replace(bare, rounding=allocated - asked, fragmentation=max(0, held - allocated))
+    return replace(bare, rounding=allocated - requested, fragmentation=max(0, held - allocated))
 
 
 def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:

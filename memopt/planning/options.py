@@ -18,7 +18,7 @@ from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
 from memopt.levers.all import check_allow, recompute_note
-from memopt.planning.cluster import ClusterTerms, check_cluster_terms
+from memopt.planning.cluster import ClusterOptions, check_cluster_options
 from memopt.planning.keywords import takes_options
 from memopt.rewrite import Policy, check_policy
 from memopt.solver import Effort as EffortName
@@ -238,7 +238,7 @@ class Options:
     """The number of forwards that run before the first backward, as far as the user says."""
     calibrate: bool = field(metadata=_given(False))
     effort: Effort
-    cluster: ClusterTerms | None
+    cluster: ClusterOptions | None
     """The cluster to plan for; None for one card."""
     kept: bool = False
     """Whether plans are kept on disk, and looked up there."""
@@ -298,7 +298,7 @@ def check_options(budget_gb: float, **options: Unpack[PlanOptions]) -> Options:
     if given["calibrate"] and device is not None:
         raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
     names = [lever.name for lever in values["levers"]]
-    cluster = check_cluster_terms(
+    cluster = check_cluster_options(
         *(given[name] for name in ("mesh", "interconnect", "tp_plan")),
         device=device,
         precision=precision,

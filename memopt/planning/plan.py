@@ -51,7 +51,7 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True)
 class ReceiptRow:
-    """The step with one more lever in use."""
+    """A row of a plan's receipt: the step with one more lever in use than in the row before."""
 
     lever: str
     """Name of the lever; empty for the step as captured."""

@@ -88,7 +88,7 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan from the cache."""
+    """A plan as the cache on disk has it: without graphs, with what is needed to find them again."""
 
     plan: Plan
     """The plan, without graphs."""
@@ -148,7 +148,7 @@ def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store the key that a sketch led to."""
+    """Store the key of a job under that of its sketch, by which `find_by` finds it before the call is captured."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 

@@ -15,7 +15,7 @@ from memopt.levers.reinplace import REINPLACE
 from memopt.planning.figures import plain_row, schedule_rows, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced, Recorded
 
 # The number of combinations of proposals that a refusal describes.
@@ -94,7 +94,7 @@ class PlanSearch:
                 self._above.add(id(levers))
             return None
         self._plans.append((plan, levers))
-        if levers.next_is_faster or plan.added_time > LITTLE:
+        if levers.next_is_faster or plan.added_time > NEGLIGIBLE:
             return None
         faster = all(
             _seconds(plan) <= _seconds(other) for other, other_levers in self._plans if other_levers.next_is_faster
@@ -116,7 +116,7 @@ class PlanSearch:
 
         for priced in sorted(self._steps, key=_plain_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
-            hopeless = priced.step.terms.link is None or id(priced.levers) in self._above
+            hopeless = priced.step.settings.link is None or id(priced.levers) in self._above
             if hopeless or _plain_seconds(priced) >= best:
                 continue
             with contextlib.suppress(BudgetError):
@@ -225,7 +225,7 @@ def _plain_seconds(priced: Priced) -> float:
 def _on_steps(plan: Plan) -> tuple[str, ...]:
     """A note on the number of parameters that are stepped before the backward's end; empty where the backward steps
     none."""
-    if plan.priced is None or plan.priced.terms.stepping is None:
+    if plan.priced is None or plan.priced.settings.stepping is None:
         return ()
     inside = sum(len(region.steps) for region in plan.regions)
     return (f"{inside} parameters are stepped within the backward, all others at its end",)

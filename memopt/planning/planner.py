@@ -17,7 +17,7 @@ from memopt.solver import Infeasible, Portfolio, Progress, Solution
 from memopt.units import size
 
 # Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
-LITTLE = 5e-3
+NEGLIGIBLE = 5e-3
 # The maximal number of times that a step is solved while torch's allocator would exceed the budget.
 _ROUNDS = 6
 # The parts into which the bytes above the smallest peak are cut, to solve for budgets in between where that failed.
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def graph_bytes(self) -> int:
-        """The budget in bytes without the resident bytes."""
+        """The bytes of the budget that are left for the graph: all but the resident ones."""
         return self.budget_bytes - self.account.resident_bytes
 
     def refusal(self, joined: Joined) -> BudgetError:
@@ -57,7 +57,7 @@ class Request:
 
 def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
-    `LITTLE` of the step, and values may be offloaded.
+    `NEGLIGIBLE` of the step, and values may be offloaded.
 
     Raises `BudgetError`, also where the optimiser's own step is above the budget.
     """
@@ -78,7 +78,7 @@ def solve(joined: Joined, request: Request) -> Solution:
         except Infeasible:
             joined.solved[key] = None
     plain = joined.solved[key]
-    little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
+    little = plain is not None and plain.added_seconds <= NEGLIGIBLE * joined.problem.seconds
     if request.offload and joined.link is not None and not little:
         try:
             return joined.offloads.solve(

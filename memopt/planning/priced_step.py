@@ -31,11 +31,11 @@ from memopt.solver import Link, Solver
 from passes.graphs.node_facts import is_random, is_tangent
 
 _MOST_PRICED = 32
-"""The number of terms by which a traced step stays priced: a few situations, and combinations of proposals."""
+"""The number of settings by which a traced step stays priced: a few situations, and combinations of proposals."""
 
 
 @dataclass(frozen=True)
-class PriceTerms:
+class PriceSettings:
     """What the graphs of a step are priced for."""
 
     hardware: Hardware = field(hash=False)
@@ -54,8 +54,8 @@ class PriceTerms:
     meanwhile: int = 0
     """Bytes that other code takes between the forward and the backward."""
 
-    def under(self, account: Account) -> PriceTerms:
-        """These terms for a step with this account."""
+    def under(self, account: Account) -> PriceSettings:
+        """These settings with what an account says: whether gradients are held, and what other code takes."""
         return replace(self, accumulating=account.gradients_held, meanwhile=account.meanwhile)
 
 
@@ -63,7 +63,7 @@ class PriceTerms:
 class TracedStep:
     """The joint graphs of one training call, in the order of their forwards, under one set of levers.
 
-    It owns the prices that are made of them: a few, since their terms differ by a few flags only.
+    It owns the prices that are made of them: a few, since their settings differ by a few flags only.
     """
 
     model_name: str
@@ -83,17 +83,17 @@ class TracedStep:
     """How the parameters are spread over a cluster; None for one card."""
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
-    _priced: Recent[PriceTerms, PricedStep] = field(
+    _priced: Recent[PriceSettings, PricedStep] = field(
         default_factory=lambda: Recent(_MOST_PRICED), init=False, repr=False
     )
     _node_prices: dict[object, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
     """The prices of nodes, by the device, their graph and the sizes that they are for."""
 
-    def price(self, terms: PriceTerms) -> PricedStep:
-        """The step with its prices by these terms, which are made once."""
-        if terms not in self._priced:
-            self._priced[terms] = PricedStep.of(self, terms)
-        return self._priced[terms]
+    def price(self, settings: PriceSettings) -> PricedStep:
+        """The step with its prices by these settings, which are made once."""
+        if settings not in self._priced:
+            self._priced[settings] = PricedStep.of(self, settings)
+        return self._priced[settings]
 
     def forget_solvers(self) -> None:
         """Free the solvers of all problems that were made from this step, as `Joined.forget_solvers` does."""
@@ -133,14 +133,14 @@ class TracedStep:
         sizes = self.sizes_of(number, as_seen=as_seen)
         return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
 
-    def node_prices(self, number: int, terms: PriceTerms, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
+    def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
         """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""
         region = self.regions[number]
-        of_device = PriceTerms(terms.hardware, terms.timed)
+        of_device = PriceSettings(settings.hardware, settings.timed)
         key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
         if key not in self._node_prices:
             held = [node for node in region.held_nodes if is_scheduled(node)]
-            prices = price_nodes(held, terms.hardware, timed=terms.timed, generated=region.generated)
+            prices = price_nodes(held, settings.hardware, timed=settings.timed, generated=region.generated)
             if self.sharded is not None:
                 prices |= self.sharded.exchange_prices(held)
             self._node_prices[key] = prices.__getitem__
@@ -149,10 +149,10 @@ class TracedStep:
 
 @dataclass(frozen=True, eq=False)
 class PricedStep:
-    """A traced step as problems in bytes and seconds, priced by some terms when it is made."""
+    """A traced step as problems in bytes and seconds, priced by some settings when it is made."""
 
     traced: TracedStep
-    terms: PriceTerms
+    settings: PriceSettings
     problem: Joined
     """All regions as the one problem that is solved, at the largest sizes that are allowed."""
     seen: Joined
@@ -163,49 +163,49 @@ class PricedStep:
     """`problem` with further parameters stepped at the end of the backward only, by their numbers."""
 
     @classmethod
-    def of(cls, traced: TracedStep, terms: PriceTerms) -> PricedStep:
-        """A traced step priced by some terms."""
+    def of(cls, traced: TracedStep, settings: PriceSettings) -> PricedStep:
+        """The traced step with the problems that it makes when it is priced by these settings."""
         made: dict[frozenset[int], Joined] = {}
 
         def leaving(left: frozenset[int]) -> Joined:
             if left not in made:
-                found = _problem(traced, terms, left=left)
+                found = _problem(traced, settings, left=left)
                 made[left] = replace(found, leaving=lambda more: leaving(left | more))
             return made[left]
 
         problem = seen = plain = leaving(frozenset())
         if any(sizes.seen != sizes.allowed for sizes in (traced.data_sizes, *traced.run_sizes)):
-            seen = plain = _problem(traced, terms, as_seen=True)
+            seen = plain = _problem(traced, settings, as_seen=True)
         if any(region.reuses for region in traced.regions):
-            plain = _problem(traced, terms, as_seen=seen is not problem, reinplace=False)
-        return cls(traced, terms, problem, seen, plain, made)
+            plain = _problem(traced, settings, as_seen=seen is not problem, reinplace=False)
+        return cls(traced, settings, problem, seen, plain, made)
 
     @property
     def problems(self) -> tuple[Joined, ...]:
-        """All problems that were made of the step."""
+        """All problems that were made of the step so far, each with its solvers."""
         return (self.seen, self.plain, *self._leaving.values())
 
     def under(self, account: Account) -> PricedStep:
-        """The same step for another account."""
-        return self.traced.price(self.terms.under(account))
+        """The same step, priced for another account."""
+        return self.traced.price(self.settings.under(account))
 
     def priced_for(self, **changes: Any) -> PricedStep:
-        """The same step for other terms: fields of `PriceTerms`."""
-        return self.traced.price(replace(self.terms, **changes))
+        """The same step for other settings: fields of `PriceSettings`."""
+        return self.traced.price(replace(self.settings, **changes))
 
     def stepping_as(self, steps: Sequence[Sequence[int]]) -> PricedStep:
         """The same step with only the inputs of `steps`, one sequence of input numbers per region, stepped earlier than
         at the end of their region's backward."""
-        if self.terms.stepping is None:
+        if self.settings.stepping is None:
             return self
         inside = {number for numbers_of_region in steps for number in numbers_of_region}
         numbers = {number for region in self.traced.regions for number in region.parameter_inputs}
-        return self.priced_for(stepping=self.terms.stepping.leaving(numbers - inside))
+        return self.priced_for(stepping=self.settings.stepping.leaving(numbers - inside))
 
 
 def _problem(
     traced: TracedStep,
-    terms: PriceTerms,
+    settings: PriceSettings,
     *,
     as_seen: bool = False,
     left: frozenset[int] = frozenset(),
@@ -213,40 +213,42 @@ def _problem(
 ) -> Joined:
     """The regions of a step as one problem. `left`: numbers of parameters that are stepped at the end of the backward
     only; `reinplace`: results may be written over operands."""
-    prices = partial(_priced_region, traced, terms, as_seen=as_seen, left=left, reinplace=reinplace)
+    prices = partial(_priced_region, traced, settings, as_seen=as_seen, left=left, reinplace=reinplace)
     joined = join([prices(number) for number in range(len(traced.regions))], traced.passed)
     return replace(
         joined,
-        problem=with_meanwhile(joined.problem, terms.meanwhile),
-        recompute=terms.recompute,
-        solvers=terms.solvers,
-        link=terms.link,
+        problem=with_meanwhile(joined.problem, settings.meanwhile),
+        recompute=settings.recompute,
+        solvers=settings.solvers,
+        link=settings.link,
         given=_given(traced, as_seen=as_seen),
         trained=_given(traced, as_seen=as_seen, trained=True),
-        libraries=device_of(terms.hardware).library_workspaces(terms.hardware),
+        libraries=device_of(settings.hardware).library_workspaces(settings.hardware),
         left=left,
     )
 
 
 def _priced_region(
-    traced: TracedStep, terms: PriceTerms, number: int, *, as_seen: bool, left: frozenset[int], reinplace: bool
+    traced: TracedStep, settings: PriceSettings, number: int, *, as_seen: bool, left: frozenset[int], reinplace: bool
 ) -> PricedGraph:
     region, sharded = traced.regions[number], traced.sharded
     with traced.with_sizes(number, as_seen=as_seen):
         use = GraphUse(
-            accumulated=region.parameter_gradients if terms.accumulating and sharded is None else (),
+            accumulated=region.parameter_gradients if settings.accumulating and sharded is None else (),
             fused=region.fused_away,
-            least_moved_bytes=terms.hardware.least_moved_bytes,
-            block_bytes=device_of(terms.hardware).block_bytes,
-            steps=_steps(traced, terms.stepping, region, left),
+            least_moved_bytes=settings.hardware.least_moved_bytes,
+            block_bytes=device_of(settings.hardware).block_bytes,
+            steps=_steps(traced, settings.stepping, region, left),
             reuses=region.reuses if reinplace else (),
             released=region.released,
             passed_on=_passed_on(traced, number),
             overwritten=region.overwritten,
-            reductions=sharded.reductions(region, accumulating=terms.accumulating) if sharded else (),
+            reductions=sharded.reductions(region, accumulating=settings.accumulating) if sharded else (),
             receivers=region.receivers if region.places else None,
         )
-        priced = price(region.module, region.forward_outputs, traced.node_prices(number, terms, as_seen=as_seen), use)
+        priced = price(
+            region.module, region.forward_outputs, traced.node_prices(number, settings, as_seen=as_seen), use
+        )
     return with_eager(priced, number, traced.eager) if traced.eager else priced
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from memopt.account.account import Account
-from memopt.capture.on_fakes import Narrowed
+from memopt.capture.on_fakes import ParameterCast
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
-from memopt.levers.optimizer_levers import Known, PricedLevers, Wanted, combinations_of, further_combinations
+from memopt.levers.optimizer_levers import PricedLevers, Wanted, combinations_of
 from memopt.levers.training_price import TrainingFacts
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
 from memopt.planning.plan import Plan
@@ -41,7 +41,7 @@ class Proposing:
         return self.terms.rewriting.autocast
 
     def decide(self, names: Collection[str]) -> None:
-        """Base every further plan on exactly these levers."""
+        """Choose exactly the levers with these names for good: every further plan counts on them."""
         self.chosen = self._priced(names) if names else None
         self.decided = True
 
@@ -55,7 +55,7 @@ class Proposing:
 
     @property
     def allowed(self) -> frozenset[str]:
-        """The levers that may still be chosen."""
+        """The names of the allowed levers on the optimiser that may still be chosen; none once the choice is final."""
         return frozenset() if self.decided else self.terms.options.optimizer_levers
 
     @property
@@ -65,40 +65,35 @@ class Proposing:
 
     def check_allowed(self) -> None:
         """Raise `ValueError` where an allowed lever cannot work with this step."""
-        asked, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
+        requested, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
         for lever in self.terms.options.levers:
             if _narrows(lever) and self._low is not torch.bfloat16:
                 raise ValueError(
-                    f"{lever.name!r} in allow needs a step in bf16, which {asked} is not on {card!r}; give "
+                    f"{lever.name!r} in allow needs a step in bf16, which {requested} is not on {card!r}; give "
                     "precision='bf16', or leave it out"
                 )
             if _in_backward(lever) and self._low is torch.float16:
                 raise ValueError(
                     f"{lever.name!r} in allow steps before it is known whether all gradients are finite, which "
-                    f"training in fp16 asks, as {asked} is on {card!r}; give precision='fp32', or leave it out"
+                    f"training in fp16 asks, as {requested} is on {card!r}; give precision='fp32', or leave it out"
                 )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why an allowed lever is not considered."""
+        """A sentence for each allowed lever that cannot be used with the backend of these plans."""
         inside = filter(_in_backward, self._named(self.allowed))
         return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.terms.fuses else ()
 
-    def combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> Iterator[PricedLevers]:
-        """All possible combinations: those of allowed levers, the cheapest first, and then those with others as far
-        as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`: for a call that adds to
-        existing gradients."""
-        if self.chosen is not None:
-            return
-        known: Known = {}
-        levers = self._possible(gradients_held)
-        yield from combinations_of(self.facts, [lever for lever in levers if lever.name in self.allowed], known)
-        yield from further_combinations(self.facts, levers, self.allowed, wanted, known)
-
-    def allowed_combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> tuple[PricedLevers, ...]:
-        """The combinations of allowed levers, the cheapest first, whichever are `wanted`."""
-        levers = [lever for lever in self._possible(gradients_held) if lever.name in self.allowed]
-        return combinations_of(self.facts, levers) if levers else ()
+    def combinations(
+        self, wanted: Wanted, *, gradients_held: bool = False, further: bool = True
+    ) -> Iterator[PricedLevers]:
+        """All possible combinations: those of allowed levers, the cheapest first, and then, unless `further` is false,
+        those with others as far as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`:
+        for a call that adds to existing gradients."""
+        levers = self._possible(gradients_held) if self.chosen is None else []
+        levers = [lever for lever in levers if further or lever.name in self.allowed]
+        if levers:
+            yield from combinations_of(self.facts, levers, self.allowed, wanted)
 
     def _possible(self, gradients_held: bool) -> list[Lever]:
         """The levers that can work for the model, device and call."""
@@ -125,27 +120,27 @@ class Proposing:
         """How the optimiser steps within the backward under the chosen levers; None where it steps after it."""
         return None if self.chosen is None else self.chosen.stepping
 
-    def account_as_kept(self, account: Account, plan: Plan) -> Account:
+    def account_of(self, account: Account, plan: Plan) -> Account:
         """The account of a call with the optimiser's levers of `plan`, a plan from the cache."""
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
-    def stepping_as_kept(self, plan: Plan) -> Stepping | None:
+    def stepping_of(self, plan: Plan) -> Stepping | None:
         """How the optimiser steps within the backward under the levers of `plan`, a plan from the cache."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
-    def narrowed_by(self, plan: Plan) -> Narrowed | None:
+    def narrowed_by(self, plan: Plan) -> ParameterCast | None:
         """The cast of parameters and inputs under the levers of `plan`; None where they keep their dtype."""
         return self.narrowing() if any(map(_narrows, self._named(plan.proposals))) else None
 
     @property
-    def narrowed(self) -> Narrowed | None:
+    def narrowed(self) -> ParameterCast | None:
         """The cast of parameters and inputs under the chosen levers; None where they keep their dtype."""
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
-    def narrowing(self) -> Narrowed:
+    def narrowing(self) -> ParameterCast:
         """The cast of parameters and inputs under a lever that narrows them."""
-        return Narrowed(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
+        return ParameterCast(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
 
     @property
     def floats(self) -> torch.dtype | None:

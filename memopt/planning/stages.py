@@ -84,13 +84,13 @@ class Traced:
 
     def price(self, account: Account) -> Priced:
         """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimiser."""
-        return Priced(self.step.price(self.recorded.planner.price_terms.under(account)), account)
+        return Priced(self.step.price(self.recorded.planner.price_settings.under(account)), account)
 
-    def price_as_kept(self, plan: Plan, account: Account) -> Priced:
+    def price_for(self, plan: Plan, account: Account) -> Priced:
         """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
         planner = self.recorded.planner
-        stepping = planner.proposing.stepping_as_kept(plan)
-        step = self.step.price(replace(planner.price_terms.under(account), stepping=stepping))
+        stepping = planner.proposing.stepping_of(plan)
+        step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
         return Priced(step.stepping_as([region.steps for region in plan.regions]), account)
 
 
@@ -107,7 +107,7 @@ class Priced:
         return self.step.traced.rewriting
 
     def under(self, account: Account) -> Priced:
-        """The same step with another account."""
+        """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
 
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
@@ -147,6 +147,9 @@ class StepOfPlan:
     priced when they are first asked for."""
 
     price: Callable[[], PricedStep]
+    freed: Plan | None = None
+    """Under FSDP2, of a plan that keeps blocks gathered: the plan of the same call that frees all of them after their
+    forward, to which its smallest budget and its curve belong."""
 
     @property
     def priced(self) -> PricedStep:
@@ -164,10 +167,10 @@ class StepOfPlan:
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
         step = self._freed(plan)
-        return sweep(replace(plan, account=step.account), step.step.problem, points, effort)
+        return sweep(replace(self.freed or plan, account=step.account), step.step.problem, points, effort)
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        step = self._freed(plan)
+        step = Priced(self.priced, replace(plan.account, kept=0))
         return recipes(step.step.problem, step.account)
 
     def smallest_bytes(self, plan: Plan) -> int:
@@ -175,4 +178,13 @@ class StepOfPlan:
 
     def _freed(self, plan: Plan) -> Priced:
         """The step with the plan's account, and all blocks freed after their forward."""
-        return Priced(self.priced, replace(plan.account, kept=0))
+        step = self.priced if self.freed is None else self.freed.solved[0]
+        return Priced(step, replace((self.freed or plan).account, kept=0))
+
+
+def beside_freed(plan: Plan, freed: Plan) -> Plan:
+    """A plan that keeps blocks, whose smallest budget and curve are those of the plan that frees all of them."""
+    if plan.source is None:
+        return plan
+    own = plan.source
+    return replace(plan, source=StepOfPlan(lambda: own.priced, freed))

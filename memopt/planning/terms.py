@@ -14,11 +14,11 @@ from memopt.capture.operators import Rewriting
 from memopt.compat.operators import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.device.devices import device_here
-from memopt.levers import lever_sets
+from memopt.levers import lever_sets, precision_rewriting
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
 from memopt.progress import stage
-from memopt.rewrite.pipeline import precision_rewriting, with_passes
+from memopt.rewrite.user_passes import with_passes
 from passes.ops.fp8_formats import histories_of
 
 

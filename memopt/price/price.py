@@ -19,9 +19,9 @@ from memopt.price.priced_graph import (
     NodePrice,
     PassedOn,
     PlacedParameterStep,
-    PlacedReduction,
     PricedGraph,
     PricedParameterStep,
+    Reduction,
     place_reductions,
     place_steps,
 )
@@ -67,7 +67,7 @@ class _Pricer:
     forward_outputs: int
     price_of: Callable[[fx.Node], NodePrice]
     use: GraphUse
-    reduced: dict[fx.Node, list[PlacedReduction]] = field(default_factory=dict)
+    reduced: dict[fx.Node, list[tuple[Reduction, frozenset[int]]]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
     """Storages of the gradients that a parameter step frees."""
@@ -139,8 +139,8 @@ class _Pricer:
             self.add(node, paths[node], -1, recomputable=False)
             for step in self.placed.get(node, ()):
                 self.add_step(step)
-            for reduction in self.reduced.get(node, ()):
-                self.add_reduction(reduction)
+            for reduction, gradients in self.reduced.get(node, ()):
+                self.add_reduction(reduction, gradients)
         self.add_hand_over()
         if self.use.passed_on is not None:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
@@ -190,7 +190,7 @@ class _Pricer:
             *self.use.released,
             *(self.use.passed_on or _KEEPS_ALL).results,
             *(step.position for steps in self.placed.values() for step in steps),
-            *(position for placed in self.reduced.values() for one in placed for position in one.reduction.positions),
+            *(at for placed in self.reduced.values() for reduction, _ in placed for at in reduction.positions),
         }
         return {
             index
@@ -208,10 +208,9 @@ class _Pricer:
             Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False)
         )
 
-    def add_reduction(self, placed: PlacedReduction) -> None:
+    def add_reduction(self, reduction: Reduction, gradients: frozenset[int]) -> None:
         """Append the op in which a group's gradients are reduced; of the result each card keeps its share."""
-        reduction = placed.reduction
-        reads = tuple(sorted({self.number[index] for index in placed.storages if index in self.number}))
+        reads = tuple(sorted({self.number[index] for index in gradients if index in self.number}))
         made: tuple[int, ...] = ()
         if reduction.made_bytes:
             made = (len(self.listed),)

@@ -114,24 +114,15 @@ class Reduction:
     """Bytes of one card's share of the result; 0 where it is added to gradients that are held already."""
 
 
-@dataclass(frozen=True)
-class PlacedReduction:
-    """A reduction behind the node that makes the last of its gradients."""
-
-    reduction: Reduction
-    storages: frozenset[int]
-    """The gradients' storages, numbered as in `Storages`."""
-
-
 def place_reductions(
     reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
-) -> dict[fx.Node, list[PlacedReduction]]:
-    """For each node of `backward`, which is in program order, the reductions that run right behind it; reductions
-    without gradients that the backward makes are left out."""
+) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
+    """For each node of `backward`, which is in program order, the reductions that run right behind it, each with the
+    storages of its gradients; reductions without gradients that the backward makes are left out."""
     if not reductions:
         return {}
     order = {node: number for number, node in enumerate(backward)}
-    found: dict[fx.Node, list[PlacedReduction]] = {}
+    found: dict[fx.Node, list[tuple[Reduction, frozenset[int]]]] = {}
     for reduction in reductions:
         given = [results[position] for position in reduction.positions]
         own = {index for node in given if isinstance(node, fx.Node) for index in storages.of.get(node, ())}
@@ -139,7 +130,7 @@ def place_reductions(
         nodes = [*given, *(storages.infos[index].maker for index in own)]
         last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
         if last is not None:
-            found.setdefault(last, []).append(PlacedReduction(reduction, frozenset(own)))
+            found.setdefault(last, []).append((reduction, frozenset(own)))
     return found
 
 

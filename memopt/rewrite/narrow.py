@@ -16,13 +16,13 @@ from memopt.device.time_model import op_seconds
 from memopt.rewrite.policy import Rules
 from memopt.units import duration
 from passes import (
+    CastSaved,
     EliminateDeadCode,
     FoundLinear,
     Fp8Linears,
-    NarrowSaved,
     Pipeline,
     QuantizeSaved,
-    SumWide,
+    SumInFp32,
     find_fp8_linears,
 )
 from passes.graphs.aliases import storages
@@ -49,7 +49,7 @@ def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str
 
     `exact` holds the names of the operator graph's nodes whose dtype the author or the user has set.
     """
-    return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
+    return Pipeline((SumInFp32(), CastSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 
 
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:

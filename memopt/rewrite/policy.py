@@ -57,7 +57,7 @@ class PrecisionPlan:
         )
 
     def summary(self) -> str:
-        """`220 ops in bf16, 31 in fp32`."""
+        """The number of operators in each dtype, as in `220 ops in bf16, 31 in fp32`."""
         counts = Counter(dtype_name(choice.dtype) for choice in self.choices.values())
         (most, times), *others = counts.most_common() or [("fp32", 0)]
         return ", ".join([f"{times} ops in {most}", *(f"{number} in {name}" for name, number in others)])
@@ -81,7 +81,7 @@ NAMES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bf16`, `fp16`, `fp32`."""
+    """The short name of a dtype: `bf16`, `fp16`, `fp32`, or torch's own for others."""
     return next((name for name, entry in NAMES.items() if entry == dtype), str(dtype).removeprefix("torch."))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
@@ -14,6 +14,21 @@ from memopt.planning.least import Needs
 
 _REMEMBERED = 16
 """The number of backwards of a model of which is remembered what came before them."""
+
+
+class Alone(NamedTuple):
+    """A call that runs as the plain model does with no other forward beside it."""
+
+    budget_bytes: int
+    """The smallest budget with which it does, with all that lies elsewhere."""
+    held_bytes: int
+    """Held between its forward and its backward."""
+    peak_bytes: int
+    """The most that its forward and backward hold beside what lasts."""
+
+
+AsPlain: TypeAlias = Callable[[int], Alone | None]
+"""Returns for a budget in bytes how a call would run plain; None where it would not, within that budget."""
 
 
 class Needing(Protocol):

@@ -10,7 +10,7 @@ import torch
 from memopt.account.account import distinct_bytes
 from memopt.compat.tensors import weak_storages
 from memopt.errors import BudgetError
-from memopt.run.beside import Beside, breadth
+from memopt.run.beside import Alone, AsPlain, Beside, breadth
 from memopt.run.entry import Entry, Waiting
 
 _TRAINS = 1024
@@ -113,9 +113,10 @@ class Company:
         found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
         return sorted(found, key=lambda one: one.number)
 
-    def for_whole_step(self, entry: Entry, refused: BudgetError) -> BudgetError:
+    def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The refusal of a call, with a budget in which the steps of all optimised models have room at the same time:
-        each by the plan that holds least, or as guessed where there is no plan of it yet."""
+        each by the plan that holds least, or as guessed where there is no plan of it yet; but none above what all of
+        them need with nothing recomputed. `plain` tells of the call."""
         company = self.company(entry)
         if not company:
             return refused
@@ -131,9 +132,23 @@ class Company:
             for other in company
         )
         works = refused.smallest_bytes + further
+        works += works // _MARGIN
+        if (alone := plain(works)) is not None:
+            works = min(works, max(refused.smallest_bytes, self._nothing_recomputed(entry, company, alone)))
         names = ", ".join(type(other.model).__name__ for other in company)
         reason = f"{refused.dominated_by}, and for the steps of {len(company)} more optimised models ({names})"
-        return BudgetError(refused.budget_bytes, works + works // _MARGIN, reason, least=False, further=refused.further)
+        return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.further)
+
+    def _nothing_recomputed(self, entry: Entry, company: list[Entry], alone: Alone) -> int:
+        """The bytes of a step of all optimised models with nothing recomputed: beside the forwards that wait now, the
+        call's own peak, and the peak of another one while it waits; of those without a plan yet by their breadth."""
+        waiting, peak = 0, alone.peak_bytes
+        for other in company:
+            needs, ratio = other.needs, breadth(other.model) / breadth(entry.model)
+            if other.held_bytes:  # as much of it is in the call's budget already
+                waiting += max(0, (needs.held if needs else 0) - other.held_bytes)
+            peak = max(peak, alone.held_bytes + (needs.peak if needs else int(ratio * alone.peak_bytes)))
+        return alone.budget_bytes - alone.peak_bytes + peak + waiting
 
     def others_held_bytes(self, entry: Entry) -> int:
         """The bytes that forwards of other models hold which wait for their backward."""

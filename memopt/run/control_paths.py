@@ -17,8 +17,8 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
-from memopt.planning.kept_blocks import beside_freed
 from memopt.planning.plan import Plan
+from memopt.planning.stages import beside_freed
 from memopt.planning.terms import Situation
 from memopt.recent import Recent
 from memopt.run.executable import Executable

@@ -141,6 +141,8 @@ class Entry:
     meanwhile: int | None = None
     """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
     outputs; None where that was not measured."""
+    keeps_graph: bool = False
+    """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False
     """Whether it was looked for what appears until the backward."""
     begun: int = 0
@@ -169,6 +171,8 @@ class Entry:
     """What the latest call needed that ran plain."""
     planned: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
+    ending: list[Forward] = field(default_factory=list)
+    """The planned forwards whose saved values were given to their backward, until the next forward begins."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """The sizes of the groups before."""
@@ -204,6 +208,7 @@ class Entry:
 
     def begin(self, waiting: int) -> None:
         """Count a forward that begins while `waiting` others wait for their backward; the first of a group if none."""
+        self.ending.clear()
         if waiting:
             self._group = max(self._group, waiting + 1)
         else:

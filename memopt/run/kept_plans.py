@@ -93,8 +93,8 @@ class KeptPlans:
             return None
         if [joint.fingerprint for joint in traced.step.regions] != [one.fingerprint for one in kept.plan.regions]:
             return None
-        account = planner.proposing.account_as_kept(traced.account(lowering_bytes), kept.plan)
-        priced = traced.price_as_kept(kept.plan, account)
+        account = planner.proposing.account_of(traced.account(lowering_bytes), kept.plan)
+        priced = traced.price_for(kept.plan, account)
         plan = kept.live(lambda: priced.step)
         return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
 

@@ -21,7 +21,7 @@ from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
 from memopt.planning.least import tangent_bytes
 from memopt.planning.plan import Plan
-from memopt.planning.planner import LITTLE
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
 from memopt.run.company import Company
 from memopt.run.entry import Entry, Looked
@@ -154,7 +154,7 @@ class Moment:
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
         enough = plan.budget_bytes // _WORTHWHILE
-        if plan.added_time <= LITTLE or plan.account.elsewhere < enough:
+        if plan.added_time <= NEGLIGIBLE or plan.account.elsewhere < enough:
             return False
         about = self._ledger.about(self)
         return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
@@ -207,6 +207,11 @@ class Moment:
     def elsewhere_beside(self, optimizer_state: int) -> int:
         """The bytes elsewhere on the device now, beside a step with an optimiser state of that size."""
         return self._beside(self._ledger.now(self), optimizer_state)
+
+    def known_elsewhere(self, optimizer_state: int) -> int:
+        """The bytes elsewhere on the device, beside a step with an optimiser state of that size, as far as they are
+        known without a look: in the step's backward a look would find what it has saved."""
+        return self._beside(replace(self.entry.found, other=self._ledger.about(self)), optimizer_state)
 
     def _beside(self, found: Found, optimizer_state: int) -> int:
         return found.beside(optimizer_state) + self.to_come_elsewhere
@@ -364,6 +369,7 @@ class Ledger(Company):
             moment.addresses(),
             waiting_bytes=moment.waiting_bytes + moment.lasting_now,
             others_bytes=moment.others_bytes,
+            plain_bytes=sum(one.plain_held_bytes for one in self.entries),
             bucket_bytes=moment.bucket_bytes,
             buckets=moment.buckets,
             libraries=sum(kind.library_workspaces(kind.reported(self.device))) if kind.caching else 0,

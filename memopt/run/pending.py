@@ -202,6 +202,7 @@ class PendingForward:
     def after_backward(self) -> None:
         """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
         self.done = True
+        self.entry.ending.append(self)
         hold_over(self._held)
         self._held = []
 
@@ -212,14 +213,15 @@ class PendingForward:
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for the other forwards that wait, or one more such forward, for
-        gradients both held and newly computed, and with `retained` for a retained graph; nothing is recomputed under
+        gradients both held and newly computed; or with `retained` for a retained graph. Nothing is recomputed under
         it."""
         joined, account = self.plan.joined, self.plan.account
         assert joined is not None
         save_all = Schedule.save_all(joined.problem)
         peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
         others = [forward for forward in self.entry.waiting() if forward is not self]
-        waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes or self.saved_bytes()
+        waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
+        waiting = waiting if waiting or retained else self.saved_bytes()
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
         if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
             gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -306,14 +308,18 @@ class PlainForward:
     """The most that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
+    check_retained: Callable[[], None]
+    """Raises `BudgetError` where a backward that keeps its graph exceeds the budget."""
     number: int = 0
     beside: set[Beside] = field(default_factory=set)
 
-    def end(self, *_: object) -> None:
-        """Have it wait no longer; called when a backward through any of its outputs begins."""
+    def end(self) -> None:
+        """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError`."""
         UntilBackward.backward_begins(self.entry, alone=not self.beside)
         Ledger.of(self.entry).backward_begins(self)
-        if not keeps_graph():
+        if keeps_graph():
+            self.check_retained()
+        else:
             self.entry.plain.discard(self)
 
 

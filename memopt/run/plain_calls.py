@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
+from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
@@ -28,6 +30,7 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.run.beside import Alone
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
@@ -51,6 +54,10 @@ _MOST_COUNTS = 12
 """The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
 _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
+_WORTH_NAMING = 4
+"""A step whose graph is kept is counted for a refusal up to this many times its budget."""
+_TIGHTER = 8
+"""After a failed allocation, calls run plain that hold at most all but this part of what the failed one was to hold."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_PLAIN)
 
@@ -76,6 +83,8 @@ class Fitting:
     """The bytes that it leaves of the budget."""
     optimizer_state: int
     """The bytes of optimiser state that are counted in it."""
+    call: Call | None
+    """The call that was counted, without its values; None where its count depends on them."""
 
     @property
     def reason(self) -> str:
@@ -140,6 +149,12 @@ class PlainCalls:
         """False once a call was planned ahead: then plans are what the user wants."""
         self.latest: Call | None = None
         """The latest call that was counted and fits, without its values."""
+        self._whatever_else = False
+        """Whether calls run plain even where plans do more than to save memory."""
+        self._ran_bytes = 0
+        """The most that the step of the latest call holds which ran plain, beside what is resident."""
+        self._most_bytes: float = math.inf
+        """Steps that hold more beside what is resident are planned, since an allocation failed in one."""
         self._settings = Settings(model)
         self._kinds: dict[Hashable, _Kind] = {}
         self._shown: tuple[Call, Plan] | None = None
@@ -158,6 +173,16 @@ class PlainCalls:
         finally:
             self.allowed = before
 
+    @contextmanager
+    def only_way(self) -> Iterator[None]:
+        """A context in which no call can be planned, so that all that fit run plain, whatever else plans would do."""
+        before = self.allowed, self._whatever_else
+        self.allowed = self._whatever_else = True
+        try:
+            yield
+        finally:
+            self.allowed, self._whatever_else = before
+
     def step_if_it_fits(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts | None = None, *, plans_serve_all: bool
     ) -> Fitting | None:
@@ -166,7 +191,7 @@ class PlainCalls:
         `parts` are the model's, where the caller has them at hand. `plans_serve_all`: a captured graph serves calls of
         all sizes.
         """
-        if not (self.allowed and self._nothing_else_wanted()):
+        if not (self.allowed and (self._whatever_else or self._nothing_else_wanted())):
             return None
         leaves, structure = _leaves(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -201,25 +226,70 @@ class PlainCalls:
         needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
+    def alone(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> Alone | None:
+        """How a call runs plain where no other forward waits; None where that takes more than `most_bytes`, or plans
+        are wanted."""
+        if not (self.allowed and self._nothing_else_wanted()):
+            return None
+        with self._settings.naming():
+            step = self._count_step(call, situation, most_bytes)
+        if step is None:
+            return None
+        needed, state = self._needed(step, call, situation)
+        needed += moment.elsewhere_beside(state)
+        return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
+
+    def allocation_failed(self) -> None:
+        """Have calls planned that hold about as much as the latest one that ran plain."""
+        self._most_bytes = self._ran_bytes - self._ran_bytes // _TIGHTER
+        self.forget()
+
     def forget(self) -> None:
         """Have calls counted again."""
         self._kinds.clear()
 
-    def run(self, call: Call, fitting: Fitting) -> Any:
+    def run(self, call: Call, fitting: Fitting, situation: Situation, moment: Moment) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
+        self._ran_bytes = fitting.step.peak_bytes
+        retained = partial(self._check_retained, fitting, situation, replace(moment, inputs=()))
         result = self.plain(*call[0], **call[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
             held, room, state = fitting.step.held_bytes, fitting.room_bytes, fitting.optimizer_state
             peak = fitting.step.peak_bytes
-            forward = PlainForward(self.entry, held, room, state, peak, tuple(weak_storages(outputs)))
+            forward = PlainForward(self.entry, held, room, state, peak, tuple(weak_storages(outputs)), retained)
             self.entry.add_plain(forward, state)
             Ledger.of(self.entry).begins(forward)
+            waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
+
+            def begins(*_: object) -> None:
+                for one in waiting:
+                    one.end()
+                if not keeps_graph():
+                    waiting.clear()
+
             nodes: set[Any] = {output.grad_fn for output in outputs}
             for node in nodes:
-                node.metadata["memopt"] = forward  # it lives as long as a backward may begin at any output
-                node.register_prehook(forward.end)
+                node.metadata["memopt"] = waiting  # it lives as long as a backward may begin at any output
+                node.register_prehook(begins)
         return result
+
+    def _check_retained(self, fitting: Fitting, situation: Situation, moment: Moment) -> None:
+        """Raise `BudgetError` where the backward of a call exceeds the budget if its graph is kept; later calls are
+        counted with that."""
+        if fitting.step.retained:
+            return
+        self.entry.keeps_graph = True
+        step, budget = fitting.step, self.planner.terms.options.budget_bytes
+        with self._settings.naming():
+            kept = self._count_step(fitting.call, situation, _WORTH_NAMING * budget) if fitting.call else None
+        kept = kept or replace(step, peak_bytes=step.peak_bytes + step.held_bytes)
+        margin = self._margin(depends_on_values=step.depends_on_values)
+        more = max(0, int(margin * (kept.peak_bytes - step.peak_bytes)))
+        needed = budget - fitting.room_bytes + more + moment.reserved_bytes(step.held_bytes)
+        needed += moment.known_elsewhere(fitting.optimizer_state)
+        if needed > budget:
+            raise BudgetError(budget, needed, "backward(retain_graph=True)", least=False)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan that the latest call would run by if its plain step did not fit, made at the first time it is asked
@@ -246,7 +316,7 @@ class PlainCalls:
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
         state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(parts.modules)
-        key = inputs, parameters, state, parts.parameters[0].device
+        key = inputs, parameters, state, self.entry.keeps_graph, parts.parameters[0].device
         if key not in self._kinds:
             check_device(call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
@@ -274,12 +344,14 @@ class PlainCalls:
         the count stops as soon as that is clear.
         """
         card, held, depends = self.planner.terms.card, situation.gradients_held, True
+        twice = self.entry.keeps_graph
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
             most = room / self._margin(depends_on_values=False)
             if special_tensors(call, Parts.of(self.model)):
                 raise ValueIsRead  # how much a sparse result holds depends on values
-            step = count_plain_step(self.model, self.plain, call, card, gradients_held=held, most_bytes=most)
+            given: Any = {"gradients_held": held, "most_bytes": most, "retained": twice}
+            step = count_plain_step(self.model, self.plain, call, card, **given)
             if self.checkpoints is None:
                 return step
             depends = step is None or step.depends_on_values
@@ -291,14 +363,17 @@ class PlainCalls:
             room = budget_bytes - self.planner.accounts.account(call, situation).resident_bytes
         most = int(room / self._margin(depends_on_values=depends))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
-            counted = count_on_values(self.model, self.plain, call, card, most)
+            counted = count_on_values(self.model, self.plain, call, card, most, retained=twice)
         return counted and replace(counted, depends_on_values=depends)
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
         needed, state = self._needed(step, call, situation)
+        if step.peak_bytes > self._most_bytes:
+            return None
         room = self.planner.terms.options.budget_bytes - needed
-        return Fitting(step, room, state) if room >= 0 else None
+        hollow = None if step.depends_on_values else on_meta(call)
+        return Fitting(step, room, state, hollow) if room >= 0 else None
 
     def _needed(self, step: PlainStep, call: Call, situation: Situation) -> tuple[int, int]:
         """The bytes that a step needs by its count, with nothing elsewhere, and the optimiser's state among them."""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memopt.capture.between import TooMuchBetweenError
+from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import Place, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
@@ -156,7 +156,7 @@ class Recorder:
                     check_unbroken(self.model, str(broken))
                     reason = self._breaks[call_signature(call)] = str(broken)
             return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
-        except (OtherPathTaken, TooManyShapes, TooMuchBetweenError):
+        except (OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
             raise
         except CaptureError as error:
             self._errors[self._state(call)] = str(error)

@@ -30,7 +30,7 @@ from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.derived import among_equals, extended
-from memopt.planning.least import leaving_room, sparing
+from memopt.planning.least import least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
@@ -221,8 +221,8 @@ class Road:
             return self._searched(alone, search_for(alone, advise=False), lowering_bytes=lowering_bytes)
 
         if situation.to_come:
-            return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes)
-        return leaving_room(spare(0)) if situation.spared is None else sparing(spare, situation.spared)
+            return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes, least_plan)
+        return leaving_room(spare(0)) if situation.spared is None else leaving_free(spare, situation.spared)
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""

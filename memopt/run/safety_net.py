@@ -42,6 +42,8 @@ class SafetyNet:
         """The state of the model before the call that runs."""
         self._forwards_before = 0
         """The number of forwards that had begun before the call that runs."""
+        self._plain_bytes = 0
+        """The bytes that the step of the latest call is counted to hold, where that ran plain."""
 
     def run(self, attempt: Callable[[CallState], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
         """Run a training call with these tensors by `attempt`, which is given the state before it; with `repeat` a
@@ -50,6 +52,7 @@ class SafetyNet:
         Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
         """
         before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
+        self._plain_bytes = 0
         self.before = before
         try:
             try:
@@ -86,8 +89,8 @@ class SafetyNet:
         forward.after_backward()  # it will have none
         failure.with_traceback(None)  # its frames hold what the forward made
         undone = before.undo()
-        self._tighten(forward.plan)
-        return self._error(failure, forward.plan, "forward", undone=undone)
+        self._tighten(*_held_by(forward.plan))
+        return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """Undo the call in whose backward an allocation failed, and plan tighter; the error for the user."""
@@ -95,20 +98,44 @@ class SafetyNet:
         if not forwards:
             return failure
         undone = [forward.undo() for forward in forwards]
-        self._tighten(forwards[0].plan)
+        plan = forwards[0].plan
+        self._tighten(*_held_by(plan))
         # Of several forwards, those that the backward has not come to yet are still there.
-        return self._error(failure, forwards[0].plan, "backward", undone=all(undone) and len(forwards) == 1)
+        return self._error(failure, _by_plan(plan), "backward", undone=all(undone) and len(forwards) == 1)
 
-    def _tighten(self, plan: Plan) -> None:
-        planned = plan.ceiling_bytes - plan.account.unforeseen
-        tighter = planned - planned // _TIGHTER
-        self.unforeseen_bytes = max(self.unforeseen_bytes, plan.budget_bytes - tighter)
+    def run_plain(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], needed_bytes: int) -> Any:
+        """Run a call with these tensors as the plain model does by `attempt`, whose step is counted to hold that many
+        bytes.
+
+        Raises `StepMemoryError` if an allocation of its forward fails: calls like it are planned from then on. It is
+        undone where it can have written to no buffer: to keep copies in each call would take time.
+        """
+        before, self._plain_bytes = CallState.of(self.model, inputs, copying=False), needed_bytes
+        try:
+            return attempt()
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # its frames hold what the forward made
+        untouched = not any(one.is_floating_point() for one in self.model.buffers())  # not all kernels count writes
+        raise self._plain_failed(failure, "forward", undone=before.undo() and untouched)
+
+    def plain_backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """Have calls planned tighter after the backward of a call that ran plain has failed; the error for the user."""
+        return self._plain_failed(failure, "backward", undone=False) if self._plain_bytes else failure
+
+    def _plain_failed(self, failure: torch.OutOfMemoryError, half: str, *, undone: bool) -> StepMemoryError:
+        needed, self._plain_bytes = self._plain_bytes, 0
+        self._tighten(needed, self.entry.budget_bytes)
+        counted = f"counted to hold {size(needed)} of a budget of {size(self.entry.budget_bytes)} without a plan"
+        return self._error(failure, counted, half, undone=undone)
+
+    def _tighten(self, held_bytes: int, budget_bytes: int) -> None:
+        tighter = held_bytes - held_bytes // _TIGHTER
+        self.unforeseen_bytes = max(self.unforeseen_bytes, budget_bytes - tighter)
         self.plan_tighter(self.unforeseen_bytes)
         gc.collect()
         device_of(self.entry.device).empty_cache()
 
-    def _error(self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool) -> StepMemoryError:
-        rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
+    def _error(self, failure: torch.OutOfMemoryError, held: str, half: str, *, undone: bool) -> StepMemoryError:
         state = (
             "gradients, buffers and random numbers are as they were before the call"
             if undone
@@ -116,12 +143,23 @@ class SafetyNet:
             "effective batch again after zero_grad()"
         )
         return StepMemoryError(
-            f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is planned to hold "
-            f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)} (at {plan.planned.at}: "
-            f"{rows}); {state}; later steps are planned with {size(self.unforeseen_bytes)} of the budget left "
+            f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is {held}; {state}; "
+            f"later steps are planned with {size(self.unforeseen_bytes)} of the budget left "
             f"free; the device says: {' '.join(str(failure).split())}",
             undone=undone,
         )
+
+
+def _held_by(plan: Plan) -> tuple[int, int]:
+    """The bytes that a plan was to hold, and those of its budget."""
+    return plan.ceiling_bytes - plan.account.unforeseen, plan.budget_bytes
+
+
+def _by_plan(plan: Plan) -> str:
+    """What a plan was to hold, in words."""
+    rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
+    held = f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)}"
+    return f"planned to hold {held} (at {plan.planned.at}: {rows})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.between import TooMuchBetweenError
+from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, tensors_in
+from memopt.compat.autograd import running_statistics_unnoticed
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
@@ -31,10 +32,12 @@ from memopt.compat.modules import (
     reset_compiled_call,
     set_compiled_call,
 )
+from memopt.compat.operators import modes_of_the_user, without_modes
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
+from memopt.memory_error import StepMemoryError
 from memopt.planning.job_key import terms_of
 from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
@@ -42,6 +45,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.fitting import CallInProgress
+from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import Fitting, PlainCalls
 from memopt.run.ranks import DataParallel
@@ -50,6 +54,9 @@ from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
 from memopt.run.share import Share
 from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
 from memopt.run.training import TrainingCalls
+
+_NO_LIMIT = 1 << 60
+"""More bytes than there are."""
 
 
 class Session:
@@ -79,6 +86,7 @@ class Session:
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._loss_to_come: Callable[[Any], Any] | None = None
+        self._within_modes_before = False
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         keeping = Keeping(self.resharding, self.sharded)
@@ -153,24 +161,62 @@ class Session:
             gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
             calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
             calls.planner.proposing.check_parameters()
-            waiting = self.share.begin(call)
+            waiting = self.share.begin()
             self.accumulation.allowed = self.options.one_by_one or not waiting
             self.accumulation.exchange = self.parallel.exchange
             situation = self.share.situation(calls.planner.proposing, parts)
             moment = self.share.moment(call, situation)
+            if names := modes_of_the_user():
+                return self._within_modes(calls, call, situation, moment, names, parts)
             one_graph = not calls.recorded.breaks
             if fits := calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
                 self._enter(State.PLAIN, fits.reason)
                 calls.recorded.size_bounds.see(call)
                 calls.planner.accounts.note_reached(fits.step.reached)
-                return calls.plain_calls.run(call, fits)
+                plain = partial(calls.plain_calls.run, call, fits, situation, moment)
+                try:
+                    needed = self.options.budget_bytes - fits.room_bytes
+                    return self._safety_net.run_plain(plain, tensors_in(call), needed)
+                except StepMemoryError as failed:  # else it is planned now
+                    if not failed.undone or self.parallel.wrapper is not None:
+                        raise
             check_device(call, self.model)
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
             if fitting is not None:
-                return self._run_checkpointed(calls, call, *fitting)
+                return self._run_checkpointed(calls, call, *fitting, situation, moment)
             situation = replace(situation, spared=self.share.spared(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
             return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
+
+    def _within_modes(
+        self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
+    ) -> Any:
+        """Run a call within dispatch modes of the user's with these names, in which Dynamo records nothing: as the
+        plain model does. Raises `BudgetError`, `CaptureError`."""
+        within = (
+            f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
+        )
+        plain, least = calls.plain_calls, None
+        with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
+            fits = plain.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
+            if fits is None:
+                least = plain.needed_bytes(call, situation, moment, _NO_LIMIT)
+        if fits is None and "plain" not in self.options.allow:
+            with self._refusing():
+                if least is None:
+                    raise CaptureError(
+                        f"{within}, and it is not known what its plain step holds; call it outside of it"
+                    )
+                further = (f"{within}; outside of it the step is planned",)
+                raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
+        if not self._within_modes_before:
+            self._within_modes_before = True
+            warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
+        if fits is None:
+            return self._unplanned(calls, call)
+        self._enter(State.PLAIN, f"within {names}, {fits.reason}")
+        calls.planner.accounts.note_reached(fits.step.reached)
+        return plain.run(call, fits, situation, moment)
 
     def _by_plan_or_in_eager_mode(
         self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int
@@ -191,8 +237,8 @@ class Session:
         if broken is not None or isinstance(refused, CaptureError):
             gc.collect()  # what was recorded holds tensors in circles of frames
             if fitting := calls.checkpointed.fitting(*given, parts):
-                return self._run_checkpointed(calls, in_progress.call, *fitting)
-        if isinstance(refused, TooMuchBetweenError):  # what it needs is known once it was recorded whole
+                return self._run_checkpointed(calls, in_progress.call, *fitting, *given[1:])
+        if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
                 return self._by_plan(calls, in_progress, parts, waiting)
             except (BudgetError, CaptureError) as error:
@@ -213,19 +259,24 @@ class Session:
             try:
                 return self._run(calls, in_progress)
             except BudgetError as refused:
-                raise self.share.explain(refused, waiting) from None
+                plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
+                raise self.share.explain(refused, waiting, plain) from None
 
-    def _run_checkpointed(self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting) -> Any:
+    def _run_checkpointed(
+        self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting, situation: Situation, moment: Moment
+    ) -> Any:
         """Run a call with a choice of activation checkpoints by which it fits."""
         self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
-        return choice.run(call, fits)
+        return choice.run(call, fits, situation, moment)
 
     def _run(self, calls: TrainingCalls, in_progress: CallInProgress) -> Any:
         calls.planner.screen(in_progress.call, in_progress.crowded)
         # Under DDP the other ranks go on, so that no rank runs a call a second time.
         inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
-        result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+        plain = self.share.entry.plain_waiting()  # whose backward would find other running statistics
+        with running_statistics_unnoticed(self.model) if plain else nullcontext():
+            result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
         if calls.recorded.broken.ran_unplanned:
             self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result
@@ -289,6 +340,15 @@ class Session:
         for calls in self.kinds:
             calls.planner.accounts.leave_free(unforeseen_bytes)
             calls.forget()
+            if self.status.state is State.PLAIN:
+                calls.plain_calls.allocation_failed()
+            calls.plain_calls.forget()
+            calls.checkpointed.forget()
+
+    def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error for the user where an allocation failed in a backward, which memopt does not see fail where the
+        call ran plain; later calls are then planned tighter."""
+        return failure if isinstance(failure, StepMemoryError) else self._safety_net.plain_backward_failed(failure)
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a training call before its first run, on fake tensors. `gradients_held`: as a call that adds to existing

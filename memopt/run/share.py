@@ -30,7 +30,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.proposing import Proposing
 from memopt.planning.terms import Situation
 from memopt.recent import Recent
-from memopt.run.beside import Beside, shared
+from memopt.run.beside import AsPlain, Beside, shared
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.pending import PendingForward, release_all
@@ -119,18 +119,12 @@ class Share:
         """The number of forwards that wait for their backward, with plan or without."""
         return len(self.entry.waiting()) + len(self.entry.plain_waiting())
 
-    def begin(self, call: Call) -> int:
-        """Note that a forward begins; returns the number of those that wait for their backward.
-
-        Raises `BudgetError` where one of them has no room for the gradients that the backward of this one will leave.
-        """
+    def begin(self) -> int:
+        """Note that a forward begins; returns the number of those that wait for their backward."""
         release_all()
         UntilBackward.drop()
         waiting = self.waiting
         self.entry.begin(waiting)
-        if waiting:
-            self._check_planned()
-            self._check_plain(call, self._gradients())
         return waiting
 
     def returned(self, result: Any) -> None:
@@ -166,10 +160,10 @@ class Share:
 
     def spared(self, moment: Moment) -> int | None:
         """The bytes to leave to steps of other models between the forward of a call and its backward; None where it is
-        not known yet what they do then."""
+        not known yet what they do then, or how many forwards of this one there will be."""
         entry = self.entry
         company = self.ledger.company(entry)
-        if not self.ledger.knows(entry):
+        if not self.ledger.knows(entry) or moment.waiting > entry.others_expected:
             return None
         seen = [beside for beside in frozenset().union(*entry.seen.meanwhile) if not beside.begun_before]
         outlived = self.ledger.outlived(entry) if company else 0
@@ -244,10 +238,16 @@ class Share:
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
         """Register a forward that begins now and runs by a plan.
 
-        Raises `BudgetError` where the backward of a plain call that waits has no room beside what it holds.
+        Raises `BudgetError` where the backward of one that waits has no room for the gradients that its backward will
+        leave; or that of a plain call for what it holds.
         """
         held = plan.held_bytes
-        self._check_plain(call, held)
+        plain = bool(self.entry.plain_waiting())
+        wanted = max(held if plain else 0, self._gradients_left())
+        if self.waiting and (lacking := wanted - self._room_beside(call)) > 0:
+            alone = plan.smallest_bytes() - plan.account.other_forwards
+            works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
+            raise self._refusal(works, plan.account.elsewhere)
         if self.waiting and situation.spared is not None:
             self.entry.held_after = held
         forward = PendingForward(
@@ -264,35 +264,44 @@ class Share:
         self.ledger.begins(forward)
         return forward
 
-    def explain(self, refused: BudgetError, waiting: int) -> BudgetError:
-        """The refusal of a call that began while others waited; it says so if that was not planned for."""
-        refused = self.ledger.for_whole_step(self.entry, refused)
+    def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
+        """The refusal of a call that began while others waited, with a budget in which those save all that they can and
+        this one has room beside them; it says so if that was not planned for. `plain` tells of the call."""
+        if waiting:
+            refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
+        refused = self.ledger.for_whole_step(self.entry, refused, plain)
         return refused if self.entry.others_expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
+
+    def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
+        """A budget with which a call has room beside the forwards that wait, where it would need `smallest_bytes` with
+        what they hold now: within more room they will save more, with nothing recomputed at most. There is some room
+        for a few forwards more, which may follow.
+        """
+        planned, needs, gradients = self.entry.waiting(), self.entry.needs, self._gradients()
+        held = [forward.held_bytes for forward in planned]
+        saved = [forward.saved_bytes() for forward in planned]
+        alone = [one.plan.plain.peak_bytes - one.plan.account.other_forwards for one in planned]
+        more = _MORE_FORWARDS * needs.least_held if needs else 0
+        for _ in range(2):
+            works = smallest_bytes + sum(saved) - sum(held)
+            works += min(more, max(0, max(alone, default=0) + sum(held) - smallest_bytes))
+            earlier = self.entry.plain_held_bytes
+            for peak, nbytes in zip(alone, saved, strict=True):
+                works, earlier = max(works, peak + earlier + gradients), earlier + nbytes
+            found = plain(works) if planned else None
+            if found is None:
+                break
+            alone, saved = [found.budget_bytes] * len(planned), [found.held_bytes] * len(planned)
+        for forward in self.entry.plain_waiting():
+            works = max(works, self.entry.budget_bytes - forward.room_bytes + self.entry.found.other + gradients)
+        return works
+
+    def _gradients_left(self) -> int:
+        """The bytes of gradients that the backward of a further forward leaves to those that wait."""
+        return 0 if self.one_by_one and not self.entry.plain_waiting() else self._gradients()
 
     def _gradients(self) -> int:
         return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def _check_planned(self) -> None:
-        """Raise `BudgetError` where a planned forward that waits has no room for the gradients of another one."""
-        gradients = 0 if self.one_by_one else self._gradients()
-        earlier_bytes = 0
-        for forward in self.entry.waiting():
-            planned = forward.plan
-            alone = planned.ceiling_bytes - planned.account.other_forwards
-            needed = alone + earlier_bytes + gradients
-            if needed > planned.budget_bytes:
-                elsewhere = planned.account.elsewhere
-                raise self._refusal(planned.budget_bytes, forward.roomy_bytes(needed), elsewhere)
-            earlier_bytes += forward.held_bytes
-
-    def _check_plain(self, call: Call, more_bytes: int) -> None:
-        """Raise `BudgetError` where a plain call that waits has no room for `more_bytes` in its backward, beside a call
-        that begins now."""
-        for forward in self.entry.plain_waiting():
-            others = self.entry.held_bytes - forward.held_bytes
-            if (lacking := others + more_bytes - self._left_bytes(forward, call)) > 0:
-                budget = self.entry.budget_bytes
-                raise self._refusal(budget, budget + lacking + forward.held_bytes, 0)
 
     def _left_bytes(self, forward: Plain, call: Call) -> int:
         """The bytes that the step of a plain call leaves of the budget, beside what lies elsewhere while another call
@@ -303,19 +312,36 @@ class Share:
 
     def _spare_bytes(self, call: Call) -> int | None:
         """The bytes that a further forward may hold beside the backward of each that waits; None where none waits."""
+        if not self.waiting:
+            return None
+        if self._room_beside(call) < self._gradients_left():
+            return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]
         plans = [(forward.plan, forward.held_bytes) for forward in self.entry.waiting()]
         planned = [
             plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards + held for plan, held in plans
         ]  # fmt: skip
-        return min(plain + planned) - self.entry.held_bytes if plain or planned else None
+        return min(plain + planned) - self.entry.held_bytes
 
-    def _refusal(self, budget_bytes: int, roomy_bytes: int, elsewhere: int) -> BudgetError:
+    def _room_beside(self, call: Call) -> int:
+        """The bytes that the backward of each forward that waits leaves beside those of the others that began before
+        it, and beside all others where it runs plain."""
+        left = [
+            self._left_bytes(forward, call) - self.entry.held_bytes + forward.held_bytes
+            for forward in self.entry.plain_waiting()
+        ]
+        earlier_bytes = 0
+        for forward in self.entry.waiting():
+            plan = forward.plan
+            left.append(plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards - earlier_bytes)
+            earlier_bytes += forward.held_bytes
+        return min(left)
+
+    def _refusal(self, smallest_bytes: int, elsewhere: int) -> BudgetError:
         reason = "a second forward before the first one's backward"
         if elsewhere:
             reason += f", elsewhere {size(elsewhere)}"
-        further = (_IN_GROUP.format(self.waiting + 1),)
-        return BudgetError(budget_bytes, roomy_bytes, reason, least=False, further=further)
+        return BudgetError(self.entry.budget_bytes, smallest_bytes, reason, least=False)
 
 
 def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
@@ -325,6 +351,8 @@ def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
 _ABOUT = 16
 """Room that differs by less than this part of the budget is left to other models as before."""
 _MOST_KINDS = 64
+_MORE_FORWARDS = 2
+"""A budget that is named for several forwards has room for so many more that hold least."""
 _IN_GROUP = (
     "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
     "from the first step on if optimize is given forwards={0}"

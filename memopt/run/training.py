@@ -118,7 +118,7 @@ class TrainingCalls:
             with planner.terms.types(), torch.enable_grad():
                 recorded = Recorded(planner, planner.capture_on_fakes(hollow, narrowed), hollow, situation)
                 traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])
-                return traced.price_as_kept(kept.plan, kept.plan.account).step
+                return traced.price_for(kept.plan, kept.plan.account).step
 
         return step
 

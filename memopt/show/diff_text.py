@@ -71,7 +71,7 @@ def _count(change: Change) -> int:
 
 
 def blocks_of(where: Mapping[str, Place]) -> dict[str, list[str]]:
-    """The blocks of each section, in order."""
+    """For each section of the diff, the blocks of modules that occur in it, in the order of `where`."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
         sections[place.section][place.block] = None

@@ -89,7 +89,7 @@ def place(
     to_pixels, to_data = axes.transData, axes.transData.inverted()
     points = [tuple(to_pixels.transform((label.x, label.y))) for label in labels]
     frame = axes.get_window_extent(renderer)
-    room = Room((frame.x0, frame.y0, frame.x1, frame.y1), points)
+    room = _Room((frame.x0, frame.y0, frame.x1, frame.y1), points)
     segments = pairwise(tuple(to_pixels.transform(point)) for point in line)
     room.drawn += [_around(x, y, 5.0) for a, b in segments for x, y in _along(a, b)]
     room.drawn += [_around(x, y, _DOT) for x, y in map(to_pixels.transform, dots)]
@@ -109,7 +109,7 @@ def place(
 
 
 @dataclass
-class Room:
+class _Room:
     """The places in the frame of a picture that are already taken, in pixels."""
 
     inside: Box

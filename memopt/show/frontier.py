@@ -111,7 +111,7 @@ def draw(frontier: Frontier, path: Path) -> None:
 
 
 def as_svg(frontier: Frontier) -> str | None:
-    """The picture as SVG; None without matplotlib."""
+    """The curve of added time over the budget as SVG text; None without matplotlib."""
     page = io.StringIO()
     try:
         figure_of(frontier).savefig(page, format="svg")
@@ -121,7 +121,7 @@ def as_svg(frontier: Frontier) -> str | None:
 
 
 def figure_of(frontier: Frontier) -> Figure:
-    """The picture as a matplotlib figure that pyplot knows nothing of. Raises `ModuleNotFoundError`."""
+    """The curve of added time over the budget as a matplotlib figure. Raises `ModuleNotFoundError`."""
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)

@@ -120,9 +120,9 @@ def _segment(address: int) -> dict[str, Any]:
 
 def _block(address: int, nbytes: int, owner: dict[str, Any] | None) -> dict[str, Any]:
     state = "active_allocated" if owner else "inactive"
-    asked = owner["size"] if owner else 0
+    requested = owner["size"] if owner else 0
     frames = owner["frames"] if owner else []
-    return {"address": address, "size": nbytes, "requested_size": asked, "state": state, "frames": frames}
+    return {"address": address, "size": nbytes, "requested_size": requested, "state": state, "frames": frames}
 
 
 def _frames(step: Step, number: int) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ Box = tuple[float, float, float, float]
 
 
 def timeline_figure(plan: Plan, step: Step) -> Figure:
-    """The picture as a matplotlib figure. Raises `ModuleNotFoundError`."""
+    """The memory over the step, planned and plain, as a matplotlib figure. Raises `ModuleNotFoundError`."""
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)

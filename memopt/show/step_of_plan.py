@@ -94,7 +94,7 @@ def step_of(plan: Plan) -> Step:
     return Step(
         ops,
         step_memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
-        step_memory(seen.problem, schedule, plan.account, seen_numbers, step.terms.link),
+        step_memory(seen.problem, schedule, plan.account, seen_numbers, step.settings.link),
         _parameters(captured),
         tuple(_types(captured)),
     )

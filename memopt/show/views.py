@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None) -> None:
-    """`Plan.report`: the page, or its budget only of a plan without graphs."""
+    """Write the page of `Plan.report`, of a plan without graphs with its budget only."""
     if plan.source is None:
         write_page(path, page(plan, frontier=frontier))
     else:
@@ -35,23 +35,23 @@ def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None) -> None
 
 
 def export(plan: Plan, path: Path, format: Format | None) -> None:
-    """`Plan.export`."""
+    """Write the file of `Plan.export`."""
     write_export(path, format, lambda: step_of(plan), plan.networkx)
 
 
 def timeline(plan: Plan, path: str | Path | None) -> Figure:
-    """`Plan.plot_timeline`."""
+    """The figure of `Plan.plot_timeline`."""
     return _drawn(lambda: timeline_figure(plan, step_of(plan)), path)
 
 
 def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
-    """`Plan.plot_treemap`."""
+    """The figure of `Plan.plot_treemap`."""
     step = step_of(plan)
     return _drawn(lambda: treemap_figure(plan, step, step.planned if planned else step.plain), path)
 
 
 def notebook(plan: Plan) -> str:
-    """The heart of the page."""
+    """The HTML of the middle part of the page, for notebooks: without its frame and its search."""
     return heart(plan, None if plan.source is None else step_of(plan))
 
 

@@ -152,7 +152,7 @@ class EffectiveBatch:
 
     @classmethod
     def empty(cls, device: torch.device) -> EffectiveBatch:
-        """An effective batch before its first call."""
+        """An effective batch without any microbatch yet: all sums are 0."""
         # Apple's GPU has no float64; float32 counts exactly up to 16 million.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         nothing = torch.zeros((), dtype=dtype, device=device)

@@ -218,7 +218,7 @@ class FollowUp:
             self._warn(number, float(result.loss))
 
     def forget(self) -> None:
-        """Drop a result that was not acted on."""
+        """Drop the result of the latest step, if neither the schedulers nor the warning have used it yet."""
         self._waiting = None
 
     def _warn(self, number: int, loss: float) -> None:

@@ -234,7 +234,10 @@ class TrainStep:
             clear(self.parameters)
         try:
             yield
-        except BaseException as failure:
+        except BaseException as error:
+            failure, session = error, session_of(self.model)
+            if isinstance(error, torch.OutOfMemoryError) and session is not None and self._touched:
+                failure = session.backward_failed(error)
             if isinstance(failure, StepMemoryError) and state is not None:
                 failure.undone = state.undo() and first
             self.scaling.forget()
@@ -244,6 +247,8 @@ class TrainStep:
                 self.effective_batch = earlier
                 for parameter, gradient in held:
                     parameter.grad = gradient
+            if failure is not error:
+                raise failure from None
             raise
 
 

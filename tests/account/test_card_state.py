@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
-from memopt.account.card_snapshot import Owners, state_of
+from memopt.account.card_snapshot import _Owners, state_of
 from memopt.account.card_state import CardState, HeldSegment, Kind, merged
 from memopt.saved_values import as_json, value_from
 from memopt.solver.problem import BlockCall
@@ -96,7 +96,7 @@ def test_a_snapshot_is_read() -> None:
     ])  # fmt: skip
     small = segment(500 * MB, 2 * MB, [(MB, MB), (512, 8), (MB - 512, 0)], small=True)
     beside = segment(2000 * MB, 20 * MB, [(5 * MB, 5 * MB), (15 * MB, 0)], stream=7)
-    owners = Owners(
+    owners = _Owners(
         given={1000 * MB: 4 * MB},
         gradients={1004 * MB: 3 * MB - 100},
         state={1007 * MB: 2 * MB},
@@ -118,7 +118,7 @@ def test_a_snapshot_is_read() -> None:
 
 def test_the_mapped_parts_of_an_expandable_segment_are_read_with_what_lies_between() -> None:
     parts = [segment(at * MB, 20 * MB, [(20 * MB, 20 * MB)], expandable=True) for at in (100, 160)]
-    found = state_of(reversed(parts), Owners(), [], stream=0)
+    found = state_of(reversed(parts), _Owners(), [], stream=0)
     assert [part.gap_bytes for part in found.segments] == [0, 40 * MB]
 
 
@@ -128,7 +128,7 @@ def test_copies_of_a_call_are_free_so_that_it_is_planned_as_ahead_of_it() -> Non
         segment(0, 2 * MB, [(MB, MB), (512, 512), (MB - 512, 0)], small=True),
         segment(10 * MB, 2 * MB, [(512, 512), (2 * MB - 512, 0)], small=True),
     ]
-    given = Owners({0: MB}, tensors={0: MB, MB: 512, 10 * MB: 512}, copies={MB: 512, 10 * MB: 512})
+    given = _Owners({0: MB}, tensors={0: MB, MB: 512, 10 * MB: 512}, copies={MB: 512, 10 * MB: 512})
     assert state_of(within, given, [], stream=0) == state_of(ahead, given, [], stream=0)
 
 

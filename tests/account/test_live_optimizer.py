@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn, optim
 
-from memopt.account.live_optimizer import LiveOptimizer, the_live_one
+from memopt.account.live_optimizer import LiveOptimizer, live_optimizer_of
 from memopt.account.optimizer_account import optimizer_account
 from memopt.meter import measure_peak
 
@@ -49,12 +49,12 @@ def test_temporaries_are_those_of_the_groups_and_kernels_that_are_there(options:
 def test_the_only_one_of_the_class_counts() -> None:
     model = qwen3()
     adam, other, sgd = map(LiveOptimizer.of, (by_decay(model), by_decay(model), optim.SGD(model.parameters())))
-    assert the_live_one(optim.AdamW, (adam, sgd)) is adam
-    assert the_live_one("AdamW", (sgd, adam)) is adam
-    assert the_live_one(optim.AdamW, (adam, other)) is None
-    assert the_live_one(optim.Adam, (adam, sgd)) is None
-    assert the_live_one(by_decay(model), (adam,)) is None
-    assert the_live_one(None, (adam,)) is None
+    assert live_optimizer_of(optim.AdamW, (adam, sgd)) is adam
+    assert live_optimizer_of("AdamW", (sgd, adam)) is adam
+    assert live_optimizer_of(optim.AdamW, (adam, other)) is None
+    assert live_optimizer_of(optim.Adam, (adam, sgd)) is None
+    assert live_optimizer_of(by_decay(model), (adam,)) is None
+    assert live_optimizer_of(None, (adam,)) is None
 
 
 def test_what_differs_from_the_class_is_said_by_numbers() -> None:

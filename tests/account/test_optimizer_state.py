@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn, optim
 
-from memopt.account.optimizer_trial import OptimizerState, state_tensors
+from memopt.account.optimizer_trial import optimizer_restored, state_tensors
 
 
 def stepped(optimizer: optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:
@@ -16,10 +16,10 @@ def test_a_step_from_a_restored_state_repeats_itself() -> None:
     parameter = nn.Parameter(torch.randn(4))
     optimizer = optim.AdamW([parameter])
     stepped(optimizer, parameter)
-    kept, moment = OptimizerState.of(optimizer), optimizer.state[parameter]["exp_avg"]
-    first = stepped(optimizer, parameter)
-    optimizer.param_groups[0]["lr"] = 7.0
-    kept.restore()
+    moment = optimizer.state[parameter]["exp_avg"]
+    with optimizer_restored(optimizer):
+        first = stepped(optimizer, parameter)
+        optimizer.param_groups[0]["lr"] = 7.0
     assert optimizer.state[parameter]["exp_avg"] is moment
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert torch.equal(stepped(optimizer, parameter), first)
@@ -28,9 +28,9 @@ def test_a_step_from_a_restored_state_repeats_itself() -> None:
 def test_state_that_was_not_there_goes_away() -> None:
     parameter = nn.Parameter(torch.randn(4))
     optimizer = optim.SGD([parameter], momentum=0.9)
-    kept, value = OptimizerState.of(optimizer), parameter.detach().clone()
-    stepped(optimizer, parameter)
-    assert [tensor.numel() for tensor in state_tensors(optimizer)] == [4]
-    kept.restore()
+    value = parameter.detach().clone()
+    with optimizer_restored(optimizer):
+        stepped(optimizer, parameter)
+        assert [tensor.numel() for tensor in state_tensors(optimizer)] == [4]
     assert not optimizer.state
     assert torch.equal(parameter, value)

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from memopt.checks.measured_step import Phase, PhaseMeter
+from memopt.checks.measured_step import PhaseMeter, _Phase
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -21,7 +21,7 @@ def test_each_phase_has_its_own_peak_and_begins_with_what_was_left() -> None:
         del kept
         meter.end_phase()
         torch.empty(90 * KB, dtype=torch.uint8)
-    assert meter.phases == (Phase(80 * KB, 10 * KB), Phase(15 * KB, 10 * KB), Phase(10 * KB, 0))
+    assert meter.phases == (_Phase(80 * KB, 10 * KB), _Phase(15 * KB, 10 * KB), _Phase(10 * KB, 0))
 
 
 def test_what_was_there_may_be_freed() -> None:
@@ -32,7 +32,7 @@ def test_what_was_there_may_be_freed() -> None:
         meter.end_phase()
         torch.empty(30 * KB, dtype=torch.uint8)
         meter.end_phase()
-    assert meter.phases == (Phase(0, -20 * KB), Phase(10 * KB, -20 * KB))
+    assert meter.phases == (_Phase(0, -20 * KB), _Phase(10 * KB, -20 * KB))
 
 
 def test_saved_activations_are_left_by_the_forward_and_freed_by_the_backward() -> None:
@@ -56,4 +56,4 @@ def test_a_block_without_phases_has_none_and_a_failed_one_can_be_followed() -> N
         raise ZeroDivisionError
     with PhaseMeter(CPU) as meter:
         meter.end_phase()
-    assert meter.phases == (Phase(0, 0),)
+    assert meter.phases == (_Phase(0, 0),)

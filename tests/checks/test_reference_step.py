@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.checks.reference import NoReference, float64_step
+from memopt.checks.reference import Exact, float64_step
 from memopt.training_state import generator_states, set_generators
 
 CPU = torch.device("cpu")
@@ -31,6 +31,7 @@ def test_it_draws_what_the_plain_step_draws_and_leaves_the_model_alone() -> None
     loss.backward()  # type: ignore[no-untyped-call]
     set_generators(before, CPU)
     found = float64_step(model, ((x,), {}), None, before, after)
+    assert isinstance(found, Exact)
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert found.gradients["linear.weight"].dtype is torch.float64
     assert model.linear.weight.dtype is torch.float32
@@ -50,5 +51,6 @@ class Narrow(nn.Module):
 
 def test_a_model_that_does_not_run_in_float64_has_no_reference() -> None:
     states = generator_states(CPU)
-    with pytest.raises(NoReference, match="does not run in float64"):
-        float64_step(Narrow(), ((torch.ones(3),), {}), None, states, states)
+    found = float64_step(Narrow(), ((torch.ones(3),), {}), None, states, states)
+    assert isinstance(found, str)
+    assert "does not run in float64" in found

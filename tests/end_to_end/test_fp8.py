@@ -18,10 +18,9 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.device import CPU, hardware
 from memopt.device.hardware import scaled_rate
 from memopt.errors import GIB
-from memopt.levers import lever_sets, levers_named
-from memopt.planning.priced_step import PriceTerms, TracedStep
+from memopt.levers import lever_sets, levers_named, precision_rewriting
+from memopt.planning.priced_step import PriceSettings, TracedStep
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.rewrite import precision_rewriting
 from memopt.rewrite.trace import trace_call
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb
@@ -194,7 +193,7 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
     used = lever_sets(precision_rewriting("bf16", card), levers_named({"chunked_loss", *allow}), card)[-1]
     (region,) = trace_call(captured, replace(used, needed=""))
-    problem = TracedStep("Llama", (region,)).price(PriceTerms(card)).problem.problem
+    problem = TracedStep("Llama", (region,)).price(PriceSettings(card)).problem.problem
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):
         inputs = node.all_input_nodes

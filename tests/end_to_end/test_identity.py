@@ -222,6 +222,29 @@ def test_a_deleted_model_dies(kind: Callable[[], nn.Module]) -> None:
     assert not any(reference() is not None for reference in alive)
 
 
+class KeepsOutputs(Noted):
+    """As models do that have their last attention or hidden states as an attribute, with their autograd graph."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.latest = super().forward(*args, **kwargs)
+        return self.latest
+
+
+@pytest.mark.parametrize("plans", [False, True], ids=["plain", "planned"])
+def test_a_deleted_model_dies_that_keeps_an_output(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not plans:
+        monkeypatch.delenv("MEMOPT_PLAN")
+    model = make(KeepsOutputs)
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
+    step(model, BATCH)
+    step(model, BATCH)
+    assert memopt.status(model).state is (memopt.State.PLANNED if plans else memopt.State.PLAIN)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
 @pytest.mark.parametrize(
     ("kind", "removed"), [(Noted, True), slow(Noted, False), slow(odd_models.BreakInLoop, False)], ids=str
 )

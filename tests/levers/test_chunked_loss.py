@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memopt.capture.operators import OperatorGraph
-from memopt.levers.chunked_loss import ChunkLosses
+from memopt.levers.chunked_loss import _ChunkLosses
 from tests.passes.capture import Sketch, aten
 
 CLASSES = 4096
@@ -21,14 +21,14 @@ def loss(*, returned: bool = False) -> OperatorGraph:
     return OperatorGraph(sketch.returns(entropy, *([logits] if returned else [])), frozenset())
 
 
-def called(decide: ChunkLosses, graph: OperatorGraph) -> list[str]:
+def called(decide: _ChunkLosses, graph: OperatorGraph) -> list[str]:
     after = decide(graph).pipeline(graph.module)
     return [str(node.target) for node in after.graph.nodes if node.op == "call_function"]
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_the_logits_are_gone(later: bool) -> None:
-    decide = ChunkLosses(weight_in_backward=later)
+    decide = _ChunkLosses(weight_in_backward=later)
     assert called(decide, loss()) == ["memopt.linear_cross_entropy.default"]
     (note,) = decide(loss()).notes
     assert "without its 1 MB of logits" in note
@@ -37,6 +37,6 @@ def test_the_logits_are_gone(later: bool) -> None:
 
 
 def test_logits_that_are_returned_stay() -> None:
-    decision = ChunkLosses()(loss(returned=True))
+    decision = _ChunkLosses()(loss(returned=True))
     assert len(decision.pipeline) == 0
     assert "its logits are returned as well" in decision.notes[0]

@@ -13,7 +13,7 @@ from memopt.levers import OPTIMIZER_LEVERS, levers_named
 from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
-from memopt.levers.optimizer_levers import PricedLevers, combinations_of, further_combinations, least_with_levers
+from memopt.levers.optimizer_levers import PricedLevers, combinations_of, least_with_levers
 from memopt.levers.training_price import TrainingFacts
 
 H100 = hardware("h100")
@@ -27,7 +27,7 @@ def model() -> nn.Module:
 
 def test_all_combinations_that_fit_come_in_the_order_of_their_time() -> None:
     facts = TrainingFacts.of(model(), optim.SGD, H100)
-    found = combinations_of(facts, ON_OPTIMIZER)
+    found = list(combinations_of(facts, ON_OPTIMIZER, OPTIMIZER_LEVERS))
     assert len(found) == 2**3 - 1, "8 bits are for Adam"
     seconds = [priced.added_seconds for priced in found]
     assert seconds == sorted(seconds)
@@ -38,14 +38,11 @@ def test_all_combinations_that_fit_come_in_the_order_of_their_time() -> None:
 
 def test_further_combinations_come_smallest_first_and_as_far_as_they_are_wanted() -> None:
     facts = TrainingFacts.of(model(), optim.AdamW, H100)
-    seen: list[tuple[str, ...]] = []
-    for priced in further_combinations(
-        facts,
-        ON_OPTIMIZER,
-        ["low_bit_optimizer"],
-        lambda names: "bf16_parameters" not in names or len(names) == 1,
-    ):
-        seen.append(priced.names)
+    found = combinations_of(
+        facts, ON_OPTIMIZER, ["low_bit_optimizer"], lambda names: "bf16_parameters" not in names or len(names) == 1
+    )
+    allowed, *seen = [priced.names for priced in found]
+    assert allowed == ("low_bit_optimizer",)
     assert [len(names) for names in seen] == [1, 1, 1, 2, 2, 2, 3]
     assert ("low_bit_optimizer",) not in seen
     assert [names for names in seen if "bf16_parameters" in names] == [("bf16_parameters",)]
@@ -55,7 +52,7 @@ def test_no_combination_holds_less_than_the_least_with_levers() -> None:
     trained = model()
     account = account_of(trained, [], "adamw", H100)
     facts = TrainingFacts.of(trained, "adamw", H100)
-    adjusted = [one.adjusted(account).resident_bytes for one in combinations_of(facts, ON_OPTIMIZER)]
+    adjusted = [one.adjusted(account).resident_bytes for one in combinations_of(facts, ON_OPTIMIZER, OPTIMIZER_LEVERS)]
     assert least_with_levers(account) <= min(adjusted) < account.resident_bytes
 
 

@@ -7,8 +7,7 @@ import torch
 
 from memopt.capture.operators import Rewriting
 from memopt.device import hardware
-from memopt.levers import DEFAULT_LEVERS, LEVERS, lever_sets, levers_named
-from memopt.rewrite import precision_rewriting
+from memopt.levers import DEFAULT_LEVERS, LEVERS, lever_sets, levers_named, precision_rewriting
 from memopt.rewrite.narrow import DecideFp8, quantizing
 
 H100, CPU = hardware("h100"), hardware("cpu")

@@ -7,7 +7,7 @@ import torch
 from memopt.capture.operators import Decision, OperatorGraph, Rewriting
 from memopt.device import hardware
 from memopt.levers import lever_sets, levers_named
-from memopt.levers.chunked_loss import ChunkLosses
+from memopt.levers.chunked_loss import _ChunkLosses
 from memopt.levers.fused_attention import fuse_attention
 from memopt.levers.fused_ops import fuse_ops
 from passes import Pipeline
@@ -31,7 +31,7 @@ def test_the_cheapest_first_and_each_with_those_before() -> None:
 
 def test_what_is_fused_is_asked_before_precision_and_the_loss_after() -> None:
     top = lever_sets(BASE, OPERATOR_LEVERS, CARD)[-1]
-    assert top.deciders == (fuse_ops, fuse_attention, precision, ChunkLosses(weight_in_backward=True))
+    assert top.deciders == (fuse_ops, fuse_attention, precision, _ChunkLosses(weight_in_backward=True))
 
 
 def test_all_else_of_the_rewriting_stays() -> None:

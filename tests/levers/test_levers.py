@@ -19,12 +19,12 @@ MEND = (
 
 
 def test_every_lever_has_its_record() -> None:
-    assert len(LEVERS) == 17
     for name, lever in memopt.LEVERS.items():
         assert lever.name == name
         assert lever.what.endswith(".")
         assert lever.price
         assert lever.exactness in ("bitwise", "rounding", "approximate")
+        assert lever.tried_by
 
 
 def test_the_defaults() -> None:
@@ -34,9 +34,11 @@ def test_the_defaults() -> None:
     assert "plain" not in memopt.DEFAULT_LEVERS
 
 
-def test_the_docstring_names_all() -> None:
-    assert memopt.optimize.__doc__ is not None
-    assert not [name for name in LEVERS if f'"{name}"' not in memopt.optimize.__doc__]
+def test_precision_is_named_by_an_option_of_its_own() -> None:
+    assert LEVERS["precision"].option == "precision"
+    for named in ("precision", LEVERS["precision"]):
+        with pytest.raises(ValueError, match="'precision' is decided by the option precision, not by allow"):
+            check_allow([named])
 
 
 def test_nothing_can_be_changed() -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.loops import contrastive, generative, graphs, language, science, sequences, trainers, vision
+from tests.loops import (
+    contrastive,
+    generative,
+    graphs,
+    language,
+    science,
+    sequences,
+    several_forwards,
+    trainers,
+    vision,
+)
 from tests.loops.loop import Loop
 
 OTHER_MODEL = "the budget that a refusal names leaves no room for the step's other model"
@@ -33,6 +43,9 @@ _ALL = (
         contrastive.contrastive_pairs,
         faults={"exact half": SECOND_FORWARD, "exact third": SECOND_FORWARD, "default third": SECOND_FORWARD},
     ),
+    Loop(several_forwards.triplets),
+    Loop(several_forwards.four_views),
+    Loop(several_forwards.preferences),
     Loop(language.nanogpt),
     Loop(language.word_lstm, faults={"exact half": FIRST_STEP}),
     Loop(language.distillation, faults={"exact half": LOSS_OUTSIDE_OVER, "exact third": LOSS_OUTSIDE_OVER}),

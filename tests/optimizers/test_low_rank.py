@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.optimizers.low_rank import LowRank, with_low_rank
+from memopt.optimizers.low_rank import _LowRank, with_low_rank
 
 
 class Model(nn.Module):
@@ -25,11 +25,11 @@ def test_adapters_alone_are_trained_and_the_head_has_none() -> None:
     }  # fmt: skip
     assert {parameter.device.type for parameter in twin.parameters()} == {"meta"}
     assert all(parameter.requires_grad and parameter.device.type == "cpu" for parameter in model.parameters())
-    assert not any(isinstance(module, LowRank) for module in model.modules())
+    assert not any(isinstance(module, _LowRank) for module in model.modules())
 
 
 def test_an_adapter_adds_a_low_rank_product() -> None:
-    layer = LowRank(nn.Linear(4, 3), 4, 3, rank=2)
+    layer = _LowRank(nn.Linear(4, 3), 4, 3, rank=2)
     layer.down, layer.up = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(3, 2))
     x = torch.ones(1, 4)
     assert torch.allclose(layer(x) - layer.base(x), torch.full((1, 3), 8.0))

@@ -15,7 +15,7 @@ import memopt
 from examples.models.families import BY_NAME
 from memopt import BudgetError, TrainStep
 from memopt.account.optimizer_trial import fused
-from memopt.optimizers.low_rank import LowRank, with_low_rank
+from memopt.optimizers.low_rank import _LowRank, with_low_rank
 from memopt.planning.call_planner import CallPlanner
 from tests.smallest import smallest_gb
 
@@ -151,7 +151,7 @@ def test_adapters_leave_the_head_and_the_rest_alone() -> None:
     twin, number = with_low_rank(model, rank=4)
     layers = len(model.get_submodule("model.layers"))
     assert number == 7 * layers
-    assert not isinstance(twin.get_submodule("lm_head"), LowRank)
+    assert not isinstance(twin.get_submodule("lm_head"), _LowRank)
     learning = {name.rpartition(".")[2] for name, each in twin.named_parameters() if each.requires_grad}
     assert learning == {"down", "up"}
     assert all(parameter.device.type == "meta" for parameter in twin.parameters())

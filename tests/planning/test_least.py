@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.errors import BudgetError
-from memopt.planning.least import Needs, least_plan, leaving_room, sparing
+from memopt.planning.least import Needs, least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from tests.planned import ACCOUNT, captured, make_plan, region
 
@@ -48,14 +48,14 @@ def test_as_much_is_spared_as_there_is_room_for(plan: Plan) -> None:
         asked.append(nbytes)
         return make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), plan.ceiling_bytes)
 
-    found = sparing(make, ROOMY)
+    found = leaving_free(make, ROOMY)
     assert asked[0] == ROOMY
     assert 0 < asked[1] < ROOMY
     assert found.account.meanwhile == 0
     assert found.ceiling_bytes <= plan.ceiling_bytes
     assert found.held_bytes + found.account.resident_bytes + asked[1] <= plan.ceiling_bytes
     with pytest.raises(BudgetError):
-        sparing(lambda nbytes: make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), 1), ROOMY)
+        leaving_free(lambda nbytes: make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), 1), ROOMY)
 
 
 def test_a_refusal_with_nothing_to_leave_free_is_searched_once() -> None:
@@ -66,5 +66,5 @@ def test_a_refusal_with_nothing_to_leave_free_is_searched_once() -> None:
         return make_plan(captured(region(6)), ACCOUNT, 1)
 
     with pytest.raises(BudgetError):
-        sparing(make, 0)
+        leaving_free(make, 0)
     assert asked == [0]

@@ -108,7 +108,7 @@ def test_the_budget_that_is_named_has_been_replayed_itself(step: PricedStep, mon
         return replay_with_spare(*args, limit_bytes=limit_bytes, **kwargs)
 
     monkeypatch.setattr("memopt.planning.on_card.replay_with_spare", fails_between)
-    again = captured(*step.traced.regions).priced_for(hardware=step.terms.hardware)  # which knows no figure yet
+    again = captured(*step.traced.regions).priced_for(hardware=step.settings.hardware)  # which knows no figure yet
     named, _ = smallest(joined(again), ACCOUNT)
     assert last + CONTEXT <= named < 1.01 * (last + CONTEXT)
     assert within(joined(again), joined(again).smallest.schedule, ACCOUNT, named) is not None

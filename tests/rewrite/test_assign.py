@@ -6,15 +6,13 @@ from torch.fx import GraphModule
 
 from memopt.capture.operators import Decision, OperatorGraph, Operators
 from memopt.device.devices import hardware
+from memopt.levers.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.rewrite import (
     AssignPrecision,
-    DecidePrecision,
     Rules,
     best_dtype,
     check_policy,
-    check_rules,
     low_dtype,
-    precision_rewriting,
 )
 from tests.passes.capture import Sketch, aten
 

@@ -15,7 +15,8 @@ from examples.models.step import train_step
 from memopt.capture.operators import OperatorGraph
 from memopt.device.devices import hardware
 from memopt.errors import GIB
-from memopt.rewrite import AssignPrecision, PrecisionPlan, Rules, low_dtype, precision_rewriting
+from memopt.levers import precision_rewriting
+from memopt.rewrite import AssignPrecision, PrecisionPlan, Rules, low_dtype
 from memopt.rewrite.op_prices import OpPrices
 from memopt.rewrite.search import SearchPrecision, differentiated, influence
 from tests.passes.capture import Sketch, aten

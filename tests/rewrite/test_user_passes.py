@@ -9,7 +9,7 @@ import pytest
 from torch.fx import GraphModule
 
 from memopt.capture.operators import NOTHING
-from memopt.rewrite.pipeline import RunJointPasses, RunPasses, with_passes
+from memopt.rewrite.user_passes import RunJointPasses, RunPasses, with_passes
 from passes import Pass
 
 

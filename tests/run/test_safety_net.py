@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import memopt
 from examples.models.families import BY_NAME
+from memopt.run.session import session_of
+from memopt.run.status import State
 from memopt.training_state import CallState
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
@@ -234,6 +236,39 @@ def test_a_step_that_wrote_to_its_inputs_is_not_repeated() -> None:
     assert not raised.value.repeated
     assert (calls == 1).all()
     assert not step((x, torch.zeros(3))).skipped
+
+
+def trained_plain(
+    make: Callable[[], Any], failing: dict[int, str]
+) -> tuple[list[float], dict[str, Tensor], nn.Module, list[State]]:
+    """The losses of a model whose plain step fits, by TrainStep, its last state dict, and its states after each step;
+    allocations fail in the calls that `failing` names."""
+    model, batch = make()
+    memopt.optimize(model, 1, **EXACT)
+    session = session_of(model)
+    assert session is not None
+    session.forward.plain_calls.allowed = True
+    step = memopt.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    torch.manual_seed(5)
+    losses, states = [], []
+    for number in range(5):
+        if number in failing:
+            to_fail[failing[number]] = 1
+        losses.append(float(step(batch).loss))
+        states.append(memopt.status(model).state)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}, model, states
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+def test_a_plain_step_in_which_an_allocation_fails_is_planned_tighter(name: str, half: str) -> None:
+    undisturbed, expected, _, states = trained_plain(MODELS[name], {})
+    assert set(states) == {State.PLAIN}
+    found, now, model, states = trained_plain(MODELS[name], {2: half})
+    assert found == undisturbed
+    assert all(torch.equal(now[name], value) for name, value in expected.items())
+    assert states == [State.PLAIN] * 2 + [State.PLANNED] * 3
+    assert memopt.plan_of(model).account.unforeseen > 0
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

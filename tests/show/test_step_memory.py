@@ -72,7 +72,7 @@ def test_times_are_the_plan_s(plan: Plan) -> None:
 def test_the_link_is_the_step_s() -> None:
     plan = PLANS["offloaded"]()
     assert plan.captured is not None
-    link = plan.priced.terms.link
+    link = plan.priced.settings.link
     assert isinstance(link, Link)
     copies = step_of(plan).planned.copies
     assert copies

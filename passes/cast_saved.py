@@ -16,7 +16,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
-class NarrowSaved(Pass):
+class CastSaved(Pass):
     """Has the backward of a joint graph read the named values rounded to `dtype`.
 
     They are rounded where the forward makes them, and widened where the backward first reads them. If the forward has a
@@ -25,7 +25,7 @@ class NarrowSaved(Pass):
     Before:
         softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
         _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, softmax, -1, f32)
-    After NarrowSaved(("softmax",), bf16):
+    After CastSaved(("softmax",), bf16):
         softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
         narrow: bf16[8, 4] = aten._to_copy(softmax, dtype=bf16)
         wide: f32[8, 4] = aten._to_copy(narrow, dtype=f32)
@@ -38,7 +38,7 @@ class NarrowSaved(Pass):
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        return f"NarrowSaved({len(self.values)} values, {str(self.dtype).removeprefix('torch.')})"
+        return f"CastSaved({len(self.values)} values, {str(self.dtype).removeprefix('torch.')})"
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph

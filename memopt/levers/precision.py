@@ -1,4 +1,4 @@
-"""Turns a precision policy, and the user's own passes, into the rewriting of a model's graphs."""
+"""The lever that computes in 16 bits; the option `precision` says in which, and where."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.operators import DecideJoint, Decision, OperatorGraph, Operators, Rewriting
+from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
 from memopt.device.hardware import Hardware
+from memopt.levers.lever import Lever
 from memopt.rewrite.assign import AssignPrecision
 from memopt.rewrite.narrow import narrowing
 from memopt.rewrite.op_prices import OpPrices
@@ -18,7 +19,7 @@ from memopt.rewrite.policy import Policy, PrecisionPlan, Rules, low_dtype, searc
 from memopt.rewrite.screen import KeptOut
 from memopt.rewrite.screenings import Screenings
 from memopt.rewrite.search import SearchPrecision
-from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pass, Pipeline, passes_for
+from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
 LABEL = "precision"
 
@@ -96,35 +97,11 @@ def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class RunPasses:
-    """Decides that passes run on the operator graph of every region."""
-
-    passes: tuple[Pass, ...]
-
-    def __call__(self, graph: OperatorGraph) -> Decision:
-        return Decision(Pipeline(self.passes))
-
-
-@dataclass(frozen=True)
-class RunJointPasses:
-    """Decides that passes run on every joint graph, behind those of another decision."""
-
-    passes: tuple[Pass, ...]
-    before: DecideJoint | None = None
-
-    def __call__(self, joint: fx.GraphModule, forward_outputs: int, exact: frozenset[str]) -> Pipeline:
-        first = () if self.before is None else (self.before(joint, forward_outputs, exact),)
-        return Pipeline((*first, *self.passes))
-
-
-def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes behind all others, and their names before those of its levers. Raises
-    `TypeError` for an object that is no `Pass`."""
-    on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
-    if on_operators:
-        rewriting = replace(rewriting, deciders=(*rewriting.deciders, RunPasses(on_operators)))
-    if on_joint:
-        rewriting = replace(rewriting, joint=RunJointPasses(on_joint, rewriting.joint))
-    names = dict.fromkeys(user_pass.name for user_pass in passes)
-    return replace(rewriting, levers=(*names, *rewriting.levers))
+PRECISION = Lever(
+    LABEL,
+    "Operators compute in bf16 or fp16 where that suits them, and save their results so; parameters stay in fp32.",
+    "approximate",
+    "rounding of activations and gradients to 16 bits; fp16 needs a loss scale, which TrainStep has",
+    tried_by="every plan",
+    option="precision",
+)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.models.families import normals
-from memopt.capture.author_modes import SurroundingAutocast
+from memopt.capture.author_modes import AutocastState
 from tests.end_to_end.pieces import check, step, tight
 
 
@@ -34,12 +34,12 @@ def test_regions_are_traced_under_the_autocast_around_them() -> None:
 
 def test_the_state_is_restored() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        inside = SurroundingAutocast.now()
+        inside = AutocastState.now()
     with inside.restored():
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert not torch.is_autocast_cache_enabled()
-        with SurroundingAutocast((), cached=True).restored():
+        with AutocastState((), cached=True).restored():
             assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
