@@ -19,7 +19,7 @@ from memopt.account.plain_count import PlainStep, count_on_values, count_plain_s
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
-from memopt.capture.dynamo import loss_call
+from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
@@ -152,7 +152,7 @@ class PlainCalls:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
-        self._forward: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
+        self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False once a call was planned ahead: then plans are what the user wants."""
         self.latest: Call | None = None
