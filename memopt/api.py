@@ -57,7 +57,8 @@ def optimize(
         example_inputs: a tuple (positional) or dict (keywords) of tensors on any device, meta and fake included; with
             `loss_fn`, a pair `(inputs, targets)`.
         loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
-            model returns the loss, or an object that holds it.
+            model returns the loss, or an object that holds it. A function whose first parameter is named `model` gets
+            the model and the batch instead, whatever that is, and may take derivatives by itself.
         optimizer: the optimiser that will step (default AdamW): a class, an instance, a name, or None to leave it out
             of the account.
         precision: "auto" (default): bf16 where the device computes in it, fp16 where it has only that (train with a
@@ -315,9 +316,10 @@ def remove(model: Model) -> Model:
 
 
 def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch `(inputs, targets)`, by the `loss_fn` that the model was optimised with, as one region."""
+    """The loss of a batch, by the `loss_fn` that the model was optimised with, as one region: a batch `(inputs,
+    targets)`, or what a `loss_fn` of the model and the batch takes."""
     session = session_of(model)
     if session is None or session.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")
-    inputs, targets = batch
-    return session.loss(inputs, targets, model)
+    loss: torch.Tensor = session.loss(batch, model)
+    return loss

@@ -45,6 +45,8 @@ class PlainStep:
     output_bytes: int
     depends_on_values: bool = False
     """Whether it was counted on one batch's values, since the code branches on values: others may hold more."""
+    tangent_bytes: int = 0
+    """The gradients with which its backward begins where the loss is outside of the model; 0 where it is inside."""
     reached: frozenset[int] = frozenset()
     """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
     other outputs."""
@@ -223,7 +225,9 @@ def _counted(
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
-    return PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
+    tangents = _bytes_of([loss for loss in losses if loss.dim()])
+    found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
+    return replace(found, tangent_bytes=tangents)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -48,6 +48,10 @@ class EagerCodeTooLargeError(CaptureError):
     """Code between regions holds more bytes than a step may."""
 
 
+class CrossedByDerivative(CaptureError):
+    """Code between regions takes a derivative through a region, whose backward cannot be differentiated again."""
+
+
 @dataclass(frozen=True)
 class Passed:
     """The results of a region's halves that are gone by the end of the step, and what it is given by other regions."""
@@ -186,6 +190,8 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise CrossedByDerivative("takes a derivative through that break (create_graph=True)")
         ctx.between.begin_backward(ctx.number, gradients)
         ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on

@@ -145,7 +145,9 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
         return {}
     numbers = tensor_numbers(call)
     given: Any = call[0]
-    if not with_targets:
+    if with_targets and len(given) == 1:
+        (given,) = given  # the batch of a loss function that takes the model
+    elif not with_targets:
         given = _by_name(call, model) if isinstance(dynamic, Mapping) else call[0]
     return {
         (numbers[id(tensor)], dimension): most

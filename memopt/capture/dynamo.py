@@ -10,12 +10,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from memopt.capture.inputs import in_dtype, tensors_in
+from memopt.capture.inputs import in_dtype, spreads_batch, takes_model, tensors_in
 from memopt.compat.dynamo import (
     SeenSizes,
     capture_settings,
@@ -27,7 +28,7 @@ from memopt.compat.dynamo import (
 )
 from memopt.compat.dynamo_rules import keeping_requires_grad
 from memopt.compat.eager_mode import eager_mask_branches
-from memopt.compat.modules import plain_call
+from memopt.compat.modules import called_plainly, plain_call
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -43,15 +44,23 @@ def training_call(
     It has a code object of its own, because Dynamo keeps and counts compilations by code object. `floats` is as for
     `loss_call`.
     """
-    run = plain_call(model)  # not the model itself, whose call is memopt's by now
-    call = loss_call(run, loss_fn, floats)
+    call = loss_call(model, loss_fn, floats, plain_call(model))  # the model's own call is memopt's by now
+    if takes_model(loss_fn):
+        call.around = partial(called_plainly, model)
     call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
     return call
 
 
-def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None) -> Any:
-    """The function called in training: `run` itself, or with `loss_fn` the loss of its output. `floats`, if given, is
-    the dtype that fp32 inputs are cast to."""
+def loss_call(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    floats: torch.dtype | None = None,
+    call: Callable[..., Any] | None = None,
+) -> Any:
+    """The function called in training: the model's call, or with `loss_fn` the loss of its output or of the model and
+    the batch. `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` what runs the model; a loss
+    function that calls it itself is to be run where nothing stands in for its calls (`plain_loss_call`)."""
+    run = model if call is None else call
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = in_dtype((args, kwargs), floats)
@@ -64,7 +73,34 @@ def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None, float
             return loss_fn(run(**inputs), targets)
         return loss_fn(run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs), targets)
 
-    return forward if loss_fn is None else loss
+    def loss_of_model(batch: Any) -> Any:
+        assert loss_fn is not None
+        batch = in_dtype(batch, floats)
+        if not spreads:
+            return loss_fn(model, batch)
+        return loss_fn(model, **batch) if isinstance(batch, dict) else loss_fn(model, *batch)
+
+    if not takes_model(loss_fn):
+        return forward if loss_fn is None else loss
+    assert loss_fn is not None
+    spreads = spreads_batch(loss_fn)
+    return loss_of_model
+
+
+def plain_loss_call(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    floats: torch.dtype | None = None,
+    call: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """`loss_call`, in eager mode: where the loss function calls the model itself, nothing stands in for its calls."""
+    run = loss_call(model, loss_fn, floats, call)
+
+    def run_plainly(*args: Any, **kwargs: Any) -> Any:
+        with called_plainly(model):
+            return run(*args, **kwargs)
+
+    return run_plainly if takes_model(loss_fn) else run
 
 
 class GraphBreak(CaptureError):
@@ -158,6 +194,7 @@ def compile_call(
                 for enter in (_capturing, capture_settings, sizes.noting):
                     stack.enter_context(enter())
                 stack.enter_context(unmarked)
+                stack.enter_context(getattr(call, "around", nullcontext)())
                 stack.enter_context(requires_grad)
                 stack.enter_context(eager_mask_branches(args, kwargs))
                 return compiled(*args, **kwargs)
@@ -203,17 +240,8 @@ def _capturing() -> Iterator[None]:
         _captures -= 1
 
 
-SECOND_DERIVATIVES = (
-    "it takes a derivative itself (torch.autograd.grad), so that its backward takes second derivatives, which are not "
-    "planned"
-)
-"""Why a forward with a derivative inside is not captured; Dynamo's own message speaks of a setting."""
-
-
 def in_brief(error: BaseException) -> str:
     """An error's message on one line of at most 200 characters, without torch's advice on debugging."""
-    if "trace_autograd_ops" in str(error):
-        return SECOND_DERIVATIVES
     text = " ".join(str(error).split()).removeprefix("Consider annotating your code using torch._check*(). ")
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]

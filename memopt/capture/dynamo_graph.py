@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memopt.capture.dynamo import GraphBreak
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
 from memopt.compat.operators import is_nested_region
@@ -59,24 +58,6 @@ def _draws_shards(node: fx.Node) -> bool:
         return False
     name = str(getattr(node.target, "__name__", node.target))
     return not is_on_host(value) and any(word in name for word in _DRAWS)
-
-
-def drop_requires_grad(graph_module: fx.GraphModule) -> None:
-    """Remove the calls of `value.requires_grad_()` on intermediate values whose results nothing reads.
-
-    Edits the graph. Gradients of parameters do not depend on these calls. Raises `GraphBreak` where the region returns
-    such a value, since its `.grad` can be read after the backward.
-    """
-    for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
-        graph = inner.graph
-        calls = [node for node in graph.find_nodes(op="call_method", target="requires_grad_") if not node.users]
-        returned = set(graph.output_node().all_input_nodes)
-        for call in calls:
-            if call.args[0] in returned:
-                raise GraphBreak("a value that requires_grad_() was called on is returned or kept by the model")
-            graph.erase_node(call)
-        if calls:
-            inner.recompile()
 
 
 def inline_nested_regions(graph_module: fx.GraphModule) -> None:

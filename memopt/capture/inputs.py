@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +44,40 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
         f"example_inputs must be a tuple (positional) or a dict (keywords) of the model's arguments, "
         f"not {_kind(example_inputs)}"
     )
+
+
+def takes_model(loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether a loss function is given the model and the batch rather than output and target: its first parameter is
+    named `model`, or is annotated as a module."""
+    first = next(iter(_parameters(loss_fn)), None)
+    if first is None:
+        return False
+    kind = first.annotation
+    named = isinstance(kind, str) and kind.split(".")[-1] == "Module"
+    return first.name == "model" or named or (isinstance(kind, type) and issubclass(kind, nn.Module))
+
+
+def spreads_batch(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function that takes the model takes the parts of a batch as further arguments, not as one."""
+    _, *rest = _parameters(loss_fn)
+    needed = [one for one in rest if one.default is one.empty]
+    return len(needed) > 1 or any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in rest)
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    """The parameters of a function; none where it does not tell."""
+    if function is None or isinstance(function, nn.Module):
+        return []
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def batch_call(batch: Any, loss_fn: Callable[..., Any] | None) -> Call:
+    """The arguments of a training call for a batch: as `as_call` has it, or the batch as one argument, whatever it is,
+    where the loss function is given the model and the batch."""
+    return ((batch,), {}) if takes_model(loss_fn) else as_call(batch, with_targets=loss_fn is not None)
 
 
 def tensors_in(call: Call) -> list[torch.Tensor]:

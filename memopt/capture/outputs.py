@@ -188,8 +188,8 @@ def _check_once() -> None:
     """Raise `UnplannedGradientError` in a backward that is to be differentiated itself."""
     if torch.is_grad_enabled():
         raise UnplannedGradientError(
-            "create_graph=True asks for gradients of gradients, which a captured backward does not have; call "
-            "memopt.remove(model) to differentiate twice"
+            "create_graph=True asks for gradients of gradients, which a captured backward does not have; have a "
+            "loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
         )
 
 

@@ -15,7 +15,8 @@ from torch import fx, nn
 from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
-from memopt.capture.dynamo_graph import check_shards, drop_requires_grad, inline_guarded_numbers, inline_nested_regions
+from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
+from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
 from memopt.capture.withheld import Withheld, withhold
@@ -54,6 +55,8 @@ class RecordedRegion:
     and where a second run of it would exchange values with other ranks."""
     narrowed: torch.dtype | None = None
     """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
+    to_require_grad: frozenset[int] = frozenset()
+    """Numbers of the inputs that the code calls `requires_grad_()` on, which is done before the region runs."""
     autocast: AutocastState = field(default_factory=AutocastState.now)
     """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
@@ -74,29 +77,28 @@ class RecordedRegion:
         """Record a region, in Dynamo's backend.
 
         Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of
-        `requires_grad_` are removed, and unless `differentiate_all`, all outputs but the loss are detached, and large
+        `requires_grad_` are replaced, and unless `differentiate_all`, all outputs but the loss are detached, and large
         ones withheld.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. With `narrowed`, the dtype that a lever casts an fp32 model to, what
-        it computes in that is returned in fp32. Raises `GraphBreak` where a value that calls `requires_grad_` is
-        returned, and `CaptureError` where a value that is spread over ranks comes in or goes out, or one is sparse,
-        nested or quantised.
+        it computes in that is returned in fp32. Raises `GraphBreak` where derivatives would be lost, and `CaptureError`
+        where a value that is spread over ranks comes in or goes out, or one is sparse, nested or quantised.
         """
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)
         inline_guarded_numbers(graph_module)
-        drop_requires_grad(graph_module)
+        to_require_grad = prepare_derivatives(graph_module)
         recorded = copy_graph_module(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_loss(graph_module)
         # A second forward would exchange values once more, and other ranks may not look at their outputs.
         spread = check_shards(graph_module, inputs)
-        withheld = None if spread else withhold(graph_module, undifferentiated)
+        withheld = None if spread or takes_derivatives(graph_module) else withhold(graph_module, undifferentiated)
         plain = recorded if undifferentiated and not spread else None
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, plain, narrowed)
+        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, plain, narrowed, to_require_grad)
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -107,6 +109,11 @@ class RecordedRegion:
     def written(self) -> frozenset[int]:
         """Numbers of the inputs that the forward writes to."""
         return frozenset(number for number, value in enumerate(self.inputs) if _is_tensor(value) and value._version > 0)
+
+    @cached_property
+    def takes_derivatives(self) -> bool:
+        """Whether its code takes derivatives itself, which its backward differentiates again."""
+        return takes_derivatives(self.graph_module)
 
     @property
     def differentiable(self) -> bool:
@@ -212,6 +219,8 @@ class RecordedRegion:
         wrapped = next((value for value in self.inputs if is_wrapper(value)), None)
         if wrapped is not None:
             raise Untraceable(f"it reads weights of the type {type(wrapped).__name__}, which hide their operators")
+        if self.takes_derivatives:
+            raise Untraceable("it takes derivatives itself")
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
             with self.tracing():

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.between import Between, Passed, stand_in
+from memopt.capture.between import Between, CrossedByDerivative, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
+from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamic_shapes import together
-from memopt.capture.dynamo import SECOND_DERIVATIVES, Backend, in_brief_with_line, may_run_other_regions, short_path
+from memopt.capture.dynamo import Backend, GraphBreak, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
@@ -59,7 +60,7 @@ class Rehearsal:
             return region.graph_module(*inputs)
         run = RegionRun.of(region, inputs, self.real_ids)
         with self.between.planned():
-            forward = self.forward_of(region) if self.forward_of else region.graph_module.forward
+            forward = self.forward_of(region) if self.forward_of else forward_of(region.graph_module)
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
         observer = Observer() if region.depends_on_data and all(map(is_real, given)) else None
         with observer or nullcontext():
@@ -182,11 +183,13 @@ def rehearse(
             captured = rehearsal.captured(reason) if rehearsal.runs else None
             del outputs  # until now, since the caller may hold them to the step's end
     except Exception as failure:
-        if mode is None and not isinstance(failure, DynamoError) and SECOND_DERIVATIVES not in reason:
+        if mode is None and not isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak)):
             raise
         error = in_brief_with_line(failure)
         where = "running past it on fakes failed" if mode else "running past it failed"
-        reasons = reason if error == reason or SECOND_DERIVATIVES in reason else f"{reason}; {where}: {error}"
+        reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where}: {error}"
+        if isinstance(failure, CrossedByDerivative):
+            reasons = f"{reason}, and it {failure}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
     if captured is None:
         raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))

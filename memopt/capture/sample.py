@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable
+from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import OperatorGraph, Rewriting
@@ -68,7 +69,7 @@ class _Sample:
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for one of several regions: its outputs require gradients where the model's do, but have no
         backward."""
-        run = self._runner(graph_module, inputs, differentiate_all=True) or graph_module.forward
+        run = self._runner(graph_module, inputs, differentiate_all=True) or forward_of(graph_module)
         (results,) = graph_module.graph.output_node().args
         known = [node.meta.get("example_value") for node in results]  # type: ignore[union-attr]
         differentiable = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in known)

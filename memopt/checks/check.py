@@ -14,7 +14,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
 from memopt.account.optimizer_trial import optimizer_restored, state_tensors
-from memopt.capture.inputs import Call, as_call, check_device, tensors_in
+from memopt.capture.inputs import Call, batch_call, check_device, tensors_in
 from memopt.checks.measured_step import PhaseMeter, optimised
 from memopt.device.devices import device_of
 from memopt.planning.plan import Plan
@@ -128,7 +128,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be an instance of torch.optim.Optimizer, not {optimizer!r}")
     calls = planned.with_loss or planned.forward
-    call = as_call(batch, with_targets=planned.with_loss is not None)
+    call = batch_call(batch, calls.loss_fn)
     check_device(call, planned.model)
     with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
         return _checked_step(planned, calls, optimizer, call, set_to_none=set_to_none)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.inputs import Call, as_call, check_device, copied, tensors_in
+from memopt.capture.inputs import Call, batch_call, check_device, copied, tensors_in
 from memopt.checks.comparison import Comparison, differences_of
 from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, optimised, scaled
 from memopt.checks.reference import Accuracies, Accuracy, Exact, float64_step
@@ -68,9 +68,9 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     """
     planned = _checked(model, reference)
     model = planned.model  # out of DDP, whose gradients would be exchanged
-    call = as_call(batch, with_targets=planned.with_loss is not None)
-    check_device(call, model)
     calls = planned.with_loss or planned.forward
+    call = batch_call(batch, calls.loss_fn)
+    check_device(call, model)
     with calls.share.held_still(call), calls.plain_calls.not_allowed():
         return _compared(model, planned, copied(call), reference)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.dynamo import in_brief, loss_call
+from memopt.capture.dynamo import in_brief, plain_loss_call
 from memopt.capture.inputs import Call
 from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, schema_of, tree_map, without_autocast
 from memopt.run.loss import scalar_loss
@@ -159,7 +159,7 @@ def float64_step(
         args, kwargs = tree_map(_widened, call)
         set_generators(generators, device)
         with without_autocast(), torch.enable_grad(), _InFloat64():  # type: ignore[no-untyped-call]
-            loss = scalar_loss(loss_call(twin, twin_loss)(*args, **kwargs))
+            loss = scalar_loss(plain_loss_call(twin, twin_loss)(*args, **kwargs))
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as failure:  # the model's code may fail in float64 with any error
         return f"it does not run in float64: {in_brief(failure)}"

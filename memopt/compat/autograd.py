@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,9 @@ PRIVATE_NAMES = (
     *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
+    *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
+    *private("torch.autograd", "_engine_run_backward", call="outputs"),
+    *private("torch.autograd.graph", "Node._input_metadata", needed=False),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
@@ -162,6 +166,84 @@ def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
         found = {further for further, _ in node.next_functions if further is not None} - nodes
         nodes |= found
         left += found
+
+
+def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+    """The autograd nodes that a backward goes through which starts at these tensors or edges, without those of leaves,
+    up to the first on each way that is an end, in the order in which it runs them; and these ends."""
+    left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    seen: set[Any] = {None}
+    nodes, ends = list[Any](), list[Any]()
+    while left:
+        if (node := left.pop()) in seen or hasattr(node, "variable"):
+            continue
+        seen.add(node)
+        if is_end(node):
+            ends.append(node)
+        else:
+            nodes.append(node)
+            left += [further for further, _ in node.next_functions]
+    return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True), ends
+
+
+def saved_by(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an autograd node has saved, without calling hooks on saved tensors: of what a hook has packed,
+    the tensors that it is or consists of."""
+    kind = type(node)
+    if kind not in _SAVED:
+        _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in _SAVED[kind]:
+        try:
+            found = getattr(node, name)
+            parts = [one.data for one in (found if isinstance(found, (tuple, list)) else (found,)) if one is not None]
+        except RuntimeError:  # freed
+            continue
+        for part in parts:
+            yield from (one for one in (part if isinstance(part, tuple) else (part,)) if isinstance(one, torch.Tensor))
+
+
+_SAVED: dict[type, tuple[str, ...]] = {}
+"""By the class of an autograd node, the attributes in which it saves tensors."""
+
+
+def received_bytes(node: Any, number: int) -> int:
+    """The bytes of the gradient of an output of an autograd node; 0 where they are not known."""
+    try:
+        metadata = node._input_metadata[number]
+        return math.prod(map(int, metadata.shape)) * int(metadata.dtype.itemsize)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return 0
+
+
+def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
+    """Have `listener` called with the tensors, or edges, at which each backward of the process starts; None: nobody
+    any more, and torch's own function is back in its place."""
+    _listeners[:] = [] if listener is None else [listener]
+    if listener is None:
+        for module, telling, own in _told:
+            if module._engine_run_backward is telling:
+                module._engine_run_backward = own
+        _told.clear()
+    elif not _told:
+        modules: tuple[Any, ...] = torch.autograd, torch.autograd.graph
+        for module in modules:
+            own = module._engine_run_backward
+            module._engine_run_backward = telling = _telling(own)
+            _told.append((module, telling, own))
+
+
+def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
+    def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for listener in tuple(_listeners):
+            listener(outputs)
+        return own(outputs, *args, **kwargs)
+
+    return run_backward
+
+
+_listeners: list[Callable[[Sequence[Any]], None]] = []
+_told: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
+"""The modules in which torch's function is replaced, by what, and that function."""
 
 
 class WatchingHook:

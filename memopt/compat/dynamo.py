@@ -19,7 +19,13 @@ import torch
 from torch import fx
 
 from memopt.compat.check import check
-from memopt.compat.dynamo_rules import outputs_without_gradients, scaled_operators_kept, strided_outs_captured
+from memopt.compat.dynamo_rules import (
+    backwards_left,
+    calls_captured,
+    grad_modes_written,
+    outputs_without_gradients,
+    scaled_operators_kept,
+)
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.tensors import is_wrapper
 from passes.compat import private, replaced
@@ -77,8 +83,8 @@ def capture_settings() -> ExitStack:
     and parameters that are thawed: torch 2.11 skips the guards of a parameter, and under Python 3.13 those of a module,
     as long as the dicts of modules have not changed, which `requires_grad_` leaves as they are, and the parameter would
     get no gradient. Past the limit of recompilations there is an error instead of an eager run, which would exceed the
-    budget. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split the
-    forward.
+    budget. Derivatives that the code takes itself are calls in the graph. Dropout is recomputed from saved generator
+    states. The buckets of DistributedDataParallel do not split the forward.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -87,6 +93,7 @@ def capture_settings() -> ExitStack:
     stack = ExitStack()
     ignored = set(dynamo_config.ignore_logging_functions)
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
+    derivatives: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
     stack.enter_context(
         dynamo_config.patch(
             capture_scalar_outputs=True,
@@ -102,6 +109,7 @@ def capture_settings() -> ExitStack:
             allow_rnn=True,
             optimize_ddp=False,
             ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
+            **derivatives,
         )
     )
     stack.enter_context(
@@ -110,7 +118,9 @@ def capture_settings() -> ExitStack:
     stack.enter_context(_settings_not_logged())
     stack.enter_context(_not_exporting())
     stack.enter_context(scaled_operators_kept())
-    stack.enter_context(strided_outs_captured())
+    stack.enter_context(calls_captured())
+    stack.enter_context(backwards_left())
+    stack.enter_context(grad_modes_written())
     stack.enter_context(outputs_without_gradients())
     stack.enter_context(broadcast_masks())
     return stack

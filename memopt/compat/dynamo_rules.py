@@ -18,9 +18,12 @@ PRIVATE_NAMES = (
     *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),
     *private(
         "torch._dynamo.variables",
-        "TensorVariable.method_addcdiv_ TensorVariable.method_addcmul_ TensorVariable.method_add_",
+        "TensorVariable.method_addcdiv_ TensorVariable.method_addcmul_ TensorVariable.method_add_ "
+        "TensorVariable.method_backward",
         needed=False,
     ),
+    *private("torch._dynamo.variables.ctx_manager", "GradModeVariable._call_func", call="self, tx, values"),
+    *private("torch._C", "_set_grad_enabled"),
     *private("torch._dynamo.variables.tensor", "TensorVariable.tp_methods", needed=False, since=(2, 15)),
     *private("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable._get_handlers", call=""),
     *private(
@@ -95,18 +98,20 @@ _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", defau
 
 @contextmanager
 def keeping_requires_grad() -> Iterator[None]:
-    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value into the graph, as a node that
-    nothing reads, and traces on with a value that requires a gradient.
+    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value, or of a tensor that the call is
+    given, into the graph, as a node that nothing reads, and traces on with a value that requires a gradient.
 
-    Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
-    returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
+    Dynamo by itself breaks the graph there: an input would change, and AOTAutograd would lose the gradient of an
+    intermediate value where the region returns it. Whoever captures in this context replaces the node, has the input
+    require a gradient before the region runs, and refuses a region that returns such an intermediate value.
     """
 
     def changed(own: Callable[..., Any]) -> Callable[..., Any]:
         def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
             value = self.as_proxy().node.meta["example_value"]
             wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
-            if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
+            traced = _keeps_requires_grad.get() and wanted and not value.requires_grad
+            if not traced or (self.source and not _is_given(self.as_proxy().node, tx)):
                 return own(self, tx, requires_grad)
             tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
             value.requires_grad_()
@@ -123,10 +128,17 @@ def keeping_requires_grad() -> Iterator[None]:
         _keeps_requires_grad.reset(token)
 
 
+def _is_given(node: Any, tx: Any) -> bool:
+    """Whether a node of the graph that Dynamo writes now is one of the inputs of the region, and no parameter."""
+    is_input = node.op == "placeholder" and node.graph is tx.output.graph
+    return is_input and not isinstance(node.meta["example_value"], torch.nn.Parameter)
+
+
 @contextmanager
-def strided_outs_captured() -> Iterator[None]:
+def calls_captured() -> Iterator[None]:
     """Context in which Dynamo traces `op(…, out=part)`, with a part of a tensor that is not contiguous, as
-    `part.copy_(op(…))`, which writes the same numbers.
+    `part.copy_(op(…))`, which writes the same numbers, and `zeros(…, requires_grad=True)` as
+    `zeros(…).requires_grad_()`, in the context of `keeping_requires_grad`.
 
     Where eager mode would resize or refuse, for a part of another shape or dtype or for gradients, it is left to
     Dynamo, which breaks the graph.
@@ -137,6 +149,11 @@ def strided_outs_captured() -> Iterator[None]:
     own = owner.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.autograd.grad and 3 < len(args) <= 5:  # Dynamo looks for these by name
+            args, kwargs = args[:3], {**kwargs, **dict(zip(("retain_graph", "create_graph"), args[3:], strict=False))}
+        if _keeps_requires_grad.get() and _is_true(kwargs.get("requires_grad")):
+            made = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
+            return made.call_method(tx, "requires_grad_", [], {})
         part = kwargs.get("out")
         if not _is_strided(part):
             return own(self, tx, args, kwargs)
@@ -146,6 +163,49 @@ def strided_outs_captured() -> Iterator[None]:
         return part.call_method(tx, "copy_", [result], {})
 
     with replaced(owner, "call_function", call_function):
+        yield
+
+
+def _is_true(value: Any) -> bool:
+    """Whether Dynamo has this as the constant True."""
+    return value is not None and value.is_python_constant() and value.as_python_constant() is True
+
+
+@contextmanager
+def grad_modes_written() -> Iterator[None]:
+    """Context in which Dynamo writes each change of the grad mode within an `autograd.Function` into the graph, also
+    where the mode is that already. A backward is traced without gradients, and `no_grad` in it would leave no trace."""
+    from torch._dynamo.variables.ctx_manager import GradModeVariable
+
+    owner: Any = GradModeVariable
+    own = owner._call_func
+
+    def _call_func(self: Any, tx: Any, values: Any) -> None:
+        within = getattr(tx.output.current_tracer, "source_target", None)
+        if str(within) == "autograd.Function" and torch.is_grad_enabled() == values[0]:
+            tx.output.create_node("call_function", torch._C._set_grad_enabled, (values[0],), {})
+        else:
+            own(self, tx, values)
+
+    with replaced(owner, "_call_func", _call_func):
+        yield
+
+
+@contextmanager
+def backwards_left() -> Iterator[None]:
+    """Context in which Dynamo breaks the graph at `backward()` within a forward, which would write to `.grad`, also
+    where it traces derivatives."""
+    import torch._dynamo.config as dynamo_config
+
+    def broken(own: Callable[..., Any]) -> Callable[..., Any]:
+        def method_backward(*args: Any, **kwargs: Any) -> Any:
+            with dynamo_config.patch(trace_autograd_ops=False):
+                return own(*args, **kwargs)
+
+        return method_backward
+
+    traced = hasattr(dynamo_config, "trace_autograd_ops")
+    with _tensor_methods(broken, "backward") if traced else nullcontext():
         yield
 
 

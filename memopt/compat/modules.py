@@ -64,6 +64,17 @@ def reset_compiled_call(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
+@contextmanager
+def called_plainly(module: nn.Module) -> Iterator[None]:
+    """A block in which nothing stands in for the module's calls."""
+    call = vars(module).pop("_compiled_call_impl", None)
+    try:
+        yield
+    finally:
+        if call is not None:
+            set_compiled_call(module, call)
+
+
 def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:
     """The tables in which modules keep the functions that run before and after their own forward."""
     return [table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)]

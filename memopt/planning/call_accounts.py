@@ -43,6 +43,10 @@ class Looks(Protocol):
     def tolerance_bytes(self) -> int:
         """The bytes that plans leave free for what appears unnoticed, where it is looked for."""
 
+    def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
+        """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
+        that many bytes; and, where that is guessed, how many more may be needed."""
+
     @property
     def note(self) -> str:
         """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
@@ -92,7 +96,7 @@ class CallAccounts:
             self._optimizer_account,
         )
         held, others = situation.gradients_held, situation.other_forwards
-        meanwhile = situation.meanwhile + (situation.spared or 0)
+        meanwhile = (situation.meanwhile or 0) + (situation.spared or 0)
         if self.terms.sharding is not None:
             account = self.terms.sharding.account(account, self.terms.options.optimizer, self.terms.card, steps)
         account = self.proposing.adjusted(

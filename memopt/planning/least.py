@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import breakdown, is_receipt
+from memopt.account.breakdown import breakdown
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_step, recounted
 from memopt.planning.plan import Plan
@@ -79,12 +79,10 @@ def backward_bytes(plan: Plan) -> int:
 
 
 def tangent_bytes(plan: Plan) -> int:
-    """The bytes of the gradients with which the backward of a plan begins; 0 for a plan without its graphs."""
-    if plan.source is None or (joined := plan.joined) is None:
-        return 0
-    problem = joined.problem
-    made = (op.makes for op in problem.ops[: problem.forward_ops] if is_receipt(op))
-    return sum(problem.storages[storage].bytes for makes in made for storage in makes)
+    """The bytes of the gradients with which the backward of a plan begins where the loss is outside of the model; 0 for
+    a plan without its graphs."""
+    captured = None if plan.source is None else plan.captured
+    return 0 if captured is None else captured.tangent_bytes
 
 
 def least_plan(plan: Plan) -> Plan:

@@ -157,7 +157,7 @@ def positive_int(name: str, value: Any) -> int:
 
 def _check_loss(loss_fn: Any) -> Any:
     if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
+        raise TypeError(f"loss_fn must be a function of (output, target) or of (model, batch), not {loss_fn!r}")
     return loss_fn
 
 

@@ -102,6 +102,17 @@ class TracedStep:
                 problem.forget_solvers()
 
     @property
+    def tangent_bytes(self) -> int:
+        """The bytes of the gradients with which the backward begins where the loss is outside of the last region; 0
+        where it is within."""
+        number = len(self.regions) - 1
+        if not self.regions[number].ends_before_loss:
+            return 0
+        given = self.regions[number].module.graph.find_nodes(op="placeholder")
+        with self.with_sizes(number):
+            return sum(storage_bytes(tensor) for node in given if is_tangent(node) for tensor in tensors_of(node))
+
+    @property
     def draws(self) -> bool:
         """Whether any of its operators draws random numbers."""
         return any(map(is_random, (node for region in self.regions for node in region.module.graph.nodes)))

@@ -78,9 +78,18 @@ class Traced:
         """What the step holds beside its activations; `lowering_bytes` are those that compiled code holds beyond its
         plan."""
         recorded = self.recorded
-        return recorded.planner.accounts.of_captured(
+        account = recorded.planner.accounts.of_captured(
             recorded.captured, recorded.call, recorded.situation, self.step.regions, lowering_bytes
         )
+        return replace(account, meanwhile=account.meanwhile + self.callers_code[0])
+
+    @property
+    def callers_code(self) -> tuple[int, int]:
+        """The bytes that the caller's own code takes until the backward, as they were seen, or as they are guessed; and
+        how many more a plan that is based on a guess leaves as far as the budget allows."""
+        if self.recorded.situation.meanwhile is not None:
+            return 0, 0
+        return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
 
     def price(self, account: Account) -> Priced:
         """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimiser."""

@@ -46,8 +46,9 @@ class Situation:
     to_come: int = 0
     """The number of further forwards of this model before its first backward, each of which may hold as much as this
     one; their gradients are among `other_forwards`."""
-    meanwhile: int = 0
-    """Bytes that the caller's own code takes, and frees, between the forward and its backward."""
+    meanwhile: int | None = 0
+    """Bytes that the caller's own code takes, and frees, between the forward and its backward, beside the gradients of
+    the outputs; None: those that were seen, or as many as are guessed for a loss outside of the model."""
     spared: int | None = 0
     """Bytes that steps of other models take between the forward and its backward, which are left free as far as the
     budget allows; None: they are not known yet, and the forward holds as little as it can."""

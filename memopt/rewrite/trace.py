@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import in_brief
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import (
@@ -121,9 +122,11 @@ def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable
         stages = operators.stages if operators is not None else ()
         module, low = (stages[-1], None) if stages else _not_rewritten(region, rewriting)
 
+    run = forward_of(module)
+
     def forward(*inputs: Any) -> Any:
         with without_autocast() if stages else autocast_to(low, region):
-            return module.forward(*inputs)
+            return run(*inputs)
 
     return forward
 
@@ -147,6 +150,8 @@ def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
     """How a region that passes do not rewrite gets its dtypes, as the end of a sentence."""
     if low is None or autocast_is_on():
         return ""
+    if region.takes_derivatives:
+        return f", and keeps the dtypes of its code: derivatives of derivatives are not taken in {low}"
     failure = _fails_under_autocast(region, low)
     if failure:
         return f", and keeps the dtypes of its code, which fails under torch.autocast with {low} ({failure})"
@@ -155,10 +160,11 @@ def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
 
 def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:
     """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under: none where its
-    author's code fails under autocast."""
-    if autocast_is_on() or rewriting.autocast is None or _fails_under_autocast(region, rewriting.autocast):
+    author's code fails under autocast, or takes derivatives."""
+    low = rewriting.autocast
+    if autocast_is_on() or low is None or region.takes_derivatives or _fails_under_autocast(region, low):
         return region.graph_module, None
-    return region.for_autocast, rewriting.autocast
+    return region.for_autocast, low
 
 
 def _fails_under_autocast(region: RecordedRegion, dtype: torch.dtype) -> str:

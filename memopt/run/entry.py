@@ -140,7 +140,11 @@ class Entry:
     """The most bytes elsewhere that were found to appear between a forward and its backward."""
     meanwhile: int | None = None
     """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
-    outputs; None where that was not measured."""
+    outputs; None where that was not seen."""
+    returned_bytes: int = 0
+    """The most bytes of outputs for which it was seen."""
+    metered: bool = False
+    """Whether it was read from a meter, which tells more than a graph."""
     keeps_graph: bool = False
     """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False
@@ -247,6 +251,17 @@ class Entry:
         if (known := self.figures.get((name, id(plan)))) is None:
             known = self.figures[name, id(plan)] = plan, of()
         return known[1]
+
+    def until_backward(self, tangent_bytes: int) -> int | None:
+        """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
+        that many bytes, beside these: as it was seen, and more in proportion for larger outputs. None where it was not
+        seen; 0 where the user says what lies beside the step."""
+        if self.fixed_bytes is not None:
+            return 0
+        if self.meanwhile is None:
+            return None
+        grown = max(1.0, tangent_bytes / self.returned_bytes) if self.returned_bytes else 1.0
+        return max(0, int(grown * self.meanwhile) - tangent_bytes)
 
     def in_backward_bytes(self, plan: Plan) -> int:
         """The most that a step by a plan holds beside what lasts, without the caller's own code."""

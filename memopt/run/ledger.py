@@ -19,7 +19,7 @@ from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
-from memopt.planning.least import tangent_bytes
+from memopt.planning.least import lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
@@ -36,9 +36,6 @@ _MALLOC_NOISE = 64 * 1024
 step."""
 _WORTHWHILE = 16
 """Room that has become free is planned for where it is at least this part of the budget."""
-_OF_OUTPUTS = 3
-"""A loss outside of the model is guessed to take this many times what gradients of the outputs take, as cross entropy
-does."""
 _MORE_STATE = 2
 """An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
 `amsgrad`, and the temporaries of `foreach`."""
@@ -124,32 +121,28 @@ class Moment:
         alone = self._alone(plan)
         return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
 
-    def _alone(self, plan: Plan, *, guessed: bool = True) -> int:
-        """The bytes that a step by a plan holds with nothing beside it but the caller's own code, as measured; or as
-        guessed where it was not, and this is wanted."""
+    def _alone(self, plan: Plan) -> int:
+        """The bytes that a step by a plan holds with nothing beside it but the caller's own code."""
 
         def figure() -> int:
             beside = plan.account.other_forwards + plan.account.elsewhere
-            measured, guess = self.callers_code(plan)
-            until_backward = plan.held_bytes + tangent_bytes(plan) + measured + (guess if guessed else 0)
-            return max(plan.ceiling_bytes, plan.account.resident_bytes + until_backward) - beside
+            until_backward = plan.held_bytes + tangent_bytes(plan) + self.callers_code(plan)
+            in_step = self.entry.in_backward_bytes(plan) + lasting_bytes(plan.account, beside=True)
+            return max(in_step, plan.account.resident_bytes + until_backward) - beside
 
-        return self.entry.figure(("alone", self.entry.meanwhile, guessed), plan, figure)
+        return self.entry.figure(("alone", self.entry.meanwhile, self.entry.returned_bytes), plan, figure)
 
-    def callers_code(self, plan: Plan) -> tuple[int, int]:
-        """The bytes that the caller's own code takes between the forward and the backward of a plan: as measured, and
-        where it was not, as guessed for a loss outside of the model."""
-        if (measured := self.entry.meanwhile) is not None:
-            return max(0, measured - tangent_bytes(plan)), 0
-        captured = plan.captured if self.entry.fixed_bytes is None else None
-        outside = captured is not None and captured.regions[-1].ends_before_loss
-        return 0, _OF_OUTPUTS * tangent_bytes(plan) if outside else 0
+    def callers_code(self, plan: Plan) -> int:
+        """The bytes that the caller's own code takes between the forward and the backward of a plan, as it was seen;
+        as the plan guesses where it was not."""
+        seen = self.entry.until_backward(tangent_bytes(plan))
+        return plan.account.meanwhile if seen is None else seen
 
     def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
         """The situation in which a plan leaves room for the caller's own code where this one does not."""
-        measured, guessed = (in_steps(nbytes, plan.budget_bytes) for nbytes in self.callers_code(plan))
-        spared = situation.spared if situation.spared is None else situation.spared + guessed
-        return replace(situation, meanwhile=situation.meanwhile + measured, spared=spared)
+        if self.entry.meanwhile is None:
+            return situation
+        return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
@@ -164,7 +157,7 @@ class Moment:
         backward."""
         account = plan.account
         others = self.waiting_bytes + (self.gradients if self.to_come else 0)
-        alone = self._alone(plan, guessed=False)
+        alone = self._alone(plan)
         return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
 
     def elsewhere_within(self, plan: Plan, room_bytes: int) -> bool:
@@ -303,12 +296,12 @@ class Ledger(Company):
         change = None if level is None or looked is None else abs(level - looked.level)
         as_before = change is not None and change < BOOKKEEPING_BYTES
         noise = change is not None and change < self._noise_bytes and not entry.due and not planning
-        if not self._held_still and not as_before and not (noise and not self._may_look()):
+        if not self._held_still and not as_before and not (noise and not self.may_look()):
             limit = self.at_most(moment)
             # At the first moment of a kind, too, only a look can tell, if anything can.
             needed = moment.closely or entry.due or (limit is None and level is not None)
             new = level is not None and looked is not None and level > looked.highest + entry.notable_bytes
-            if needed or new or looked is None or self._may_look():
+            if needed or new or looked is None or self.may_look():
                 before = self._look(moment, before, planning=planning or entry.due)
             elif limit is not None:
                 return limit
@@ -320,7 +313,7 @@ class Ledger(Company):
         """Up to how many bytes `allocated_bytes` differs where no tensor was allocated."""
         return _MALLOC_NOISE if device_of(self.device).is_host else 0
 
-    def _may_look(self) -> bool:
+    def may_look(self) -> bool:
         """Whether one more look takes no more of the time than looks may."""
         since = time.monotonic() - (self._since or time.monotonic())
         return self.look_seconds + self._latest_seconds <= _SHARE_OF_TIME * since

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.dynamo import loss_call
-from memopt.capture.inputs import as_call
+from memopt.capture.dynamo import plain_loss_call
+from memopt.capture.inputs import batch_call, takes_model
 from memopt.run.session import session_of
 
 LossFunction = Callable[..., Any]
@@ -19,7 +19,8 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
     """The mean loss of `batch`, a scalar with its graph.
 
     With a loss function (the one that the model was optimised with, else `loss_fn`) the batch is the pair
-    `(inputs, targets)`. Without one the batch is the model's input, and the model returns the loss.
+    `(inputs, targets)`, or whatever the loss function takes beside the model. Without one the batch is the model's
+    input, and the model returns the loss.
 
     Raises:
         TypeError: the batch is no pair, or the model's output has no loss.
@@ -31,18 +32,18 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
         raise ValueError(f"this {type(planned.model).__name__} is in eval mode, which runs plain; call model.train()")
     if planned is not None and planned.with_loss is not None:
         _check_single_loss_function(loss_fn, planned.options.loss_fn)
-        (inputs, targets), _ = as_call(batch, with_targets=True)
-        return scalar_loss(planned.loss(inputs, targets, model))
-    args, kwargs = as_call(batch, with_targets=loss_fn is not None)
-    if loss_fn is not None and isinstance(args[0], Mapping):
+        return scalar_loss(planned.loss(batch, model))
+    args, kwargs = batch_call(batch, loss_fn)
+    if loss_fn is not None and isinstance(args[0], Mapping) and not takes_model(loss_fn):
         args = (dict(args[0]), args[1])
-    return scalar_loss(loss_call(model, loss_fn)(*args, **kwargs))
+    return scalar_loss(plain_loss_call(model, loss_fn)(*args, **kwargs))
 
 
 def has_loss_function(model: nn.Module, loss_fn: LossFunction | None) -> bool:
     """Whether a batch of this model is a pair `(inputs, targets)`."""
     planned = session_of(model)
-    return loss_fn is not None or (planned is not None and planned.with_loss is not None)
+    own = planned.options.loss_fn if planned is not None else None
+    return (loss_fn or own) is not None and not takes_model(loss_fn or own)
 
 
 def scalar_loss(output: Any) -> torch.Tensor:

@@ -103,10 +103,9 @@ class PendingForward:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
-        made = [weakref.ref(node) for found in nodes for node in _python_nodes(found)]
-        for reference in made:
-            reference().register_prehook(partial(_check_unchanged, reference, self.model))
-        self.nodes += made
+        for node in [node for found in nodes for node in _python_nodes(found)]:
+            self.nodes.append(weakref.ref(node))
+            node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
 
     def held(self) -> list[torch.Tensor]:

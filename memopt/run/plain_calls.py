@@ -19,7 +19,7 @@ from memopt.account.plain_count import PlainStep, count_on_values, count_plain_s
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
-from memopt.capture.dynamo import loss_call
+from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
@@ -38,6 +38,7 @@ from memopt.run.pending import PlainForward
 from memopt.run.road import Road
 from memopt.run.settings import Settings
 from memopt.run.sizes import covers
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
 from memopt.units import size
 
 MARGIN = 1.02
@@ -94,10 +95,17 @@ class Fitting:
     def fits(self, moment: Moment) -> bool:
         """Whether it fits beside other forwards, and what else lies on the device."""
         held = self.step.held_bytes
-        until_backward = held + (moment.entry.meanwhile or 0)
-        room = self.room_bytes - max(0, until_backward - self.step.peak_bytes)
+        room = self.room_bytes - _of_callers_code(self.step, moment.entry)
         fits = moment.leaves(room - moment.reserved_bytes(held), self.optimizer_state)
         return fits and moment.may_hold(held)
+
+
+def _of_callers_code(step: PlainStep, entry: Entry) -> int:
+    """The bytes by which the caller's own code, such as a loss outside of the model, tops the peak of a step: as it was
+    seen, or as it is guessed."""
+    seen = entry.until_backward(step.tangent_bytes)
+    callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
+    return max(0, step.held_bytes + step.tangent_bytes + callers_code - step.peak_bytes)
 
 
 @dataclass
@@ -144,7 +152,7 @@ class PlainCalls:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
-        self._forward: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
+        self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False once a call was planned ahead: then plans are what the user wants."""
         self.latest: Call | None = None
@@ -221,6 +229,7 @@ class PlainCalls:
             return None
         needed, state = self._needed(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(state)
+        needed += _of_callers_code(step, self.entry)
         # A count on values holds a copy of the inputs.
         copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
         needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)

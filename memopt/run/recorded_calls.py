@@ -273,6 +273,8 @@ class RecordedCalls:
         self._has_symbols |= bool(region.changing)
         if self.whole and self._in_progress is None:
             raise Recorded(region, inputs)
+        for number in region.to_require_grad:
+            inputs[number].requires_grad_()
         if not region.differentiable:
             return region.graph_module(*inputs)
         forward = self._begun(region, inputs, self._in_progress) if self._in_progress else self._forward

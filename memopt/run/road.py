@@ -30,6 +30,7 @@ from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.derived import among_equals, extended
+from memopt.planning.figures import plain_step
 from memopt.planning.least import least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
@@ -39,6 +40,7 @@ from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import KeptPlans, as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.solver import SolverError
+from memopt.units import size
 from passes import PassError
 
 
@@ -73,7 +75,7 @@ class Road:
             try:
                 plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
-                raise (self._as_compiled(refusal, recorded) if advise else refusal) from None
+                raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
             self.kept.keep(key, plan)
             return self.asked(plan, situation, whole=captured.whole)
 
@@ -188,7 +190,7 @@ class Road:
             budget_bytes = self.planner.terms.options.budget_bytes
             yield replace(smallest, budget_bytes=budget_bytes) if smallest else solved(refit.lowering_bytes)
         elif refusal is not None:
-            raise self._as_compiled(refusal, recorded)
+            raise self._named(self._as_compiled(refusal, recorded), recorded)
 
     def _planned_least(self, recorded: Recorded) -> int:
         """The bytes that the smallest plan of a call needs, before it is compiled."""
@@ -202,6 +204,29 @@ class Road:
     def _as_compiled(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
         """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
         return as_compiled_least(refusal, recorded, partial(emit_plan, accumulation=self.accumulation))
+
+    def _named(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
+        """The refusal of a call with a budget in which the steps that follow in a loop run, too: where gradients are
+        there when a forward begins, which a loop sets to None after it, and where a loss outside of the model takes
+        more than is guessed at least. It is not above what the step holds with nothing recomputed."""
+        planner, situation = self.planner, recorded.situation
+        own_terms = planner.proposing.allowed or planner.proposing.chosen or planner.terms.sharding
+        if not planner.accounts.beside.tolerance_bytes or own_terms or situation.to_come:
+            return refusal
+        first = next(recorded.candidates())
+        if first.account.caching:  # a budget that is named for a card has been replayed itself
+            return refusal
+        _, guessed = recorded.trace(first.levers).callers_code
+
+        def least(spared: int) -> int:
+            later = replace(situation, gradients_held=True, spared=(situation.spared or 0) + spared)
+            return min(priced.smallest()[0] for priced in replace(recorded, situation=later).candidates())
+
+        # The smallest plans that are found need not hold more where more is to be left free.
+        roomy = min(max(map(least, {0, guessed})), plain_step(first.step.plain, first.account).peak_bytes)
+        spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2
+        words = "for gradients that are there when a forward begins, a loss outside of the model, and what appears"
+        return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
 
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:
         """The plan with the shortest step that fits, agreed on with other ranks. Raises `BudgetError`,
@@ -222,7 +247,10 @@ class Road:
 
         if situation.to_come:
             return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes, least_plan)
-        return leaving_room(spare(0)) if situation.spared is None else leaving_free(spare, situation.spared)
+        if situation.spared is None:
+            return leaving_room(spare(0))
+        _, guessed = recorded.trace(self.planner.terms.lever_sets[0]).callers_code
+        return leaving_free(spare, situation.spared + guessed)
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""

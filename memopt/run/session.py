@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
-from memopt.capture.inputs import Call, as_call, check_device, check_kinds, tensors_in
+from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, tensors_in
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
@@ -107,19 +107,22 @@ class Session:
             return self.uncompiled(*args, **kwargs)
         return self._train(self.forward, (args, kwargs))
 
-    def loss(self, inputs: Any, targets: Any, model: nn.Module | None = None) -> Any:
-        """The loss of `(inputs, targets)`, with model and loss function in one planned region, inside the forward of
-        `model` if that is `DistributedDataParallel` around the planned model."""
+    def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
+        """The loss of a batch as the loss function takes it, with model and loss function in one planned region, inside
+        the forward of `model` if that is `DistributedDataParallel` around the planned model."""
         assert self.with_loss is not None
-        if isinstance(model, DistributedDataParallel):
-            self._loss_to_come = lambda moved: self.loss(moved, targets)
-            try:
-                return model(inputs)
-            finally:
-                self._loss_to_come = None
-        if self.trains():
-            return self._train(self.with_loss, ((inputs, targets), {}))
-        return self._plain(self.with_loss, inputs, targets)
+        (first, *rest), _ = batch_call(batch, self.with_loss.loss_fn)
+        if not isinstance(model, DistributedDataParallel):
+            return self._loss(first, *rest)
+        self._loss_to_come = lambda moved: self._loss(moved, *rest)
+        try:
+            return model(first)
+        finally:
+            self._loss_to_come = None
+
+    def _loss(self, *args: Any) -> Any:
+        assert self.with_loss is not None
+        return self._train(self.with_loss, (args, {})) if self.trains() else self._plain(self.with_loss, *args)
 
     def trains(self) -> bool:
         """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is
@@ -142,7 +145,7 @@ class Session:
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
         result = self._on_this_rank(calls, call)
-        self.share.returned(result)
+        self.share.returned(call, result)
         return result
 
     def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:
@@ -384,9 +387,10 @@ class Session:
 
     def _ahead(self, example_inputs: Any) -> tuple[TrainingCalls, Call]:
         """The training calls that example inputs belong to, and the call that they stand for."""
-        call = as_call(example_inputs, with_targets=self.with_loss is not None)
+        calls = self.kinds[-1]
+        call = batch_call(example_inputs, calls.loss_fn)
         check_device(call, self.model, meta_allowed=True)
-        return self.kinds[-1], call
+        return calls, call
 
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:

@@ -35,7 +35,7 @@ from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.pending import PendingForward, release_all
 from memopt.run.ranks import DataParallel
-from memopt.run.until_backward import UntilBackward
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward
 from memopt.units import size
 
 
@@ -75,6 +75,15 @@ class Share:
     def tolerance_bytes(self) -> int:
         """The bytes that plans leave free for what appears unnoticed; 0 where it is not looked for."""
         return self.entry.tolerance_bytes if self.entry.found.looked else 0
+
+    def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
+        """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
+        that many bytes; and, where that is guessed, how many more may be needed."""
+        if (seen := self.entry.until_backward(tangent_bytes)) is not None:
+            return seen, 0
+        if not self.entry.found.looked:
+            return 0, 0
+        return LOSS_OUTSIDE * tangent_bytes, (LARGE_LOSS_OUTSIDE - LOSS_OUTSIDE) * tangent_bytes
 
     @property
     def note(self) -> str:
@@ -127,12 +136,13 @@ class Share:
         self.entry.begin(waiting)
         return waiting
 
-    def returned(self, result: Any) -> None:
-        """Note that a forward returns to the caller, whose code runs until the backward."""
-        if self.entry.meanwhile is None and self.entry.fixed_bytes is None and self.parallel.wrapper is None:
+    def returned(self, call: Call, result: Any) -> None:
+        """Note that the forward of a call returns to the caller, whose code runs until the backward."""
+        if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-            if any(tensor.dim() and tensor.requires_grad for tensor in tensors):
-                UntilBackward.begin(self.entry)
+            outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
+            if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
+                UntilBackward.begin(self.entry, outputs, tensors_in(call))
 
     def situation(self, proposing: Proposing, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
@@ -145,6 +155,7 @@ class Share:
         return Situation(
             gradients_held=self.one_by_one or _have_gradients(parameters),
             to_come=self.entry.others_expected if self.one_by_one else 0,
+            meanwhile=0 if self.fixed_bytes is not None else None,
             hooked=frozenset(map(id, hooked)),
             buckets=self.parallel.buckets(),
         )

@@ -12,7 +12,7 @@ from torch import nn
 
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
-from memopt.capture.dynamo import loss_call
+from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, on_meta
 from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation
@@ -70,8 +70,8 @@ class TrainingCalls:
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
-        run: Any = self.own_call or plain_call(self.model)
-        return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
+        own: Any = self.own_call or plain_call(self.model)
+        return plain_loss_call(self.model, self.loss_fn, self.planner.proposing.floats, own)(*args, **kwargs)
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
         """Run a call by its plan, `before` being the state in which it began; with new plans where it has sizes that

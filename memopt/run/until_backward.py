@@ -1,64 +1,142 @@
-"""Reads from a meter that runs what the caller's own code, such as a loss outside of the model, allocates between a
-forward and its backward."""
+"""What the caller's own code, such as a loss outside of the model, holds between a forward and its backward: seen in
+the autograd graph from which the backward starts, and read from a meter where one runs."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from memopt.account.account import distinct_bytes
+from memopt.compat.autograd import backward_starts, graph_until, received_bytes, saved_by
+from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
 from memopt.run.entry import Entry
 
+LOSS_OUTSIDE = 1
+"""A loss outside of the model is guessed to take this many times the gradients of the outputs beside these, as cross
+entropy does where nobody holds the outputs;"""
+LARGE_LOSS_OUTSIDE = 5
+"""and this many times as far as the budget allows, and in the budget that a refusal names, as a few losses together."""
 _BEGIN, _END = 12_347, 12_343
 """Sizes in bytes that mark two moments among the allocations: of a block that is freed at once."""
+_RETURNED = "memopt returned"
+"""What a forward returned has this in the metadata of its autograd node."""
 
 
 class UntilBackward:
-    """A measurement that is under way, from the return of a forward to the beginning of its backward, by the events of
-    the CPU's meter (`memopt.measure_peak`). It is no measurement of its own: torch allows one profiler at a time, and
-    one that runs for the user's code would be in the way of the user's."""
+    """A look that is under way, from the return of a forward to the beginning of its backward.
+
+    What operators saved is in the graph. What they allocate and free is not, but about as much as the largest gradients
+    that they pass on, and the CPU's meter (`memopt.measure_peak`) has it. memopt runs no meter of its own: torch allows
+    one profiler at a time, and that would be in the way of the user's.
+    """
 
     _running: ClassVar[UntilBackward | None] = None
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self.ended = False
+        self._returned_bytes = distinct_bytes(outputs)
+        self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
+        for output in outputs:
+            node: Any = output.grad_fn
+            node.metadata[_RETURNED] = weakref.ref(self)
 
     @classmethod
-    def begin(cls, entry: Entry) -> None:
-        """Begin to measure, where a forward returns while a meter runs."""
+    def begin(cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+        """Begin where a forward returns these outputs, which have gradients; it was given other tensors, which are
+        counted like its model's parameters and its outputs."""
+        cls.drop()
+        cls._running = seen = cls(entry, outputs, given)
+        backward_starts(cls.look)
         if PeakMeter.running() is not None and device_of(entry.device).is_host:
-            cls.drop()
-            cls._running = measured = cls(entry)
-            PeakMeter.listeners.append(measured.read)
+            PeakMeter.listeners.append(seen.read)
             _mark(_BEGIN)
 
     @classmethod
     def backward_begins(cls, entry: Entry, *, alone: bool) -> None:
         """Note that the backward of a forward begins; `alone`: no other model ran before it."""
-        measured = cls._running
-        if measured is not None and measured.entry() is entry and alone and not measured.ended:
-            measured.ended = True
+        seen = cls._running
+        if seen is not None and seen.entry() is entry and alone and not seen.ended:
+            seen.ended = True
             _mark(_END)
 
     @classmethod
     def drop(cls) -> None:
         """Drop what is under way, where it has not come to a backward: another forward begins."""
+        backward_starts(None)
         if cls._running is not None and not cls._running.ended:
             cls._running.entry = lambda: None
         cls._running = None
+
+    @classmethod
+    def look(cls, roots: Sequence[Any]) -> None:
+        """Look at the graph of a backward that starts at these tensors, if it comes to the forward that returned
+        last."""
+        seen = cls._running
+        entry = None if seen is None else seen.entry()
+        if seen is None or entry is None:
+            return
+        nodes, ends = graph_until(roots, lambda node: _RETURNED in node.metadata)
+        if any(node.metadata[_RETURNED]() is seen for node in ends):
+            backward_starts(None)
+            own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
+            counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
+            returned = {storage.address: storage.nbytes for storage in seen._outputs}
+            freed = max(0, seen._returned_bytes - sum(returned.values()))
+            in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
+            if not entry.metered or seen._returned_bytes > entry.returned_bytes:
+                seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
         """Read what was measured from the events of a meter whose block has ended."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
         if entry is not None and begin is not None and end is not None and begin < end:
-            entry.meanwhile = max(0, entry.meanwhile or 0, *accumulate(events[begin:end]))
+            if not entry.metered:
+                entry.meanwhile = 0
+            entry.metered = True
+            self._note(entry, max(0, *accumulate(events[begin:end])))
+
+    def _note(self, entry: Entry, nbytes: int) -> None:
+        entry.meanwhile = max(entry.meanwhile or 0, nbytes)
+        entry.returned_bytes = max(entry.returned_bytes, self._returned_bytes)
+
+
+def held_bytes(
+    roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
+) -> tuple[int, int]:
+    """About the most bytes on a device that a graph of these autograd nodes, in the order in which its backward runs
+    them, holds before its backward, which starts at `roots`, and during it: what they saved, but for the storages at
+    the addresses `counted`, and values or gradients; without those of leaves."""
+    saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
+    readers: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for found in saved.values():
+        sizes |= found
+        for address in found:
+            readers[address] = readers.get(address, 0) + 1
+    left_out = {0, *counted}
+    held = all_saved = sum(nbytes for address, nbytes in sizes.items() if address not in left_out)
+    arrived = {(root.grad_fn, root.output_nr): root.nbytes for root in roots if isinstance(root, torch.Tensor)}
+    largest = most = 0
+    for node in nodes:
+        edges = [edge for edge in node.next_functions if edge[0] is not None and not hasattr(edge[0], "variable")]
+        made = sum(received_bytes(*edge) for edge in edges)
+        received = sum(nbytes for (to, _), nbytes in arrived.items() if to is node)
+        largest = max(largest, received + made)
+        most = max(most, held + sum(arrived.values()) + made)
+        arrived = {edge: nbytes for edge, nbytes in arrived.items() if edge[0] is not node}
+        arrived |= {edge: received_bytes(*edge) for edge in edges}
+        for address in saved[node]:
+            readers[address] -= 1
+            held -= sizes[address] if not readers[address] and address not in left_out else 0
+    return all_saved + largest, most
 
 
 def _mark(nbytes: int) -> None:

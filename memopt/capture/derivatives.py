@@ -1,0 +1,134 @@
+"""Regions whose code takes derivatives itself (forces, penalties, physics): their graphs, made ready for a backward
+that differentiates them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.capture.dynamo import GraphBreak
+from memopt.compat.derivatives import (
+    begins_transform,
+    custom_function,
+    is_custom_function,
+    requiring_grad,
+    takes_derivative,
+)
+from memopt.compat.operators import HigherOrderOperator, is_checkpoint, sets_grad_mode
+
+
+def takes_derivatives(graph_module: fx.GraphModule) -> bool:
+    """Whether the code of a region takes derivatives itself, by `torch.autograd.grad` or a transform of torch.func."""
+    return any(takes_derivative(node.target) for _, node in _calls(graph_module))
+
+
+def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
+    """Make a region's graph ready to be differentiated once more; returns the numbers of the inputs that are to require
+    a gradient before the region runs.
+
+    Edits the graph: calls of `requires_grad_` and of an `autograd.Function` are replaced. Raises `GraphBreak` where
+    derivatives would be lost.
+    """
+    derives = takes_derivatives(graph_module)
+    found = _take_requires_grad(graph_module, derives=derives)
+    if derives:
+        _replace_functions(graph_module)
+    return found
+
+
+def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """The forward of a region, to be run where gradients are disabled: derivatives that its code takes need them."""
+    return torch.enable_grad()(graph_module.forward) if takes_derivatives(graph_module) else graph_module.forward
+
+
+def _calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """The calls of functions in a graph and in those within it, such as blocks under `torch.utils.checkpoint`."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from ((module, node) for node in module.graph.nodes if node.op == "call_function")
+
+
+def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> frozenset[int]:
+    """Replace the calls of `value.requires_grad_()` whose results nothing reads; returns the numbers of the inputs that
+    have such calls.
+
+    What is computed from an input before its call reads it without its gradient. An intermediate value goes on as a
+    leaf where derivatives are taken; gradients of parameters do not depend on the other calls. Raises `GraphBreak`
+    where the region returns an intermediate value, since its `.grad` can be read after the backward.
+    """
+    inputs = graph_module.graph.find_nodes(op="placeholder")
+    found: set[int] = set()
+    for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
+        graph = inner.graph
+        calls = [node for node in graph.find_nodes(op="call_method", target="requires_grad_") if not node.users]
+        returned = set(graph.output_node().all_input_nodes)
+        for call in calls:
+            value: Any = call.args[0]
+            nodes = list(graph.nodes)
+            at = nodes.index(call)
+            if value in inputs:
+                found.add(inputs.index(value))
+                _read_apart(value, torch.detach, [node for node in nodes[:at] if node in value.users])
+            elif value in returned:
+                raise GraphBreak("a value that requires_grad_() was called on is returned or kept by the model")
+            elif derives:
+                _read_apart(value, requiring_grad, [node for node in nodes[at + 1 :] if node in value.users])
+            graph.erase_node(call)
+        if calls:
+            inner.recompile()
+    return frozenset(found)
+
+
+def _read_apart(value: fx.Node, by: Callable[[torch.Tensor], torch.Tensor], users: Sequence[fx.Node]) -> None:
+    """Have these users of a value, in the order of the graph, read what a function makes of it."""
+    if not users:
+        return
+    with value.graph.inserting_before(users[0]):
+        apart = value.graph.call_function(by, (value,))
+    apart.meta = {**value.meta, "example_value": by(value.meta["example_value"])}
+    for user in users:
+        user.replace_input_with(value, apart)
+
+
+def _replace_functions(graph_module: fx.GraphModule) -> None:
+    """Have each `autograd.Function` run such that its backward is differentiated again. Raises `GraphBreak` for one
+    within a transform of torch.func, and for other operators that hold graphs: torch's derivatives of their derivatives
+    are not known to be right."""
+    calls = [(inner, node) for inner, node in _calls(graph_module) if isinstance(node.target, HigherOrderOperator)]
+    transforms = any(begins_transform(node.target) for _, node in _calls(graph_module))
+    for inner, call in calls:
+        if is_checkpoint(call.target):
+            continue
+        name = "an autograd.Function" if is_custom_function(call.target) else str(call.target)
+        if transforms or not is_custom_function(call.target) or not _can_run_again(inner, call):
+            raise GraphBreak(f"it takes derivatives of derivatives through {name}, which a graph would lose")
+        forward, backward, *arguments = call.args
+        for node in _grad_modes(_body(inner, backward)):
+            node.graph.erase_node(node)
+        _body(inner, backward).recompile()
+        call.target = custom_function
+        call.args = (forward, backward, call.kwargs["non_differentiable_idx"], *arguments)
+        call.kwargs = {}
+    for inner in {inner for inner, _ in calls}:
+        inner.recompile()
+
+
+def _body(inner: fx.GraphModule, node: Any) -> Any:
+    """The graph module that a node of a graph reads."""
+    return inner.get_submodule(str(node.target))
+
+
+def _grad_modes(body: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in body.graph.nodes if sets_grad_mode(node.target)]
+
+
+def _can_run_again(inner: fx.GraphModule, call: fx.Node) -> bool:
+    """Whether an `autograd.Function` writes to none of its inputs, and its backward sets the grad mode only around all
+    of it, as Dynamo does."""
+    if "saved_for_backward_idx" not in call.kwargs or call.kwargs.get("dirty_idx"):
+        return False
+    modes = [node.args[0] for node in _grad_modes(_body(inner, call.args[1]))]
+    return modes in ([], [False, True])
