@@ -25,7 +25,8 @@ from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
 from memopt.price.node_prices import host_seconds
 from memopt.progress import stage
-from memopt.solver import OffloadSolution, Schedule, Solution, exact_left_out, floor_bytes, simulate, warm_up
+from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simulate, warm_up
+from memopt.solver.portfolio import exact_left_out
 
 
 def plain_step(joined: Joined, account: Account) -> Breakdown:

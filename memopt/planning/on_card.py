@@ -19,6 +19,7 @@ from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, l
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
+from memopt.compat.host import HOST
 from memopt.device.devices import device_of
 from memopt.errors import GIB, as_text_has_it
 from memopt.planning.joined import Joined
@@ -255,7 +256,7 @@ class FreeBudget(NamedTuple):
 def free_budget(model: torch.nn.Module) -> FreeBudget:
     """What this process can hold on the model's card now, less a margin. Raises `TypeError` where that is not known,
     as on a CPU, whose memory is shared."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
     kind = device_of(device)
     free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
     if free is None:

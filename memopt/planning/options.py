@@ -22,7 +22,8 @@ from memopt.planning.cluster import ClusterOptions, check_cluster_options
 from memopt.planning.keywords import takes_options
 from memopt.rewrite import Policy, check_policy
 from memopt.solver import Effort as EffortName
-from memopt.solver import Solver, require_exact
+from memopt.solver import Solver
+from memopt.solver.portfolio import require_exact
 from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]

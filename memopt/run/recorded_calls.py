@@ -291,6 +291,7 @@ class RecordedCalls:
         try:
             outputs = run_withholding(region, run, inputs, self._notice, pending)
         except SizeOutgrown as outgrown:
+            pending.after_backward()  # it will have none
             if self.whole:
                 raise
             raise OtherPathTaken(

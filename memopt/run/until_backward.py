@@ -12,6 +12,7 @@ import torch
 
 from memopt.account.account import distinct_bytes
 from memopt.compat.autograd import backward_starts, graph_until, received_bytes, saved_by
+from memopt.compat.operators import without_modes
 from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
@@ -64,7 +65,8 @@ class UntilBackward:
         seen = cls._running
         if seen is not None and seen.entry() is entry and alone and not seen.ended:
             seen.ended = True
-            _mark(_END)
+            if seen.read in PeakMeter.listeners:
+                _mark(_END)
 
     @classmethod
     def drop(cls) -> None:
@@ -140,7 +142,8 @@ def held_bytes(
 
 
 def _mark(nbytes: int) -> None:
-    torch.empty(nbytes, dtype=torch.uint8)
+    with without_modes():  # those of the user's are to see their own step only
+        torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _marked(events: Sequence[int], nbytes: int) -> int | None:

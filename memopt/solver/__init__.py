@@ -5,7 +5,7 @@ They see a step as a `RematProblem`, which holds numbers only, and return a `Sch
 
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.offload import OffloadPortfolio, OffloadSolution
-from memopt.solver.portfolio import Portfolio, exact_left_out, require_exact, warm_up
+from memopt.solver.portfolio import Portfolio, warm_up
 from memopt.solver.problem import Link, Offload, Op, RematProblem, Schedule, Storage
 from memopt.solver.protocol import Baseline, Effort, Infeasible, SaveAll, Solution, Solver, SolverError
 from memopt.solver.search import Progress
@@ -30,9 +30,7 @@ __all__ = [
     "Solver",
     "SolverError",
     "Storage",
-    "exact_left_out",
     "floor_bytes",
-    "require_exact",
     "simulate",
     "warm_up",
 ]

@@ -112,7 +112,7 @@ class Nameless:
         ({"solvers": [Opaque()]}, ValueError, r"solvers\[0\] must have a repr that shows its options"),
         ({"backend": "triton"}, ValueError, "backend must be one of 'auto', 'aten', 'inductor', not 'triton'"),
         ({"outputs": "none"}, ValueError, "outputs must be one of 'loss', 'all', 'loss_only', not 'none'"),
-        ({"loss_fn": 3}, TypeError, r"loss_fn must be a function of \(output, target\), not 3"),
+        ({"loss_fn": 3}, TypeError, r"loss_fn must be a function of \(output, target\) or of \(model, batch\), not 3"),
         ({"allow": {"fp4"}}, ValueError, "allow names an unknown lever 'fp4'"),
         ({"calibrate": True, "device": "h100"}, ValueError, "give one of device and calibrate"),
     ],

@@ -85,7 +85,7 @@ def test_calls_with_and_without_the_loss_function_wait_in_one_place() -> None:
     x = torch.randn(64, 32)
     first = session.forward(x)
     assert session.share.waiting == 1
-    second = session.loss(x, torch.ones(()))
+    second = session.loss((x, torch.ones(())))
     assert session.share.waiting == 2
     (first + second).backward()
     assert session.share.waiting == 0

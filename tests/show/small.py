@@ -32,6 +32,7 @@ class SmallPlan:
     added_time: float = 0.2
     bound: float = 0.1
     host_bytes: int = 30 * MB
+    decisions: tuple[()] = ()
     moved_bytes: int = 60 * MB
     stall_seconds: float = 0.002
     host_seconds: float = 0.0
