@@ -253,13 +253,13 @@ class Share:
         leave; or that of a plain call for what it holds.
         """
         held = plan.held_bytes
-        plain = bool(self.entry.plain_waiting())
-        wanted = max(held if plain else 0, self._gradients_left())
-        if self.waiting and (lacking := wanted - self._room_beside(call)) > 0:
+        waiting = self.waiting
+        wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left()) if waiting else 0
+        if waiting and (lacking := wanted - self._room_beside(call)) > 0:
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
             raise self._refusal(works, plan.account.elsewhere)
-        if self.waiting and situation.spared is not None:
+        if waiting and situation.spared is not None:
             self.entry.held_after = held
         forward = PendingForward(
             plan,
