@@ -210,6 +210,10 @@ class Road:
         there when a forward begins, which a loop sets to None after it, and where a loss outside of the model takes
         more than is guessed at least. It is not above what the step holds with nothing recomputed."""
         planner, situation = self.planner, recorded.situation
+        if any(region.takes_derivatives for region in recorded.captured.regions):
+            refusal = refusal.adding(
+                "the forward takes derivatives itself, so that the step has second derivatives in it"
+            )
         own_terms = planner.proposing.allowed or planner.proposing.chosen or planner.terms.sharding
         if not planner.accounts.beside.tolerance_bytes or own_terms or situation.to_come:
             return refusal

@@ -209,6 +209,11 @@ def test_a_function_whose_derivative_is_constant_is_refused() -> None:
     assert_same(trained, plain)
 
 
+def test_a_refusal_says_that_the_step_has_second_derivatives() -> None:
+    with pytest.raises(memopt.BudgetError, match="second derivatives"):
+        memopt.plan(POTENTIALS[0](), 1e-6, molecules(), **EXACT)
+
+
 def test_derivatives_stay_in_fp32() -> None:
     model, batch = SchNet(), molecules()
     plain = run(copy.deepcopy(model), lambda model: step(model, batch), batch)
