@@ -1,5 +1,5 @@
-"""What it costs to compute only once what decides (docs/backends.md): steps of the sweep's mixtures of experts, priced
-with the operators marked that decide, and with none.
+"""What it costs that operators which decide (topk, comparisons; docs/backends.md) are never recomputed: steps of the
+sweep's mixtures of experts, priced with these operators marked, and with none marked.
 
     python -m benchmarks.decisions [--only mixtral olmoe] [--backend aten] [--device h100]
 

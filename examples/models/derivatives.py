@@ -4,6 +4,7 @@ losses of a model and a batch (a physics-informed network, a gradient penalty, s
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, outputs))
 
 
-class Potential(nn.Module):
+class Potential(nn.Module, ABC):
     """Loss of energies and forces; a subclass computes the atoms' energies."""
 
     def __init__(self, width: int = 16, layers: int = 2) -> None:
@@ -41,11 +42,13 @@ class Potential(nn.Module):
         self.layers = nn.ModuleList(self.layer() for _ in range(layers))
         self.register_buffer("centers", torch.linspace(0, 3, 8))
 
+    @abstractmethod
     def layer(self) -> nn.Module:
-        raise NotImplementedError
+        """One layer between the atoms."""
 
+    @abstractmethod
     def atoms(self, kinds: Tensor, positions: Tensor, edges: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The energy of each atom."""
 
     def bases(self, distances: Tensor) -> Tensor:
         return torch.exp(-((distances - self.centers) ** 2))
@@ -194,7 +197,7 @@ def maml(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def losses(rows: int) -> dict[str, tuple[Any, nn.Module, Any]]:
-    """By name: a loss of a model and a batch, a model for it, and a batch of so many rows."""
+    """By name: a loss of a model and a batch, a model for it, and a batch of `rows` rows."""
 
     def draw(*widths: int) -> tuple[Tensor, ...]:
         return tuple(torch.randn(rows, width) for width in widths)

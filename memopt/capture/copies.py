@@ -29,7 +29,8 @@ from passes.graphs.edit import LazyCode
 from passes.graphs.node_facts import tensors
 
 _OF_OPERATORS = frozenset({"nn_module_stack", "source_fn_stack", "stack_trace"})
-"""What a traced node has from an operator; in the backward, with "fwd_" in front."""
+"""The entries of `meta` that a traced node takes over from the operator that it was traced from; those of nodes of the
+backward have "fwd_" in front."""
 _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 
@@ -194,7 +195,8 @@ class _Copier:
         return node if role is None or role[0] != run else self.stands_for[self.of.runs[run].own[number][role[2]]]
 
     def _meta(self, node: fx.Node, run: Run, number: int) -> dict[str, Any]:
-        """What is stored of a copy: what the template's node has from operators comes from those of its own block."""
+        """The `meta` of the copy of a template's node. Entries that the node took over from an operator are taken from
+        the operator in the same place of the copy's own block."""
         meta: dict[str, Any] = {}
         for key, entry in node.meta.items():
             if key == "val":

@@ -36,6 +36,7 @@ from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.pending import PlainForward
 from memopt.run.road import Road
+from memopt.run.safety_net import tighter
 from memopt.run.settings import Settings
 from memopt.run.sizes import covers
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
@@ -57,8 +58,6 @@ _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
 _WORTH_NAMING = 4
 """A step whose graph is kept is counted for a refusal up to this many times its budget."""
-_TIGHTER = 8
-"""After a failed allocation, calls run plain that hold at most all but this part of what the failed one was to hold."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_PLAIN)
 
@@ -250,7 +249,7 @@ class PlainCalls:
 
     def allocation_failed(self) -> None:
         """Have calls planned that hold about as much as the latest one that ran plain."""
-        self._most_bytes = self._ran_bytes - self._ran_bytes // _TIGHTER
+        self._most_bytes = tighter(self._ran_bytes)
         self.forget()
 
     def forget(self) -> None:

@@ -129,8 +129,7 @@ class SafetyNet:
         return self._error(failure, counted, half, undone=undone)
 
     def _tighten(self, held_bytes: int, budget_bytes: int) -> None:
-        tighter = held_bytes - held_bytes // _TIGHTER
-        self.unforeseen_bytes = max(self.unforeseen_bytes, budget_bytes - tighter)
+        self.unforeseen_bytes = max(self.unforeseen_bytes, budget_bytes - tighter(held_bytes))
         self.plan_tighter(self.unforeseen_bytes)
         gc.collect()
         device_of(self.entry.device).empty_cache()
@@ -148,6 +147,11 @@ class SafetyNet:
             f"free; the device says: {' '.join(str(failure).split())}",
             undone=undone,
         )
+
+
+def tighter(held_bytes: int) -> int:
+    """The most bytes that steps are to hold after an allocation has failed in one that was to hold `held_bytes`."""
+    return held_bytes - held_bytes // _TIGHTER
 
 
 def _held_by(plan: Plan) -> tuple[int, int]:
