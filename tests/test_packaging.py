@@ -14,8 +14,8 @@ import pytest
 import memopt
 from memopt.cli.failures import BAD_USAGE, described
 from memopt.planning.options import check_options
-from memopt.solver import Portfolio, exact_left_out
-from memopt.solver.portfolio import _chain
+from memopt.solver import Portfolio
+from memopt.solver.portfolio import _chain, exact_left_out
 
 ROOT = Path(memopt.__file__).parents[1]
 NOT_LOADED = """

@@ -275,14 +275,14 @@ class PendingForward:
 
 
 def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: object) -> None:
-    """Raise `ValueError` where a tensor that the backward of a region reads was changed in place since the forward.
-    Eager mode need not read an input again from which a plan computes once more, so that the plain model may train so.
-    """
+    """Raise the error of autograd where a tensor that the backward of a region reads was changed in place since the
+    forward, in a sentence that says what to do. Eager mode need not read an input again from which a plan computes once
+    more, so that the plain model may train so."""
     if changed := changed_since_saved(node()):
-        raise ValueError(
-            f"an input or output of {type(model()).__name__}, {changed}, was changed in place between the forward and "
-            "its backward, and the plan computes from it once more: change a copy (x = x / 255, not x.div_(255)), or "
-            "change it before the forward"
+        raise RuntimeError(
+            f"an input or output of {type(model()).__name__}, {changed}, has been modified by an inplace operation "
+            "between the forward and its backward, which computes from it once more: change a copy (x = x / 255, not "
+            "x.div_(255)), or change it before the forward"
         )
 
 
