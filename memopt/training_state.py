@@ -180,7 +180,7 @@ class Values:
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Values:
         """The present versions of tensors, each given with a copy of its values, or None where it has none."""
-        return cls(tuple((weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors))
+        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors]))
 
     def copies(self) -> dict[int, torch.Tensor]:
         """The copies, by the `id`s of those of these tensors that are there."""

@@ -128,14 +128,14 @@ def hand_out(
     ]
     if handled:
         hand_out_all: Any = _HandOut.apply
-        values = hand_out_all(forward, replay, *(outputs[position] for position in handled))
+        values = hand_out_all(forward, replay, *[outputs[position] for position in handled])
         for position, value in zip(handled, values, strict=True):
             handed[position] = value
     if replay is not None:
         beside: Any = _Replayed.apply
         positions = sorted(others)
         leaves = replay.leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
-        values = beside(replay, positions, *(outputs[position] for position in positions), *leaves)
+        values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
         for position, value in zip(positions, values, strict=True):
             handed[position] = value
     return tuple(handed)
@@ -149,7 +149,7 @@ class _HandOut(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.replay = forward, replay
         # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
-        return tuple(value.detach() for value in values)
+        return tuple([value.detach() for value in values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -174,7 +174,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, replay: Replays, positions: Sequence[int], *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.positions, ctx.others = replay, positions, len(values) - len(positions)
-        return tuple(value.detach() for value in values[: len(positions)])
+        return tuple([value.detach() for value in values[: len(positions)]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -115,7 +115,7 @@ class RecordedRegion:
         """Whether its code takes derivatives itself, which its backward differentiates again."""
         return takes_derivatives(self.graph_module)
 
-    @property
+    @cached_property
     def differentiable(self) -> bool:
         """Whether any of its outputs requires a gradient."""
         (results,) = self.graph_module.graph.output_node().args

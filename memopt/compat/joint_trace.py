@@ -21,7 +21,7 @@ from memopt.compat.check import check
 from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.true_results import correct_strides
-from passes.compat import erase_all, forget_erased, private
+from passes.compat import erase_all, forget_erased, private, replaced_all
 
 PRIVATE_NAMES = (
     *private(
@@ -141,7 +141,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
     check()
     correct_strides(traced_mode())
-    with eager_kernels(), dead_draws_kept(), broadcast_masks(), ExitStack() as stack:
+    with eager_kernels(), dead_draws_kept(), replaced_all([broadcast_masks()]), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -24,6 +24,9 @@ from memopt.compat.autograd import (
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
+
+Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
+"""The leaf that an input of a region is, None where it is none, and what autograd does with its gradient."""
 
 
 class Exchange(Protocol):
@@ -53,7 +56,7 @@ class Accumulation:
     """Called when the device has no memory left in a backward; returns the error to raise."""
     region: tuple[int, int] | None = None
     """The backward pass, and the autograd node of a region in it, to which the receivers belong."""
-    receivers: list[tuple[torch.Tensor, Fate] | None] = field(default_factory=list)
+    receivers: list[Receiver | None] = field(default_factory=list)
     """The parameters among the inputs of that region, with what autograd does with their gradients. No other input is
     held when the backward is over."""
 
@@ -85,22 +88,13 @@ class AccumulateGradient(nn.Module):
         super().__init__()
         self.accumulation, self.position, self.own_memory, self.reached = accumulation, position, own_memory, reached
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """In place of `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest."""
-        return self.take(gradient, *self.receiver())
+    def __call__(self, gradient: torch.Tensor, receiver: Receiver | None = None) -> torch.Tensor | None:
+        """None where the gradient is dropped or added to `.grad`; else the gradient. `receiver` is what `receiver()`
+        returns, where that was asked before.
 
-    def receiver(self) -> tuple[torch.Tensor | None, Fate]:
-        """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
-        the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
-        if self.reached is not None and not self.reached():
-            return None, Fate.DROPPED
-        accumulation = self.accumulation
-        if (region := (current_backward(), id(current_node()))) != accumulation.region:
-            accumulation.enter(region)
-        return accumulation.receivers[self.position] or receivers()[self.position]
-
-    def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
-        """None where the gradient is dropped or added to `.grad`; else the gradient."""
+        In place of `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest.
+        """
+        parameter, fate = receiver or self.receiver()
         if fate is Fate.DROPPED:
             return None
         exchange = self.accumulation.exchange
@@ -114,6 +108,16 @@ class AccumulateGradient(nn.Module):
         if exchange is not None and exchange.takes(parameter):
             exchange.ready(parameter)
         return None
+
+    def receiver(self) -> Receiver:
+        """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
+        the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
+        if self.reached is not None and not self.reached():
+            return None, Fate.DROPPED
+        accumulation = self.accumulation
+        if (region := (current_backward(), id(current_node()))) != accumulation.region:
+            accumulation.enter(region)
+        return accumulation.receivers[self.position] or receivers()[self.position]
 
     def _exchange_first(self, exchange: Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
@@ -158,8 +162,10 @@ class StepParameter(AccumulateGradient):
     autograd would do only that with it. Otherwise it behaves as `AccumulateGradient`, and autograd itself steps with a
     gradient that is returned."""
 
-    def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
+    def __call__(self, gradient: torch.Tensor, receiver: Receiver | None = None) -> torch.Tensor | None:
         """None where the gradient is dropped, added to `.grad` or used for a step; else the gradient."""
+        receiver = receiver or self.receiver()
+        parameter, fate = receiver
         if (
             parameter is not None
             and fate is Fate.ACCUMULATED
@@ -169,7 +175,7 @@ class StepParameter(AccumulateGradient):
             parameter.grad = gradient
             hook(parameter)
             return None
-        return super().take(gradient, parameter, fate)
+        return super().__call__(gradient, receiver)
 
 
 def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook | None:

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from memopt.capture.joint import JointGraph
 from memopt.capture.trace import not_compiled
-from memopt.compat.autograd import Fate
 from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
 from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
@@ -255,7 +254,7 @@ class Handing:
         """A block in which the backward runs; yields module number → gradient that the module returned."""
         before = _running.takers, _running.returned
         # Asked here, because autograd does not know its current node inside an operator.
-        takers = [functools.partial(_take, module, *module.receiver()) for module in self.modules]
+        takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
         _running.takers, _running.returned = takers, {}
         try:
             yield _running.returned
@@ -266,10 +265,6 @@ class Handing:
         """The results for autograd of a backward that returned `computed`: None for a gradient that a module took."""
         pairs = zip(self.numbers, computed, strict=True)
         return [returned.get(number) if number >= 0 else result for number, result in pairs]
-
-
-def _take(module: AccumulateGradient, parameter: Tensor | None, fate: Fate, gradient: Tensor) -> Tensor | None:
-    return module.take(gradient, parameter, fate)
 
 
 def _number(result: object) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -243,7 +244,7 @@ class CallPlanner:
         """Whether precision is decided by the values of a call."""
         return bool(self._screenings)
 
-    @property
+    @cached_property
     def _screenings(self) -> list[Screenings]:
         deciders = (decide for decide in self.terms.rewriting.deciders if isinstance(decide, DecidePrecision))
         return [

@@ -4,6 +4,7 @@ of another one waits for its backward."""
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 
 import torch
 
@@ -26,10 +27,6 @@ class Company:
 
     def __init__(self) -> None:
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
-
-    def others(self, entry: Entry) -> list[Entry]:
-        """The other models' entries."""
-        return [other for other in self.entries if other is not entry]
 
     def company(self, entry: Entry) -> list[Entry]:
         """The entries of other optimised models that train now, one for each model; none where the user says what lies
@@ -56,7 +53,7 @@ class Company:
                 nbytes += other.state_expected()
                 now += other.state_now()
             steppers.append(other.optimizer)
-        return max(nbytes, sum(tensor.nbytes for tensor in now)), now
+        return max(nbytes, sum([tensor.nbytes for tensor in now])), now
 
     def begins(self, forward: Waiting) -> None:
         """Note that a forward begins, for those of other models that wait."""
@@ -111,7 +108,7 @@ class Company:
         if len(self.entries) == 1:
             return []
         found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
-        return sorted(found, key=lambda one: one.number)
+        return sorted(found, key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The refusal of a call, with a budget in which the steps of all optimised models have room at the same time:
@@ -152,11 +149,11 @@ class Company:
 
     def others_held_bytes(self, entry: Entry) -> int:
         """The bytes that forwards of other models hold which wait for their backward."""
-        return sum(other.held_bytes for other in self.others(entry))
+        return sum([other.held_bytes for other in self.entries if other is not entry])
 
     def others_waiting(self, entry: Entry) -> int:
         """The number of planned forwards of other models that wait for their backward."""
-        return sum(len(other.waiting()) for other in self.others(entry))
+        return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
         """The addresses of what waiting forwards of all models hold beside inputs, parameters and buffers, which their

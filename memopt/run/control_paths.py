@@ -179,7 +179,7 @@ class PlansOfPaths:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
         except BudgetError:  # those that follow must not be planned to be as large as this one
-            self.paths.drop(self._kind(in_progress.call))
+            self.paths.pop(self._kind(in_progress.call), None)
             raise
         finally:
             if self.road.plans != self._plans_freed:  # their solvers' tables would stay for the whole training

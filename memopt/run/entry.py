@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import count
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -107,12 +108,12 @@ class Looked:
     @property
     def lowest(self) -> int:
         """The fewest bytes that were allocated at one of them, without those that are known."""
-        return min(level for level, _ in self.levels)
+        return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
         """No less than what is to be found where so many bytes are allocated without those that are known, if no fewer
         of them are something else than at the latest looks."""
-        return max(0, level - min(rest for _, rest in self.levels))
+        return max(0, level - min([rest for _, rest in self.levels]))
 
 
 @dataclass(eq=False)
@@ -208,7 +209,7 @@ class Entry:
     @property
     def has_looked(self) -> bool:
         """Whether it is known which optimisers step the model, and what tensors lie beside it."""
-        return self.fixed_bytes is not None or len(self.looks) > 0
+        return self.fixed_bytes is not None or bool(self.looks)
 
     def begin(self, waiting: int) -> None:
         """Count a forward that begins while `waiting` others wait for their backward; the first of a group if none."""
@@ -310,7 +311,7 @@ class Entry:
         """The planned forwards whose backward has not run yet, in their order."""
         if not self.planned:  # iterating takes longer than this
             return []
-        return sorted((forward for forward in self.planned if not forward.done), key=lambda forward: forward.number)
+        return sorted([forward for forward in self.planned if not forward.done], key=attrgetter("number"))
 
     def plain_waiting(self) -> list[Plain]:
         """The forwards of calls that ran as the plain model whose backward has not begun yet."""
@@ -323,9 +324,9 @@ class Entry:
     @property
     def held_bytes(self) -> int:
         """The bytes that forwards hold which wait for their backward, those of plain calls too."""
-        return sum(forward.held_bytes for forward in self.waiting()) + self.plain_held_bytes
+        return sum([forward.held_bytes for forward in self.waiting()]) + self.plain_held_bytes
 
     @property
     def plain_held_bytes(self) -> int:
         """The bytes that forwards of plain calls hold which wait for their backward."""
-        return sum(forward.held_bytes for forward in self.plain_waiting())
+        return sum([forward.held_bytes for forward in self.plain]) if self.plain else 0

@@ -135,7 +135,7 @@ class PlansOfRegions:
     @property
     def runs(self) -> bool:
         """Whether any call has run by a plan."""
-        return bool(len(self._emitted))
+        return bool(self._emitted)
 
     def changing(self, call: Call) -> Collection[Place]:
         """The places of a call whose sizes are to be symbols in its capture."""

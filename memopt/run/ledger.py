@@ -84,7 +84,7 @@ class Moment:
     @property
     def known_bytes(self) -> int:
         """The bytes that differ from call to call, are known, and do not lie elsewhere."""
-        inputs = sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
+        inputs = sum([tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided])
         return inputs + self.waiting_bytes + self.lasting_now
 
     @property

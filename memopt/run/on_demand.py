@@ -15,7 +15,7 @@ from memopt.capture.region import RecordedRegion
 from memopt.capture.withheld import Group, Piece
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
-from memopt.compat.tensors import as_implemented, needs_memory, reads_no_values, wrapper_tensor
+from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
 from memopt.training_state import generator_states, set_generators
 from memopt.units import size
@@ -213,9 +213,9 @@ class OnDemand(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if needs_memory(func):
+        if func in NEED_MEMORY:
             args, kwargs = tree_map(as_plain, (args, kwargs))
-        looks = not reads_no_values(func) and not _is_copied_by_ddp(func)
+        looks = func not in READ_NO_VALUES and not _is_copied_by_ddp(func)
         for leaf in tree_leaves((args, kwargs)) if looks else ():
             _look(leaf)  # here, since the modes around the call do not hold any more when operators are dispatched
         with as_implemented():

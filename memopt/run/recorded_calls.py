@@ -220,7 +220,8 @@ class RecordedCalls:
     def _call_whole(self, call: Call) -> Any:
         """Run the code that Dynamo has compiled for a call in one region, or has it compile some."""
         changing = self.regions.changing(call) if self._symbols and not self._has_symbols else ()
-        with marked(call, changing), nullcontext() if self.regions.runs else rare_collections():
+        marks = marked(call, changing) if changing else nullcontext()
+        with marks, nullcontext() if self.regions.runs else rare_collections():
             try:
                 return self._compiled(*call[0], **call[1])
             except TooManyShapes:

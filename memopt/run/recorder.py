@@ -112,7 +112,7 @@ class Recorder:
     @property
     def breaks(self) -> bool:
         """Whether any call is known to break into regions."""
-        return bool(len(self._breaks))
+        return bool(self._breaks)
 
     def break_reason(self, call: Call) -> str | None:
         """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
@@ -145,7 +145,7 @@ class Recorder:
     def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
         call = in_progress.call
-        if len(self._errors) and (text := self._errors.get(self._state(call))):
+        if self._errors and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
         try:
             reason = self.break_reason(call)

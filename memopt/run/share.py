@@ -139,7 +139,7 @@ class Share:
     def returned(self, call: Call, result: Any) -> None:
         """Note that the forward of a call returns to the caller, whose code runs until the backward."""
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
-            tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
             if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
                 UntilBackward.begin(self.entry, outputs, tensors_in(call))
@@ -162,22 +162,23 @@ class Share:
 
     def moment(self, call: Call, situation: Situation) -> Moment:
         """The moment at which a call begins, which is now."""
-        gradients = 0
-        if (self.waiting or self.entry.others_expected) and not self.one_by_one:
+        counted, gradients = self._counted(call, situation.gradients_held), 0
+        if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
-        counted = replace(self._counted(call, situation.gradients_held), gradients=gradients)
+        counted = replace(counted, gradients=gradients)
         later = max(self.entry.later_bytes, self._left_later(counted))
-        return replace(counted, later_bytes=later, spare_bytes=self._spare_bytes(call))
+        spare = self._spare_bytes(call) if counted.waiting else None
+        return replace(counted, later_bytes=later, spare_bytes=spare)
 
     def spared(self, moment: Moment) -> int | None:
         """The bytes to leave to steps of other models between the forward of a call and its backward; None where it is
         not known yet what they do then, or how many forwards of this one there will be."""
-        entry = self.entry
-        company = self.ledger.company(entry)
-        if not self.ledger.knows(entry) or moment.waiting > entry.others_expected:
+        entry, ledger = self.entry, self.ledger
+        company = ledger.company(entry)
+        if not ledger.knows(entry) or moment.waiting > entry.others_expected:
             return None
         seen = [beside for beside in frozenset().union(*entry.seen.meanwhile) if not beside.begun_before]
-        outlived = self.ledger.outlived(entry) if company else 0
+        outlived = ledger.outlived(entry) if company else 0
         if not company or not seen or (needs := entry.needs) is None:
             return outlived
         return max(outlived, self._shared("meanwhile", moment, seen, needs, needs.least_held, needs.held))
@@ -217,7 +218,7 @@ class Share:
             self.entry.held_bytes,
             ledger.others_held_bytes(self.entry),
             lasting,
-            sum(tensor.nbytes for tensor in now),
+            sum([tensor.nbytes for tensor in now]),
             addresses=lambda: ledger.addresses(self.entry),
             bucket_bytes=bucket_bytes,
             buckets=buckets,
@@ -324,10 +325,8 @@ class Share:
         elsewhere = self.ledger.now(self._counted(call, held))
         return forward.room_bytes - self.entry.later_bytes - elsewhere.beside(forward.optimizer_state)
 
-    def _spare_bytes(self, call: Call) -> int | None:
-        """The bytes that a further forward may hold beside the backward of each that waits; None where none waits."""
-        if not self.waiting:
-            return None
+    def _spare_bytes(self, call: Call) -> int:
+        """The bytes that a further forward may hold beside the backward of each that waits, of which there is one."""
         if self._room_beside(call) < self._gradients_left():
             return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]
