@@ -29,7 +29,7 @@ Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
 """The leaf that an input of a region is, None where it is none, and what autograd does with its gradient."""
 
 
-class Exchange(Protocol):
+class _Exchange(Protocol):
     """Exchanges gradients between ranks while the backward runs."""
 
     views: bool
@@ -49,7 +49,7 @@ class Accumulation:
     allowed: bool = True
     """Whether they may be added to `.grad` one by one. They may not while several forwards wait for their backward:
     autograd then sums their gradients first, and adding them singly would round differently."""
-    exchange: Exchange | None = None
+    exchange: _Exchange | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
     of them, at the end of a region's backward, or there is one rank."""
     failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
@@ -119,7 +119,7 @@ class AccumulateGradient(nn.Module):
             accumulation.enter(region)
         return accumulation.receivers[self.position] or receivers()[self.position]
 
-    def _exchange_first(self, exchange: Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _exchange_first(self, exchange: _Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
         it; returns whether it was done."""
         if (
@@ -157,7 +157,7 @@ def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
     return bool(backward_hooks(parameter)) or late > 0
 
 
-class StepParameter(AccumulateGradient):
+class _StepParameter(AccumulateGradient):
     """Steps its parameter with the gradient, by calling the hook of an `OptimizerInBackward`, and returns None, where
     autograd would do only that with it. Otherwise it behaves as `AccumulateGradient`, and autograd itself steps with a
     gradient that is returned."""
@@ -214,7 +214,7 @@ def accumulate_in_place(
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
     `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
-    Positions in `steps` get a `StepParameter` instead, after all nodes that `steps` names: those that read the
+    Positions in `steps` get a `_StepParameter` instead, after all nodes that `steps` names: those that read the
     parameter, which has its new value from then on. No other result shares memory with those at `own_memory`.
     `reached` tells of gradients that are zeros unless it returns True.
     """
@@ -226,7 +226,7 @@ def accumulate_in_place(
     # Later results are inserted first, so that calls after the same node are in the order of the results.
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
-        kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
+        kind, name = (_StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
         own, reaches = position in own_memory, (reached or {}).get(position)
         backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=reaches))
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):

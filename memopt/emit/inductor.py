@@ -57,14 +57,14 @@ class _Halves:
     limit_bytes: int | None
     forward: Half | None = None
     backward: Half | None = None
-    handing: Handing | None = None
+    handing: _Handing | None = None
     hash: str = ""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The halves as planned. The joint graph that inductor passes is the planned one, traced again."""
         assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
-        self.handing = Handing(backward)
+        self.handing = _Handing(backward)
         for half in (forward, backward):
             spell_casts(half)
             keep_products_early(half)
@@ -127,7 +127,7 @@ def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Cal
     return run
 
 
-def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | None) -> Callable[[list[Any]], Any]:
+def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: _Handing | None) -> Callable[[list[Any]], Any]:
     """A compiled backward whose gradients go to the modules of `handing` as soon as each is computed."""
     if handing is None or not handing.modules:
         return compiled
@@ -222,7 +222,7 @@ def _(gradient: Tensor, number: int) -> Tensor:
     return gradient.new_empty(0)
 
 
-class Handing:
+class _Handing:
     """Replaces the modules of a backward graph that take gradients by calls of `hand_gradient`. Edits the graph."""
 
     def __init__(self, backward: fx.GraphModule) -> None:

@@ -16,8 +16,8 @@ from memopt.account.account import Account, Trains, account_of, in_blocks
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Found
-from memopt.account.live_optimizer import LiveOptimizer, live_optimizer_of
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
+from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.region import CapturedCall

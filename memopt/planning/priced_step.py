@@ -22,10 +22,9 @@ from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
 from memopt.planning.cluster import ShardedCall
 from memopt.planning.joined import Joined, join, with_meanwhile
-from memopt.price.eager_ops import with_eager
 from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
-from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph
+from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, with_eager
 from memopt.recent import Recent
 from memopt.solver import Link, Solver
 from passes.graphs.node_facts import is_random, is_tangent

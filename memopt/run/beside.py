@@ -31,7 +31,7 @@ AsPlain: TypeAlias = Callable[[int], Alone | None]
 """Returns for a budget in bytes how a call would run plain; None where it would not, within that budget."""
 
 
-class Needing(Protocol):
+class _Needing(Protocol):
     """A model of which it is known what its steps need."""
 
     @property
@@ -44,8 +44,8 @@ class Beside:
     """Forwards of other models that were there while a forward waited, or ran through its backward: of these entries,
     in the order in which they began."""
 
-    waiting: tuple[weakref.ref[Needing], ...]
-    runs: weakref.ref[Needing] | None = None
+    waiting: tuple[weakref.ref[_Needing], ...]
+    runs: weakref.ref[_Needing] | None = None
     """The entry whose forward or backward ran then; None for the backward of the one that waited."""
     begun_before: bool = False
     """Whether that one had begun before: what it holds was there already."""
@@ -57,7 +57,7 @@ class Beside:
         return held + sum(needs.least_peak if least else needs.peak for needs in peaks)
 
 
-def _needs(entries: Iterable[weakref.ref[Needing]]) -> Iterator[Needs]:
+def _needs(entries: Iterable[weakref.ref[_Needing]]) -> Iterator[Needs]:
     for reference in entries:
         entry = reference()
         if entry is not None and (needs := entry.needs) is not None:

@@ -96,12 +96,12 @@ _MOST = 512
 """The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""
 
 
-class Stopped(Exception):
+class _Stopped(Exception):
     """Ends a call within the stub of a region. Between the stub and whoever began the call lie the frames of Dynamo and
     of the model, so that it cannot be returned why the call has not run."""
 
 
-class Recorded(Stopped):
+class Recorded(_Stopped):
     """Ends a call that was to be recorded and not run, with the region that was recorded and its inputs."""
 
     def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
@@ -109,7 +109,7 @@ class Recorded(Stopped):
         self.region, self.inputs = region, inputs
 
 
-class Insists(Stopped):
+class Insists(_Stopped):
     """Ends a call for whose sizes the graphs that were captured are not valid, with the line of the model that insists
     on each of them."""
 

@@ -184,15 +184,15 @@ def asked_as_compiled(
 ) -> Plan:
     """The plan of a call, in one region if `whole`; its `smallest_bytes` is what compiled code needs, where its graphs
     are compiled here."""
-    known = plan.source is None or isinstance(plan.source, CompiledStep)
+    known = plan.source is None or isinstance(plan.source, _CompiledStep)
     if known or not _compiles(planner, situation, whole=whole):
         return plan
     assert plan.source is not None
-    return replace(plan, source=CompiledStep(plan.source, emit))
+    return replace(plan, source=_CompiledStep(plan.source, emit))
 
 
 @dataclass(eq=False)
-class CompiledStep:
+class _CompiledStep:
     """The `PlanSource` of a plan whose graphs are compiled. The smallest plan is compiled when its budget is first
     asked for."""
 
@@ -206,7 +206,7 @@ class CompiledStep:
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         found = self.own.at(plan, budget_bytes, effort)
-        return found if found.source is None else replace(found, source=CompiledStep(found.source, self.emit))
+        return found if found.source is None else replace(found, source=_CompiledStep(found.source, self.emit))
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
         return self.own.frontier(plan, points, effort)

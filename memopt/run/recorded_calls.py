@@ -59,24 +59,20 @@ class OtherPathTaken(CaptureError):
 
 
 def recording(
-    run_region: Callable[[RecordedRegion, tuple[Any, ...]], Any],
+    run_region: Callable[..., Any],
     *,
     differentiate_all: bool,
     narrowed: torch.dtype | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """A Dynamo backend that records each region, and leaves a stub in its place which has it run by `run_region`; the
-    further arguments are those of `RecordedRegion.record`.
+    """A Dynamo backend that records each region, and leaves a stub in its place, which calls `run_region` with the
+    region and its inputs; the further arguments are those of `RecordedRegion.record`.
 
     Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time.
     """
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
-
-        def stub(*values: Any) -> Any:
-            return run_region(region, values)
-
-        return stub
+        return partial(run_region, region)
 
     return backend
 
@@ -267,7 +263,7 @@ class RecordedCalls:
         finally:
             self._forward = None
 
-    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+    def run_region(self, region: RecordedRegion, *inputs: Any) -> Any:
         """Run one region of the present call by its plan, or, while the call is recorded, without one."""
         if self._rehearsal is not None:
             return self._rehearsal.run(region, inputs)

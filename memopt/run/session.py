@@ -36,7 +36,6 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
-from memopt.memory_error import StepMemoryError
 from memopt.planning.job_key import terms_of
 from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
@@ -48,7 +47,7 @@ from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import Fitting, PlainCalls
 from memopt.run.ranks import DataParallel
-from memopt.run.safety_net import SafetyNet
+from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
 from memopt.run.share import Share
 from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
@@ -255,7 +254,13 @@ class Session:
         with self._refusing(), calls.planner.terms.types():
             check_kinds(in_progress.call, parts)
             try:
-                return self._run(calls, in_progress)
+                # Under DDP the other ranks go on, so that no rank runs a call a second time.
+                inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
+                calls.planner.screen(in_progress.call, in_progress.crowded)
+                result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+                if calls.recorded.broken.ran_unplanned:
+                    self._run_unplanned_from_now("its forward takes another way than when it was planned")
+                return result
             except BudgetError as refused:
                 plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
                 raise self.share.explain(refused, waiting, plain) from None
@@ -267,15 +272,6 @@ class Session:
         self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
         return choice.run(call, fits, situation, moment)
-
-    def _run(self, calls: TrainingCalls, in_progress: CallInProgress) -> Any:
-        calls.planner.screen(in_progress.call, in_progress.crowded)
-        # Under DDP the other ranks go on, so that no rank runs a call a second time.
-        inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
-        result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
-        if calls.recorded.broken.ran_unplanned:
-            self._run_unplanned_from_now("its forward takes another way than when it was planned")
-        return result
 
     def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
         self.sharded.begin()

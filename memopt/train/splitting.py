@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.levers.microbatch import MICROBATCH
 from memopt.microbatch import is_series, samples_of, split
 from memopt.planning.plan import Plan
+from memopt.recent import Recent
 from memopt.run.session import session_of
 
 MOST_SIGNATURES = 256
@@ -24,11 +24,11 @@ class Splitting:
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
-        self._pieces: OrderedDict[str, int] = OrderedDict()  # by signature, the latest ones
+        self._pieces: Recent[str, int] = Recent(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
         """The number of pieces that is known to be needed for this batch; 1 where none is."""
-        return self.fixed or (self._pieces.get(_signature_of(batch), 1) if self._pieces else 1)
+        return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:
         """The least number of pieces above the present one with which the step fits, found by planning and remembered.
@@ -52,8 +52,6 @@ class Splitting:
                 break
             self._check_statistics(plan, number, refused)
             self._pieces[_signature_of(batch)] = number
-            if len(self._pieces) > MOST_SIGNATURES:
-                self._pieces.popitem(last=False)
             warnings.warn(
                 f"a batch of {samples} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
                 f"{number} microbatches, weighted by their tokens; a loss that compares samples with each other would "

@@ -13,10 +13,10 @@ from memopt.checks.compare_step import verify
 from memopt.compat.ddp import unwrapped
 from memopt.compat.operators import tree_leaves
 from memopt.errors import BudgetError
-from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches
 from memopt.planning.options import positive_int
 from memopt.run.loss import batch_loss, has_loss_function
+from memopt.run.safety_net import StepMemoryError
 from memopt.run.session import session_of
 from memopt.train.effective_batch import (
     Count,
