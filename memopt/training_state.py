@@ -275,7 +275,7 @@ class CallState:
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
         """The copies on a device, other than the CPU, of what can be undone now in `model`."""
-        states = [state for state in cls._alive if state.model() is model and not device_of(state.device).is_host]
+        states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:

@@ -260,10 +260,7 @@ class Ledger(Company):
             return entry.found
         if enough and (limit := self._limit.bytes()) is not None and limit <= enough:
             return Found(limit)
-        level, looked = self._level(moment)
-        if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
-            return None  # what was freed since the looks may hide what has grown
-        return replace(looked.found, other=looked.limit(level))
+        return self._limit_by(entry, *self._level(moment))
 
     def about(self, moment: Moment) -> int:
         """The bytes of other tensors that are there now, as far as it is known without a look."""
@@ -297,7 +294,7 @@ class Ledger(Company):
         as_before = change is not None and change < BOOKKEEPING_BYTES
         noise = change is not None and change < self._noise_bytes and not entry.due and not planning
         if not self._held_still and not as_before and not (noise and not self.may_look()):
-            limit = self.at_most(moment)
+            limit = self._limit_by(entry, level, looked)
             # At the first moment of a kind, too, only a look can tell, if anything can.
             needed = moment.closely or entry.due or (limit is None and level is not None)
             new = level is not None and looked is not None and level > looked.highest + entry.notable_bytes
@@ -307,6 +304,12 @@ class Ledger(Company):
                 return limit
         entry.found = before
         return before
+
+    def _limit_by(self, entry: Entry, level: int | None, looked: Looked | None) -> Found | None:
+        """No less than what is there, by the bytes that are allocated and the looks; None where these do not tell."""
+        if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
+            return None  # what was freed since the looks may hide what has grown
+        return replace(looked.found, other=looked.limit(level))
 
     @property
     def _noise_bytes(self) -> int:
