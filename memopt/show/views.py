@@ -1,7 +1,4 @@
-"""The page, the pictures, the files and the changes of a plan: see the methods of `memopt.Plan`.
-
-They show its step: what that holds at every moment, plain and planned, and when everything in it runs.
-"""
+"""The page, the pictures, the files and the changes of a plan: see the methods of `memopt.Plan`."""
 
 from __future__ import annotations
 
@@ -21,35 +18,12 @@ from memopt.show.drawing import write_figure
 from memopt.show.exports import write_export
 from memopt.show.page import page, write_page
 from memopt.show.pictures import timeline_figure, treemap_figure
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 from passes import diff_graphs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from torch import fx
-
-from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, output_bytes, resident_rows
-from memopt.device.storages import storage_bytes
-from memopt.planning.changes import operator_name
-from memopt.planning.on_card import on_card
-from memopt.planning.plan_views import op_names
-from memopt.planning.schedule_parts import forward_evaluations
-from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
-from memopt.solver import Link, RematProblem, Schedule
-from memopt.solver.simulator import TimeLine, lifetimes, time_line
-from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
-
-if TYPE_CHECKING:
-    from networkx import DiGraph
 
 
 def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None) -> None:
@@ -137,132 +111,3 @@ def _modules(captured: TracedStep) -> tuple[str, ...]:
 
 def _budget(plan: Plan) -> str:
     return size(plan.budget_bytes)
-
-
-def step_memory(
-    problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
-) -> StepMemory:
-    """The memory of a step that runs by `schedule`. `numbers` gives the number in `Step.ops` of each op of the problem,
-    `account` what the step holds beside the problem's storages; the problem's own resident bytes are ignored."""
-    times = time_line(problem, schedule, link or ANY_LINK)
-    return StepMemory(
-        resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
-        evaluations=_evaluations(problem, schedule, numbers, times),
-        boundary=forward_evaluations(problem, schedule),
-        ranges=_ranges(problem, schedule, numbers),
-        optimizer={row: nbytes for row, nbytes in optimizer_rows(account, output_bytes(problem)).items() if nbytes},
-        seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
-        copies=_copies(problem, schedule, numbers, times),
-    )
-
-
-def _evaluations(
-    problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine
-) -> tuple[Evaluation, ...]:
-    seen: set[int] = set()
-    made = []
-    for op, start in zip(schedule.evaluations, times.starts, strict=True):
-        made.append(Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in seen))
-        seen.add(op)
-    return tuple(made)
-
-
-def _ranges(problem: RematProblem, schedule: Schedule, numbers: Sequence[int]) -> tuple[LiveRange, ...]:
-    """All versions of all storages, in the order of their making."""
-    evaluations = schedule.evaluations
-    first: dict[int, int] = {}
-    for position, op in enumerate(evaluations):
-        first.setdefault(op, position)
-    found = []
-    for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
-        maker = problem.producer[storage]
-        kind = kind_of(problem, storage, first=born == first[maker], fetched=evaluations[born] != maker)
-        found.append(LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
-    return tuple(sorted(found, key=lambda kept: kept.first))
-
-
-def _copies(problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine) -> tuple[Copy, ...]:
-    """The copies to the host and back, in the order of their beginning."""
-    found = []
-    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
-        op = numbers[problem.producer[offload.storage]]
-        nbytes = problem.storages[offload.storage].bytes
-        found += [Copy(op, nbytes, True, *out), Copy(op, nbytes, False, *back)]
-    return tuple(sorted(found, key=lambda copy: copy.start))
-
-
-def step_of(plan: Plan) -> Step:
-    """Everything that the step of a plan holds at every moment, as planned and with nothing recomputed.
-
-    Raises `ValueError` for a plan that was loaded.
-    """
-    graph, (step, schedule) = plan.networkx(), plan.solved
-    captured, seen, plain = step.traced, step.seen, step.plain
-    ops = tuple(_ops(captured, graph))
-    number = {op.name: at for at, op in enumerate(ops)}
-    save_all = Schedule.save_all(plain.problem)
-    numbers, seen_numbers = ([number[name] for name in op_names(captured, joined)] for joined in (plain, seen))
-    return Step(
-        ops,
-        step_memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
-        step_memory(seen.problem, schedule, plan.account, seen_numbers, step.settings.link),
-        _parameters(captured),
-        tuple(_types(captured)),
-    )
-
-
-def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
-    """The nodes of the joint graphs, and what takes memory beside them."""
-    nodes: dict[str, tuple[GraphFacts, fx.Node]] = {}
-    several = len(captured.regions) > 1
-    for number, region in enumerate(captured.regions):
-        facts = GraphFacts(region.module.graph, number)
-        nodes |= {f"{number}." * several + name: (facts, node) for name, node in facts.nodes.items()}
-    for name, given in graph.nodes(data=True):
-        op = StepOp(
-            name,
-            name,
-            given["half"],
-            given["module"],
-            given["fate"],
-            nbytes=given["bytes"],
-            seconds=given["seconds"],
-            recomputed=given["recomputed"],
-        )
-        if name in nodes:
-            facts, node = nodes[name]
-            source, code = facts.line(node)
-            value = format_value(node.meta["val"]) if "val" in node.meta else ""
-            op = replace(op, operator=operator_name(node), value=value, source=source, code=code)
-        yield op
-
-
-def _parameters(captured: TracedStep) -> dict[str, int]:
-    """Bytes of the parameters that are trained, by the module that reads them first."""
-    found: Counter[str] = Counter()
-    for region in captured.regions:
-        given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-        for number in sorted(region.parameter_inputs):
-            path = next((path for user in given[number].users if (path := module_path(user))), "")
-            found[path] += storage_bytes(given[number].meta["val"])
-    return dict(found)
-
-
-def _types(captured: TracedStep) -> Iterator[TypedOp]:
-    """The operators of the forward with a floating-point result, in the last operator graph of each region; in the
-    joint graph of one that has none."""
-    for region in captured.regions:
-        rewritten = region.operators if region.operators and region.operators.stages else None
-        graph = (rewritten.stages[-1] if rewritten else region.module).graph
-        decisions = rewritten.decisions if rewritten else ()
-        reasons = {name: reason for decision in decisions for name, reason in decision.reasons.items()}
-        late = backward_nodes(graph)
-        for node in graph.nodes:
-            if node.op != "call_function" or node in late or "getitem" in str(node.target):
-                continue
-            values: Any = node.meta.get("val")
-            dtype = next((value.dtype for value in tensors(values) if value.is_floating_point()), None)
-            if dtype is not None:
-                text = format_dtype(dtype)
-                reason = reasons.get(node.name, "").removeprefix(f"{text}: ")
-                yield TypedOp(node.name, operator_name(node), module_path(node), text, reason)
