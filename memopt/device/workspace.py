@@ -18,10 +18,10 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import OpOverload, plain_tensors, takes_unknown_bytes
 from memopt.device.devices import device_of
 from memopt.device.hardware import LARGE, Chip
-from memopt.device.live_bytes import Rehearsal, rehearse
+from memopt.device.live_bytes import OpDryRun, dry_run_op
 from memopt.device.op_call import OpCall, flop_formula, op_call, tensors_in
 from memopt.device.workspace_rules import SCALARS
-from memopt.recent import Recent
+from memopt.lru import LruCache
 from passes.ops.fp8_formats import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
@@ -81,11 +81,11 @@ def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> in
 
 
 @lru_cache(maxsize=256)
-def rehearsal(call: OpCall, device_type: str, chip: Chip) -> Rehearsal | None:
+def op_dry_run(call: OpCall, device_type: str, chip: Chip) -> OpDryRun | None:
     """The operator run on a card with that `chip`, in the blocks of its allocator; None for operators that are not
     written in Python."""
     device = device_of(device_type)
-    return rehearse(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
+    return dry_run_op(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
 
 
 def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
@@ -114,7 +114,7 @@ def _measured(calls: Iterable[OpCall]) -> dict[OpCall, Measured]:
 
 _NOTHING = Measured(0, None, None)
 # A model has a few thousand distinct calls at most; a result and its key take about a kilobyte.
-_latest: Recent[tuple[OpCall, int], Measured] = Recent(2**15)
+_latest: LruCache[tuple[OpCall, int], Measured] = LruCache(2**15)
 
 
 def _key(call: OpCall) -> tuple[OpCall, int]:
@@ -137,8 +137,8 @@ def _price(call: OpCall) -> Measured:
 def _estimate(call: OpCall) -> int:
     """The workspace by rule; for an operator written in Python at most what the operators that it calls hold."""
     nbytes = device_of(HOST).workspace(call)
-    rehearsed = rehearse(call, _kernel_bytes)
-    return nbytes if rehearsed is None else min(nbytes, rehearsed.workspace_bytes)
+    dry_run = dry_run_op(call, _kernel_bytes)
+    return nbytes if dry_run is None else min(nbytes, dry_run.workspace_bytes)
 
 
 def _kernel_bytes(call: OpCall) -> int:

@@ -11,7 +11,7 @@ from torch import fx
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
 from memopt.compat.tracing import boxed, first_runs_as_later_ones
-from memopt.emit.gradients import Accumulation, telling, withholding
+from memopt.emit.gradients import Accumulation, dropping_unreached, telling
 from memopt.emit.inductor import compile_by_backend
 from memopt.emit.partition import Emitted, exchanges_of, partition
 from memopt.planning.plan import Plan
@@ -59,7 +59,7 @@ def emit_region(
         return forward, backward
 
     def as_aten(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return telling(withholding(boxed(module), joint), accumulation)
+        return telling(dropping_unreached(boxed(module), joint), accumulation)
 
     with joint.trace.active(), first_runs_as_later_ones():
         if joint.fused:

@@ -19,7 +19,7 @@ from memopt.device.devices import DEVICES, device_of
 from memopt.device.hardware import LARGE, Chip
 from memopt.device.live_bytes import BlockCalls
 from memopt.device.op_call import describe, tensors_in
-from memopt.device.workspace import call_workspace_bytes, rehearsal
+from memopt.device.workspace import call_workspace_bytes, op_dry_run
 from memopt.planning.refit import Footprint
 from passes.graphs.node_facts import is_tangent
 from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
@@ -134,12 +134,12 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
         return call_workspace_bytes(call, self.device.type, self.chip) if seen is None else seen.workspace_bytes
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""
+        """The result of an operator that is written in Python, whose calls are listed as its dry run makes them."""
         result = func(*args, **kwargs)
         self.exclude((args, list(kwargs.values())))
-        rehearsed = rehearsal(describe(func, args, kwargs, result), self.device.type, self.chip)
-        assert rehearsed is not None
-        self.list_within(rehearsed.calls, rehearsed.workspace_bytes, list(tensors_in(result)))
+        dry_run = op_dry_run(describe(func, args, kwargs, result), self.device.type, self.chip)
+        assert dry_run is not None
+        self.list_within(dry_run.calls, dry_run.workspace_bytes, list(tensors_in(result)))
         return result
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import can_inline, is_view
 from memopt.emit.footprint import Half, Outputs, footprint
-from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
+from memopt.emit.gradients import AccumulateGradient, Accumulation, dropping_unreached, telling
 from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
@@ -82,7 +82,7 @@ class _Halves:
         run = compiled if self.limit_bytes is None else _timed_within(compiled, self.limit_bytes)
         if is_backward:
             self.backward = half
-            taking = withholding(_taking_gradients(run, self.handing), self.joint)
+            taking = dropping_unreached(_taking_gradients(run, self.handing), self.joint)
             return _boxed(telling(taking, self.accumulation))
         self.forward = half
         return _boxed(run)
@@ -105,8 +105,8 @@ class _Halves:
 def _outputs(joint: JointGraph) -> Outputs:
     """How long the region's results are held: values that outputs are computed from on demand are let go when the
     backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
-    withheld = joint.trace.region.withheld
-    first = joint.forward_outputs if withheld is None else len(withheld.returned)
+    deferred = joint.trace.region.deferred
+    first = joint.forward_outputs if deferred is None else len(deferred.returned)
     taken = frozenset(range(first, joint.forward_outputs))
     return Outputs(joint.forward_outputs, joint.released, taken - joint.released)
 

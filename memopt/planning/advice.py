@@ -168,7 +168,7 @@ class _Advice:
         """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""
         planner = self.like(planner)
         with planner.terms.types(), torch.enable_grad():
-            captured = planner.capture_on_fakes(on_meta(call), planner.proposing.narrowed)
+            captured = planner.capture_on_fakes(on_meta(call), planner.optimizer_choice.narrowed)
             recorded = Recorded(planner, captured, call, situation)
             if levers is None:
                 return self.smallest_of(list(recorded.candidates()))
@@ -198,14 +198,14 @@ def search_for(
         budget_bytes: instead of the budget of the options.
     """
     planner = recorded.planner
-    options, proposing = planner.terms.options, planner.proposing
+    options, optimizer_choice = planner.terms.options, planner.optimizer_choice
     found: dict[str, Any] = {"narrowed": _on_narrow_parameters(recorded)} if ahead else {}
     found |= {"advice": _Advice(recorded)} if ahead and advise else {}
     return PlanSearch(
         options.budget_bytes if budget_bytes is None else budget_bytes,
         options.effort,
-        proposing.allowed,
-        partial(proposing.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
+        optimizer_choice.allowed,
+        partial(optimizer_choice.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
         planner.notes,
         options.allow,
         **found,
@@ -219,7 +219,7 @@ def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | 
 
     @cache
     def on_fakes() -> Recorded:
-        return replace(recorded, captured=planner.capture_on_fakes(call, planner.proposing.narrowing()))
+        return replace(recorded, captured=planner.capture_on_fakes(call, planner.optimizer_choice.narrowing()))
 
     def step(levers: Rewriting) -> Priced | None:
         with contextlib.suppress(NothingToRewrite, CaptureError):

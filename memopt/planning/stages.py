@@ -99,7 +99,7 @@ class Traced:
     def price_for(self, plan: Plan, account: Account) -> Priced:
         """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
         planner = self.recorded.planner
-        stepping = planner.proposing.stepping_of(plan)
+        stepping = planner.optimizer_choice.stepping_of(plan)
         step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
         return Priced(step.stepping_as([region.steps for region in plan.regions]), account)
 

@@ -17,10 +17,10 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.stages import beside_freed
 from memopt.planning.terms import Situation
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress
 from memopt.run.road import Road
@@ -128,9 +128,9 @@ class PlansOfPaths:
         self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
     ) -> None:
         self.model, self.road, self.keeping, self.capture = model, road, keeping, capture
-        self.paths: Recent[_Kind, ControlPaths] = Recent(_MOST_PLANS)
+        self.paths: LruCache[_Kind, ControlPaths] = LruCache(_MOST_PLANS)
         """The paths that calls of a kind were seen to take."""
-        self._plans: Recent[tuple[CapturedCall, Situation], Executable] = Recent(_MOST_PLANS)
+        self._plans: LruCache[tuple[CapturedCall, Situation], Executable] = LruCache(_MOST_PLANS)
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
 

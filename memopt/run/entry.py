@@ -19,9 +19,9 @@ from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage
+from memopt.lru import LruCache
 from memopt.planning.least import Needs, backward_bytes
 from memopt.planning.plan import Plan
-from memopt.recent import Recent
 from memopt.run.beside import Beside, Seen
 
 _TOLERANCE = 64
@@ -158,7 +158,7 @@ class Entry:
     """The forward that began last."""
     found: Found = field(default_factory=Found)
     """What the latest look at any moment found."""
-    looks: Recent[object, Looked] = field(default_factory=lambda: Recent(_MOST_KINDS))
+    looks: LruCache[object, Looked] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """The latest looks by the kind of moment."""
     due: bool = False
     """Whether a plan was made since the latest look at a moment: planning leaves memory of its own behind."""
@@ -168,9 +168,9 @@ class Entry:
     """The number of further forwards that the present group is expected to have after its first."""
     held_after: int | None = None
     """The bytes that the latest forward held which was not the first of its group."""
-    figures: Recent[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: Recent(_MOST_KINDS))
+    figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Figures of plans, by their name and the `id` of the plan."""
-    plans: Recent[int, tuple[Plan, Needs | None]] = field(default_factory=lambda: Recent(_MOST_PLANS))
+    plans: LruCache[int, tuple[Plan, Needs | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The latest plans, each with what it needs where that has been asked for."""
     plain_needs: Needs | None = None
     """What the latest call needed that ran plain."""

@@ -15,9 +15,9 @@ from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.errors import BudgetError
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
@@ -127,10 +127,10 @@ class PlansOfRegions:
         self.insists: dict[Place, str] = {}
         """The sizes that Dynamo took as constants though they had changed, each with the line of the model."""
         self._marked: set[Place] = set()
-        self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
+        self._plans: LruCache[tuple[RecordedRegion, Situation, Sizes], Plan] = LruCache(_MOST)
         """The plans that were made before the first run of their call."""
-        self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
-        self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
+        self._emitted: LruCache[tuple[RecordedRegion, Situation], PlansBySize] = LruCache(_MOST)
+        self._captured: LruCache[tuple[RecordedRegion, Sizes], CapturedCall] = LruCache(_MOST)
 
     @property
     def runs(self) -> bool:

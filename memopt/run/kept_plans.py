@@ -93,7 +93,7 @@ class KeptPlans:
             return None
         if [joint.fingerprint for joint in traced.step.regions] != [one.fingerprint for one in kept.plan.regions]:
             return None
-        account = planner.proposing.account_of(traced.account(lowering_bytes), kept.plan)
+        account = planner.optimizer_choice.account_of(traced.account(lowering_bytes), kept.plan)
         priced = traced.price_for(kept.plan, account)
         plan = kept.live(lambda: priced.step)
         return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
@@ -231,7 +231,7 @@ def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Emitted]) -> int:
 def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> bool:
     """Whether the graphs of a call, in one region if `whole`, are compiled here, and planned alone: for this device, on
     values, without levers that change the optimiser, and not together with other forwards or other ranks."""
-    alone = not (situation.to_come or situation.buckets or planner.proposing.allowed or planner.terms.sharding)
+    alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
     here = planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
     return planner.terms.fuses and whole and here and alone
 

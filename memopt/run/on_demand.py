@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from memopt.capture.deferred_outputs import Group, Piece
 from memopt.capture.region import RecordedRegion
-from memopt.capture.withheld import Group, Piece
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
 from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
@@ -60,20 +60,20 @@ class Releasable(Protocol):
         """Give up memory that can be done without."""
 
 
-def run_withholding(
+def run_deferring(
     region: RecordedRegion, run: Callable[..., Sequence[Any]], inputs: tuple[Any, ...], notice: Notice, forward: Waiting
 ) -> Sequence[Any]:
-    """Run a region by `run`, and return the outputs of the model's call: those that the region withholds as tensors
+    """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors
     that are computed when they are first looked at."""
-    withheld = region.withheld
-    if withheld is None:
+    deferred = region.deferred
+    if deferred is None:
         return run(*inputs)
-    device = withheld.groups[0].examples[0].device
+    device = deferred.groups[0].examples[0].device
     generators = generator_states(device)
     values = run(*inputs)
-    outputs: dict[int, Any] = dict(zip(withheld.returned, values, strict=False))
-    taken = dict(zip(withheld.taken, values[len(withheld.returned) :], strict=True))
-    for group in withheld.groups:
+    outputs: dict[int, Any] = dict(zip(deferred.returned, values, strict=False))
+    taken = dict(zip(deferred.taken, values[len(deferred.returned) :], strict=True))
+    for group in deferred.groups:
         dtypes = [region.plain_dtype(example.dtype) or example.dtype for example in group.examples]
         start = taken[group.head.taken] if group.head and group.head.taken else None
         later = _Later(group, dtypes, inputs, start, generators, notice)

@@ -418,8 +418,8 @@ class PlainCalls:
             or planner.terms.options.calibrate
             or planner.terms.options.hardware
             or planner.terms.fuses
-            or planner.proposing.chosen
-            or planner.proposing.allowed
+            or planner.optimizer_choice.chosen
+            or planner.optimizer_choice.allowed
         )
 
 

@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 
+from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import CapturedCall
-from memopt.capture.rehearsal import cannot_capture
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
 from memopt.emit.gradients import Accumulation
@@ -214,7 +214,7 @@ class Road:
             refusal = refusal.adding(
                 "the forward takes derivatives itself, so that the step has second derivatives in it"
             )
-        own_terms = planner.proposing.allowed or planner.proposing.chosen or planner.terms.sharding
+        own_terms = planner.optimizer_choice.allowed or planner.optimizer_choice.chosen or planner.terms.sharding
         if not planner.accounts.beside.tolerance_bytes or own_terms or situation.to_come:
             return refusal
         first = next(recorded.candidates())

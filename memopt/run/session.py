@@ -157,11 +157,11 @@ class Session:
             parts = self._parts.now()
             gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
             calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
-            calls.planner.proposing.check_parameters()
+            calls.planner.optimizer_choice.check_parameters()
             waiting = self.share.begin()
             self.accumulation.allowed = self.options.one_by_one or not waiting
             self.accumulation.exchange = self.parallel.exchange
-            situation = self.share.situation(calls.planner.proposing, parts)
+            situation = self.share.situation(calls.planner.optimizer_choice, parts)
             moment = self.share.moment(call, situation)
             if names := modes_of_the_user():
                 return self._within_modes(calls, call, situation, moment, names, parts)
@@ -360,12 +360,12 @@ class Session:
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
             calls.plain_calls.allowed = False  # who plans ahead wants the plan
-            started, proposing = time.perf_counter(), calls.planner.proposing
+            started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
-            situation = replace(self.share.situation(proposing), gradients_held=gradients_held, buckets=buckets)
+            situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
             if group := self.share.moment(call, situation).in_group:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
-            proposing.check_allowed()
+            optimizer_choice.check_allowed()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
                     plan = calls.plan(call, situation, advise=advise)
@@ -422,7 +422,7 @@ class Session:
         Where torch.compile is asked to compile the call, its graph breaks there and the call runs as planned.
         """
         for calls in self.kinds:
-            calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
+            calls.planner.optimizer_choice.decide(self.latest.proposals if self.latest else ())
         self.share.join()
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
@@ -449,7 +449,7 @@ class Session:
     @property
     def chosen(self) -> tuple[Lever, ...]:
         """The chosen levers on the optimiser, on which plans are based, from the inside out."""
-        chosen = self.forward.planner.proposing.chosen
+        chosen = self.forward.planner.optimizer_choice.chosen
         return chosen.levers if chosen else ()
 
     @property
@@ -460,7 +460,7 @@ class Session:
         before = self.status  # a plan that is only shown is no state
         calls = next(calls for calls in reversed(self.kinds) if calls.plain_calls.latest is not None)
         try:
-            return calls.shown(self.share.situation(calls.planner.proposing))
+            return calls.shown(self.share.situation(calls.planner.optimizer_choice))
         finally:
             self.status = before
 

@@ -24,12 +24,12 @@ from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
+from memopt.lru import LruCache
 from memopt.planning.least import Needs
+from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.proposing import Proposing
 from memopt.planning.terms import Situation
-from memopt.recent import Recent
 from memopt.run.beside import AsPlain, Beside, shared
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
@@ -53,7 +53,7 @@ class Share:
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
         self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
-        self._left: Recent[object, int] = Recent(_MOST_KINDS)
+        self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models at the latest moments of each kind."""
 
     @property
@@ -144,13 +144,13 @@ class Share:
             if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
                 UntilBackward.begin(self.entry, outputs, tensors_in(call))
 
-    def situation(self, proposing: Proposing, parts: Parts | None = None) -> Situation:
+    def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
         caller has them at hand."""
         parameters = (parts or Parts.of(self.model)).parameters
-        stepped = proposing.stepping is not None
+        stepped = optimizer_choice.stepping is not None
         hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
-        if stepped or proposing.may_step_in_backward:
+        if stepped or optimizer_choice.may_step_in_backward:
             hooked += sharing_memory(self.model)
         return Situation(
             gradients_held=self.one_by_one or _have_gradients(parameters),

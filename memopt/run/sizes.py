@@ -16,8 +16,8 @@ from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 
 
@@ -204,9 +204,9 @@ class PlansBySize:
     def __init__(self) -> None:
         self.planning_seconds = math.inf
         """The time that the latest of the plans took."""
-        self._emitted: Recent[Sizes, Executable] = Recent(_MOST)
-        self._refused: Recent[Sizes, bool] = Recent(_MOST)
-        self._lost_seconds: Recent[Sizes, float] = Recent(_MOST)
+        self._emitted: LruCache[Sizes, Executable] = LruCache(_MOST)
+        self._refused: LruCache[Sizes, bool] = LruCache(_MOST)
+        self._lost_seconds: LruCache[Sizes, float] = LruCache(_MOST)
 
     def __contains__(self, ceiling: Sizes) -> bool:
         return ceiling in self._emitted

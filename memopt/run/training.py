@@ -71,7 +71,7 @@ class TrainingCalls:
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
         own: Any = self.own_call or plain_call(self.model)
-        return plain_loss_call(self.model, self.loss_fn, self.planner.proposing.floats, own)(*args, **kwargs)
+        return plain_loss_call(self.model, self.loss_fn, self.planner.optimizer_choice.floats, own)(*args, **kwargs)
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
         """Run a call by its plan, `before` being the state in which it began; with new plans where it has sizes that
@@ -114,7 +114,7 @@ class TrainingCalls:
 
         @cache
         def step() -> PricedStep:
-            narrowed = planner.proposing.narrowed_by(kept.plan)
+            narrowed = planner.optimizer_choice.narrowed_by(kept.plan)
             with planner.terms.types(), torch.enable_grad():
                 recorded = Recorded(planner, planner.capture_on_fakes(hollow, narrowed), hollow, situation)
                 traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])

@@ -10,9 +10,9 @@ from torch import nn
 from memopt.capture.inputs import call_signature
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.microbatch import MICROBATCH
+from memopt.lru import LruCache
 from memopt.microbatch import is_series, samples_of, split
 from memopt.planning.plan import Plan
-from memopt.recent import Recent
 from memopt.run.session import session_of
 
 MOST_SIGNATURES = 256
@@ -24,7 +24,7 @@ class Splitting:
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
-        self._pieces: Recent[str, int] = Recent(MOST_SIGNATURES)
+        self._pieces: LruCache[str, int] = LruCache(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
         """The number of pieces that is known to be needed for this batch; 1 where none is."""

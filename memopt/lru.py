@@ -9,7 +9,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Recent(OrderedDict[Key, Value]):
+class LruCache(OrderedDict[Key, Value]):
     """The values that were used last, `most` of them at most: the one not used for longest goes first. To iterate is no
     use."""
 
