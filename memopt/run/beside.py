@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
-from memopt.planning.least import Needs
+from memopt.planning.derived import Needs
 
 _REMEMBERED = 16
 """The number of backwards of a model of which is remembered what came before them."""

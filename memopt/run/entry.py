@@ -20,7 +20,7 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage
 from memopt.lru import LruCache
-from memopt.planning.least import Needs, backward_bytes
+from memopt.planning.derived import Needs, backward_bytes
 from memopt.planning.plan import Plan
 from memopt.run.beside import Beside, Seen
 

@@ -19,7 +19,7 @@ from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
-from memopt.planning.least import lasting_bytes, tangent_bytes
+from memopt.planning.derived import lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation

@@ -31,7 +31,7 @@ from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.planning.least import lasting_bytes
+from memopt.planning.derived import lasting_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.beside import Beside

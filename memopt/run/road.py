@@ -29,9 +29,8 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.derived import among_equals, extended
+from memopt.planning.derived import among_equals, extended, least_plan, leaving_free, leaving_room
 from memopt.planning.figures import plain_step
-from memopt.planning.least import least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled

@@ -25,7 +25,7 @@ from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
-from memopt.planning.least import Needs
+from memopt.planning.derived import Needs
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan

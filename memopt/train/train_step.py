@@ -21,6 +21,7 @@ from memopt.run.session import session_of
 from memopt.train.effective_batch import (
     Count,
     EffectiveBatch,
+    Splitting,
     as_count,
     check_split,
     count_of,
@@ -39,7 +40,6 @@ from memopt.train.optimizers import (
     with_gradients,
 )
 from memopt.train.scaling import FollowUp, Scaling, StepResult, check_autocast, check_scaler, scaler_for
-from memopt.train.splitting import Splitting
 from memopt.train.step_state import StateDict, restore, state_of
 from memopt.training_state import CallState
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.errors import BudgetError
-from memopt.planning.least import Needs, least_plan, leaving_free, leaving_room
+from memopt.planning.derived import Needs, least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from tests.planned import ACCOUNT, captured, make_plan, region
 

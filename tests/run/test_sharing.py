@@ -7,7 +7,7 @@ import weakref
 import pytest
 from torch import nn
 
-from memopt.planning.least import Needs
+from memopt.planning.derived import Needs
 from memopt.run.beside import Beside, breadth, shared
 from memopt.run.entry import Entry
 
