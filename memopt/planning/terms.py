@@ -107,7 +107,7 @@ class ModelTerms:
         by_types = precision_rewriting(self.options.precision, self.card)
         return replace(by_types, reinplace=REINPLACE.name in self.options.allow)
 
-    @property
+    @cached_property
     def lever_sets(self) -> tuple[Rewriting, ...]:
         """The rewritings to try, each with one lever more, the cheapest first; all of them have the user's passes."""
         levers = [lever for lever in self.options.levers if lever.name not in self.idle_levers]
@@ -115,7 +115,7 @@ class ModelTerms:
         passes = self.options.passes
         return tuple(with_passes(rewriting, passes) if passes else rewriting for rewriting in found)
 
-    @property
+    @cached_property
     def idle_levers(self) -> frozenset[str]:
         """The allowed levers that need a step in 16 bits, where it is in fp32 and nobody has asked for a precision."""
         if self.options.precision != "auto" or self.rewriting.autocast is not None:

@@ -231,9 +231,10 @@ def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Emitted]) -> int:
 def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> bool:
     """Whether the graphs of a call, in one region if `whole`, are compiled here, and planned alone: for this device, on
     values, without levers that change the optimiser, and not together with other forwards or other ranks."""
+    if not planner.terms.fuses or not whole:
+        return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
-    here = planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
-    return planner.terms.fuses and whole and here and alone
+    return alone and planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
 
 
 def _key(recorded: Recorded) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
