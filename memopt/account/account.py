@@ -187,4 +187,4 @@ def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int
             sizes[id(tensor)] = tensor.nbytes
         else:
             sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values())
+    return sum([-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values()])

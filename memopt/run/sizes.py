@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memopt.capture.data_sizes import MARGIN, DataSizes
-from memopt.capture.dynamic_shapes import Place, all_places, with_eager_bytes
+from memopt.capture.dynamic_shapes import Place, with_eager_bytes
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
@@ -40,7 +40,7 @@ class SizeBounds:
         """The places of a call whose sizes are to be symbols: those that are declared, and, once any size has changed,
         that size and the first of every tensor, since the last batch of an epoch is smaller."""
         shapes = [tensor.shape for tensor in tensors_in(call)]
-        seen = all_places(call)
+        seen = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
         changed &= self._largest.keys()
         self.changed |= changed
