@@ -96,7 +96,7 @@ class CallAccounts:
             self._optimizer_account,
         )
         held, others = situation.gradients_held, situation.other_forwards
-        meanwhile = (situation.meanwhile or 0) + (situation.spared or 0)
+        meanwhile = (situation.meanwhile or 0) + (situation.for_other_models or 0)
         if self.terms.sharding is not None:
             account = self.terms.sharding.account(account, self.terms.options.optimizer, self.terms.card, steps)
         account = self.optimizer_choice.adjusted(

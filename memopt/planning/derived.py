@@ -174,7 +174,7 @@ _SLACK = 0, 16, 8, 4, 2
 
 
 @dataclass(frozen=True)
-class Needs:
+class StepBytes:
     """The bytes of a forward and its backward, beside those that last from step to step."""
 
     lasting: int
@@ -190,7 +190,7 @@ class Needs:
     """The most that is held at once, with nothing recomputed."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Needs:
+    def of(cls, plan: Plan) -> StepBytes:
         """The needs of a planned step, which has its graphs; without what other code takes until the backward."""
         account = replace(plan.account, meanwhile=0)
         step = plan.solved[0].under(account)
@@ -206,14 +206,14 @@ class Needs:
             max(0, breakdown(problem, plain, account).peak_bytes - with_gradients),
         )
 
-    def holding(self, nbytes: int) -> Needs:
+    def with_callers_code(self, nbytes: int) -> StepBytes:
         """The needs of a step whose caller takes that many bytes until the backward."""
         least, most = max(self.least_peak, self.least_held + nbytes), max(self.peak, self.held + nbytes)
         return replace(self, least_peak=least, peak=most)
 
-    def at_most(self, other: Needs) -> Needs:
-        """Needs that cover both: of each number of bytes the larger one."""
-        return Needs(*(max(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def covering(self, other: StepBytes) -> StepBytes:
+        """Bytes that cover both: of each number of bytes the larger one."""
+        return StepBytes(*(max(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:

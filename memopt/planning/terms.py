@@ -50,7 +50,7 @@ class Situation:
     meanwhile: int | None = 0
     """Bytes that the caller's own code takes, and frees, between the forward and its backward, beside the gradients of
     the outputs; None: those that were seen, or as many as are guessed for a loss outside of the model."""
-    spared: int | None = 0
+    for_other_models: int | None = 0
     """Bytes that steps of other models take between the forward and its backward, which are left free as far as the
     budget allows; None: they are not known yet, and the forward holds as little as it can."""
     elsewhere: int | None = None

@@ -50,8 +50,8 @@ class ControlPaths:
         """The first path that was seen."""
         return cls([captured], LargestSizes.of(call))
 
-    def use(self, path: CapturedCall) -> None:
-        """Make a path the first."""
+    def move_to_front(self, path: CapturedCall) -> None:
+        """Move a path to the front of `calls`, so that it is tried first when such a call comes again."""
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:

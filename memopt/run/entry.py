@@ -20,9 +20,9 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage
 from memopt.lru import LruCache
-from memopt.planning.derived import Needs, backward_bytes
+from memopt.planning.derived import StepBytes, backward_bytes
 from memopt.planning.plan import Plan
-from memopt.run.beside import Beside, Seen
+from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
 """What appears beside a step is tolerated up to this part of the parameters' bytes, a 256th of what a step with their
@@ -46,7 +46,7 @@ class Waiting(Protocol):
     held_bytes: int
     number: int
     """Its place in the order of all forwards."""
-    beside: set[Beside]
+    overlaps: set[Overlap]
     """The forwards of other models that have run since it began."""
 
 
@@ -88,7 +88,7 @@ class Plain(Waiting, Protocol):
 
 
 @dataclass
-class Looked:
+class LatestLooks:
     """The latest looks at moments of one kind."""
 
     found: Found
@@ -124,7 +124,8 @@ class Entry:
     model: nn.Module
     budget_bytes: int
     fixed_bytes: int | None = None
-    """The bytes to count elsewhere instead of those that are there; 0 for a plan for another device."""
+    """The bytes that count as held elsewhere where no look finds them: what the user gave as `elsewhere_gb`, or 0 for a
+    plan for another device; None where looks find them."""
     optimizer: Any = None
     """The optimiser that the account has, as the user gave it; what is beyond its state is counted elsewhere."""
     optimised: bool = False
@@ -133,7 +134,7 @@ class Entry:
     """The bytes of its gradients, as far as they are planned."""
     state_bytes: int | None = None
     """The bytes of its optimiser's state, as far as they are planned."""
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenOverlaps = field(default_factory=SeenOverlaps)
     """What was seen beside its forwards."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
@@ -158,7 +159,7 @@ class Entry:
     """The forward that began last."""
     found: Found = field(default_factory=Found)
     """What the latest look at any moment found."""
-    looks: LruCache[object, Looked] = field(default_factory=lambda: LruCache(_MOST_KINDS))
+    looks: LruCache[object, LatestLooks] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """The latest looks by the kind of moment."""
     due: bool = False
     """Whether a plan was made since the latest look at a moment: planning leaves memory of its own behind."""
@@ -170,9 +171,9 @@ class Entry:
     """The bytes that the latest forward held which was not the first of its group."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Figures of plans, by their name and the `id` of the plan."""
-    plans: LruCache[int, tuple[Plan, Needs | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
+    plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The latest plans, each with what it needs where that has been asked for."""
-    plain_needs: Needs | None = None
+    plain_step_bytes: StepBytes | None = None
     """What the latest call needed that ran plain."""
     planned: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
@@ -242,7 +243,7 @@ class Entry:
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
         # A quarter is a guess of what a plan would need.
         held, peak = forward.held_bytes, forward.peak_bytes
-        self.plain_needs = Needs(lasting, held // 4, peak // 4, held, peak)
+        self.plain_step_bytes = StepBytes(lasting, held // 4, peak // 4, held, peak)
 
     def _number(self, forward: Waiting) -> None:
         forward.number = self.number = next(_numbers)
@@ -269,14 +270,14 @@ class Entry:
         return self.figure("backward", plan, lambda: backward_bytes(plan))
 
     @property
-    def needs(self) -> Needs | None:
+    def step_bytes(self) -> StepBytes | None:
         """The most that the latest plans need; None before the first."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
-                self.plans[number] = plan, Needs.of(plan)
+                self.plans[number] = plan, StepBytes.of(plan)
         found = [needs for _, (_, needs) in self.plans.items() if needs is not None]
-        found += [self.plain_needs] if self.plain_needs else []
-        return reduce(Needs.at_most, found).holding(self.meanwhile or 0) if found else None
+        found += [self.plain_step_bytes] if self.plain_step_bytes else []
+        return reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0) if found else None
 
     @cached_property
     def _trained(self) -> tuple[nn.Parameter, ...]:

@@ -80,7 +80,7 @@ class CallInProgress:
         now = self.moment.elsewhere_bytes(plan)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
-        group, own = self.moment.in_group, self.moment.beside_callers_code(self.situation, plan)
+        group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
         for elsewhere in dict.fromkeys((rounded, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)

@@ -84,7 +84,7 @@ class KeptPlans:
         graphs, or is not sound for these (`is_sound`)."""
         planner = self.planner
         # What was left to other models is in no figure of a plan.
-        recorded = replace(recorded, situation=replace(recorded.situation, spared=0))
+        recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
         if not self._belongs(kept) or not planner.accounts.still_fits(kept.plan, recorded.call, recorded.situation):
             return None
         try:
@@ -179,7 +179,7 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     return search_for(recorded, advise=False, budget_bytes=planned_bytes).fastest(recorded)
 
 
-def asked_as_compiled(
+def finished_as_compiled(
     plan: Plan, planner: CallPlanner, situation: Situation, emit: Callable[[Plan], Emitted], *, whole: bool
 ) -> Plan:
     """The plan of a call, in one region if `whole`; its `smallest_bytes` is what compiled code needs, where its graphs

@@ -233,7 +233,7 @@ class RecordedCalls:
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
         for attempt in range(attempts):
             path = untried.pop(0)
-            paths.use(path)
+            paths.move_to_front(path)
             try:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
             except CaptureError as refused:

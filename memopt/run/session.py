@@ -45,7 +45,7 @@ from memopt.progress import stage
 from memopt.run.fitting import CallInProgress
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
-from memopt.run.plain_calls import Fitting, PlainCalls
+from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
@@ -181,7 +181,7 @@ class Session:
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
             if fitting is not None:
                 return self._run_checkpointed(calls, call, *fitting, situation, moment)
-            situation = replace(situation, spared=self.share.spared(moment))
+            situation = replace(situation, for_other_models=self.share.for_other_models(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
             return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
 
@@ -266,7 +266,13 @@ class Session:
                 raise self.share.explain(refused, waiting, plain) from None
 
     def _run_checkpointed(
-        self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting, situation: Situation, moment: Moment
+        self,
+        calls: TrainingCalls,
+        call: Call,
+        choice: PlainCalls,
+        fits: CountedStep,
+        situation: Situation,
+        moment: Moment,
     ) -> Any:
         """Run a call with a choice of activation checkpoints by which it fits."""
         self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
@@ -363,7 +369,7 @@ class Session:
             started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
             situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
-            if group := self.share.moment(call, situation).in_group:
+            if group := self.share.moment(call, situation).group_situation:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             optimizer_choice.check_allowed()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():

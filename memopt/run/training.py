@@ -90,7 +90,7 @@ class TrainingCalls:
         self.planner.screen(call, situation)
         with self.planner.accounts.one_trial():
             if kept := self.road.kept.find_uncaptured(call, situation):
-                return self.road.asked(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
+                return self.road.finished(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
             captured = self.recorded.capture(call)
             plan = self.road.plan(captured, call, situation, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
