@@ -31,7 +31,7 @@ from memopt.compat.modules import (
     reset_compiled_call,
     set_compiled_call,
 )
-from memopt.compat.operators import modes_of_the_user, without_modes
+from memopt.compat.operators import modes_of_the_user
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
@@ -52,9 +52,6 @@ from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
 from memopt.run.share import Share
 from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
 from memopt.run.training import TrainingCalls
-
-_NO_LIMIT = 1 << 60
-"""More bytes than there are."""
 
 
 class Session:
@@ -84,7 +81,6 @@ class Session:
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._loss_to_come: Callable[[Any], Any] | None = None
-        self._within_modes_before = False
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         keeping = Keeping(self.resharding, self.sharded)
@@ -188,32 +184,15 @@ class Session:
     def _within_modes(
         self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
     ) -> Any:
-        """Run a call within dispatch modes of the user's with these names, in which Dynamo records nothing: as the
-        plain model does. Raises `BudgetError`, `CaptureError`."""
-        within = (
-            f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
-        )
-        plain, least = calls.plain_calls, None
-        with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
-            fits = plain.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
-            if fits is None:
-                least = plain.needed_bytes(call, situation, moment, _NO_LIMIT)
-        if fits is None and "plain" not in self.options.allow:
-            with self._refusing():
-                if least is None:
-                    raise CaptureError(
-                        f"{within}, and it is not known what its plain step holds; call it outside of it"
-                    )
-                further = (f"{within}; outside of it the step is planned",)
-                raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
-        if not self._within_modes_before:
-            self._within_modes_before = True
-            warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
+        """Run a call within dispatch modes of the user's with these names as the plain model does. Raises
+        `BudgetError`, `CaptureError`."""
+        with self._refusing():
+            fits = calls.fitting_within_modes(names, call, situation, moment, parts)
         if fits is None:
             return self._unplanned(calls, call)
         self._enter(State.PLAIN, f"within {names}, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
-        return plain.run(call, fits, situation, moment)
+        return calls.plain_calls.run(call, fits, situation, moment)
 
     def _by_plan_or_in_eager_mode(
         self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int

@@ -3,6 +3,8 @@ them. In which state they are, the session says."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,8 +16,10 @@ from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, on_meta
-from memopt.compat.modules import plain_call
+from memopt.compat.modules import Parts, plain_call
+from memopt.compat.operators import without_modes
 from memopt.emit.gradients import Accumulation
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -25,7 +29,8 @@ from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.fitting import CallInProgress
-from memopt.run.plain_calls import PlainCalls
+from memopt.run.ledger import Moment
+from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
@@ -59,6 +64,8 @@ class TrainingCalls:
         self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, share.entry)
         self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._run = run
+        self._within_modes = False
+        """Whether it was said that calls run within dispatch modes of the user's."""
         self._reached: frozenset[int] = frozenset()
         """The parameters with gradients in any call before the present one."""
         self._stepped_elsewhere: frozenset[int] | None = None
@@ -83,6 +90,30 @@ class TrainingCalls:
             set_generators(before.generators, before.device)
             self.forget()
             return self.recorded.run(in_progress)
+
+    def fitting_within_modes(
+        self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
+    ) -> CountedStep | None:
+        """The step of a call within dispatch modes of the user's with these names, in which Dynamo records nothing, so
+        that it runs as the plain model does; None where that exceeds the budget and `allow` has "plain". Says so once.
+        Raises `BudgetError`, `CaptureError`."""
+        within = (
+            f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
+        )
+        plain, least = self.plain_calls, None
+        with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
+            fits = plain.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
+            if fits is None:
+                least = plain.needed_bytes(call, situation, moment, sys.maxsize)
+        if fits is None and "plain" not in self.options.allow:
+            if least is None:
+                raise CaptureError(f"{within}, and it is not known what its plain step holds; call it outside of it")
+            further = (f"{within}; outside of it the step is planned",)
+            raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
+        if not self._within_modes:
+            self._within_modes = True
+            warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
+        return fits
 
     def plan(self, call: Call, situation: Situation, *, advise: bool) -> Plan:
         """The plan of a call ahead of its first run, which then finds it: read from disk, or made now; `advise`: a
