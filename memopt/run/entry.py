@@ -50,7 +50,7 @@ class Waiting(Protocol):
     """The forwards of other models that have run since it began."""
 
 
-class Forward(Waiting, Protocol):
+class _Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
 
     plan: Plan
@@ -155,7 +155,7 @@ class Entry:
     """The number of planned forwards that have begun."""
     number: int = 0
     """The place of the latest forward in the order of all models'."""
-    latest: weakref.ref[Forward] | None = None
+    latest: weakref.ref[_Forward] | None = None
     """The forward that began last."""
     found: Found = field(default_factory=Found)
     """What the latest look at any moment found."""
@@ -175,9 +175,9 @@ class Entry:
     """The latest plans, each with what it needs where that has been asked for."""
     plain_step_bytes: StepBytes | None = None
     """What the latest call needed that ran plain."""
-    planned: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
+    planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
-    ending: list[Forward] = field(default_factory=list)
+    ending: list[_Forward] = field(default_factory=list)
     """The planned forwards whose saved values were given to their backward, until the next forward begins."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -222,7 +222,7 @@ class Entry:
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
 
-    def add(self, forward: Forward) -> None:
+    def add(self, forward: _Forward) -> None:
         """Add a planned forward that begins now."""
         self.begun += 1
         self.latest = weakref.ref(forward)
@@ -308,7 +308,7 @@ class Entry:
         """The state of its optimiser, where that is known."""
         return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
-    def waiting(self) -> list[Forward]:
+    def waiting(self) -> list[_Forward]:
         """The planned forwards whose backward has not run yet, in their order."""
         if not self.planned:  # iterating takes longer than this
             return []
@@ -318,7 +318,7 @@ class Entry:
         """The forwards of calls that ran as the plain model whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
-    def in_backward(self) -> list[Forward]:
+    def in_backward(self) -> list[_Forward]:
         """The forwards through which the backward that runs has come."""
         return [forward for forward in self.planned if forward.is_in_backward()]
 

@@ -48,7 +48,7 @@ class Notice:
         )
 
 
-class Waiting(Protocol):
+class _Waiting(Protocol):
     """A forward whose backward has not run yet."""
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
@@ -61,7 +61,11 @@ class Releasable(Protocol):
 
 
 def run_deferring(
-    region: RecordedRegion, run: Callable[..., Sequence[Any]], inputs: tuple[Any, ...], notice: Notice, forward: Waiting
+    region: RecordedRegion,
+    run: Callable[..., Sequence[Any]],
+    inputs: tuple[Any, ...],
+    notice: Notice,
+    forward: _Waiting,
 ) -> Sequence[Any]:
     """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors
     that are computed when they are first looked at."""

@@ -229,7 +229,7 @@ class LabelProblem:
 
 
 @dataclass(frozen=True)
-class Labels:
+class _Labels:
     """A labelling with its total cost and toll."""
 
     of: Flags
@@ -245,7 +245,7 @@ class _LabelNetwork:
         self.problem = problem
         self._flow = FlowNetwork(problem.ones, problem.zeros, problem.nodes)
 
-    def cut(self, price: float) -> Labels:
+    def cut(self, price: float) -> _Labels:
         """The labels of least `cost + price · toll`. Raises `ValueError` if every labelling is forbidden."""
         problem = self.problem
         labels, bound = self._flow.cut(problem.costs + price * problem.tolls, ONE, ZERO)
@@ -254,13 +254,13 @@ class _LabelNetwork:
         return labels_of(problem, labels)
 
 
-def labels_of(problem: LabelProblem, labels: Flags) -> Labels:
+def labels_of(problem: LabelProblem, labels: Flags) -> _Labels:
     """The labels together with their cost and toll in the problem."""
     paid = problem.paid(labels)
-    return Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
+    return _Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
 
 
-def cheapest_within(problem: LabelProblem, most_toll: float) -> Labels:
+def cheapest_within(problem: LabelProblem, most_toll: float) -> _Labels:
     """The cheapest labels, among the vertices of the lower hull of cost and toll, whose toll is at most `most_toll`.
 
     If no labels have so small a toll, the labels with the smallest toll. The search cuts at the price at which two

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.solver.max_flow import ONE, ZERO, LabelProblem, Labels, _LabelNetwork, cheapest_within, labels_of
+from memopt.solver.max_flow import ONE, ZERO, LabelProblem, _LabelNetwork, _Labels, cheapest_within, labels_of
 
 INFINITE = math.inf
 
@@ -33,7 +33,7 @@ def random_problem(number: int) -> LabelProblem:
     return problem_of(nodes, *pairs)
 
 
-def all_labels(problem: LabelProblem) -> Iterator[Labels]:
+def all_labels(problem: LabelProblem) -> Iterator[_Labels]:
     for choice in itertools.product([False, True], repeat=problem.nodes - 2):
         yield labels_of(problem, np.array([False, True, *choice]))
 
