@@ -61,8 +61,9 @@ class ModelsOnDevice:
         for position, other in enumerate(waiting):
             if other.entry.model is not forward.entry.model:
                 between = [one for one in waiting[position + 1 :] if one.entry.model is not other.entry.model]
-                entries = tuple(weakref.ref(one.entry) for one in between)
-                other.overlaps.add(Overlap(entries, weakref.ref(forward.entry)))
+                other.overlaps.add(
+                    Overlap(tuple(weakref.ref(one.entry) for one in between), weakref.ref(forward.entry))
+                )
 
     def backward_begins(self, forward: Waiting) -> None:
         """Note that the backward of a forward begins: what ran beside it until then, and what is still there."""
