@@ -11,9 +11,9 @@ from torch import fx
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
 from memopt.compat.tracing import boxed, first_runs_as_later_ones
-from memopt.emit.gradients import Accumulation, dropping_unreached, telling
+from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend
-from memopt.emit.partition import Emitted, exchanges_of, partition
+from memopt.emit.partition import Cut, Emitted, exchanges_of, partition
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import RegionSchedule
 
@@ -58,14 +58,11 @@ def emit_region(
         exchanges = exchanges_of(forward.graph, backward.graph)
         return forward, backward
 
-    def as_aten(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return telling(dropping_unreached(boxed(module), joint), accumulation)
-
     with joint.trace.active(), first_runs_as_later_ones():
         if joint.fused:
             emitted = compile_by_backend(joint, cut, accumulation, limit_bytes)
         else:
-            emitted = Emitted(joint.trace.aot.compile(cut, lambda module, _: boxed(module), as_aten))
+            emitted = compile_as_aten(joint, cut, accumulation)
     return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients), exchanges=exchanges)
 
 
@@ -79,3 +76,17 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
         return run(*(value.detach() if at in positions else value for at, value in enumerate(inputs)))
 
     return run_detached
+
+
+def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
+    """The region with its halves as plain ATen operators; `accumulation` is told of a backward that has no memory left.
+
+    It must be called in the context of the region's trace."""
+
+    def forward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return boxed(module)
+
+    def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return telling(withholding(boxed(module), joint), accumulation)
+
+    return Emitted(joint.trace.aot.compile(cut, forward, backward))

@@ -277,7 +277,7 @@ def is_reached(tangents: Collection[int], number: int) -> bool:
     return reached is None or len(reached) != number or any(reached[tangent] for tangent in tangents)
 
 
-def dropping_unreached(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
+def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
     """A compiled backward that returns None for the gradients that come from no output that a backward reaches."""
     partial = joint.partial_gradients
     if not partial:

@@ -21,7 +21,7 @@ from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import can_inline, is_view
 from memopt.emit.footprint import Half, Outputs, footprint
-from memopt.emit.gradients import AccumulateGradient, Accumulation, dropping_unreached, telling
+from memopt.emit.gradients import AccumulateGradient, Accumulation, withholding, telling
 from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
@@ -82,7 +82,7 @@ class _Halves:
         run = compiled if self.limit_bytes is None else _timed_within(compiled, self.limit_bytes)
         if is_backward:
             self.backward = half
-            taking = dropping_unreached(_taking_gradients(run, self.handing), self.joint)
+            taking = withholding(_taking_gradients(run, self.handing), self.joint)
             return _boxed(telling(taking, self.accumulation))
         self.forward = half
         return _boxed(run)

@@ -201,10 +201,14 @@ def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
     before = rows[0]
     for row in rows:
         less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
-        cells = ("", "") if row is before else (size(less), f"{added:+.1%}")
+        cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
         table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
         before = row
     return table
+
+
+def _signed(nbytes: int) -> str:
+    return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
