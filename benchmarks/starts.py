@@ -62,7 +62,7 @@ def measure(layers: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     plan_seconds(1)
     planned = plan_seconds(layers)
-    with mock.patch("memopt.capture.trace.find_runs", return_value=()):
+    with mock.patch("memopt.capture.stamp.find_runs", return_value=()):
         whole = plan_seconds(layers)
     compiled = first_step_seconds(layers)
     seconds = {"plan_s": planned, "whole_s": whole, "aot_eager_s": compiled, "ratio": planned / compiled}

@@ -21,7 +21,7 @@ from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import can_inline, is_view
 from memopt.emit.footprint import Half, Outputs, footprint
-from memopt.emit.gradients import AccumulateGradient, Accumulation, withholding, telling
+from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
 from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph

@@ -12,11 +12,11 @@ import transformers as hf
 from torch import fx, nn
 
 import memopt
-from memopt.capture import trace as tracing
+from memopt.capture import stamp
 from memopt.capture.blocks import find_runs
 from memopt.capture.operators import Operators, to_differentiate
 from memopt.capture.region import RecordedRegion
-from memopt.capture.trace import trace_blocks_once
+from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.dynamo import marked_changing
 from memopt.compat.joint_trace import AotTrace, trace_region
 from tests.capture.recorded import recorded
@@ -201,7 +201,7 @@ def stamped(module: fx.GraphModule, region: RecordedRegion) -> AotTrace:
         return trace_region(module, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracing, "trace_region", trace)
+        patch.setattr(stamp, "trace_region", trace)
         return trace_blocks_once(module, region.inputs, region.written)
 
 
@@ -299,7 +299,7 @@ def test_plans_and_bits_are_those_of_the_whole(allow: set[str], monkeypatch: pyt
         return str(memopt.plan_of(model)), [parameter.grad for parameter in model.parameters()]
 
     once, gradients = step()
-    monkeypatch.setattr(tracing, "find_runs", lambda *_: ())
+    monkeypatch.setattr(stamp, "find_runs", lambda *_: ())
     whole, expected = step()
     assert once == whole
     assert all(map(torch.equal, gradients, expected))

@@ -12,7 +12,7 @@ from torch import nn
 
 import memopt
 from examples.models.families import BY_NAME, causal_batch, loss_of
-from memopt.capture import trace as tracing
+from memopt.capture import stamp
 from memopt.capture.region import RecordedRegion
 from memopt.compat.fakes import FakeTensor
 from memopt.solver import Portfolio
@@ -26,7 +26,7 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the regions that Dynamo hands over, the traces of AOTAutograd, and the solutions, by budget."""
     counts: Counter[str] = Counter()
-    record, trace, solve = RecordedRegion.record.__func__, tracing.trace_region, Portfolio.solve
+    record, trace, solve = RecordedRegion.record.__func__, stamp.trace_region, Portfolio.solve
 
     def counted_record(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
         counts["captures"] += 1
@@ -41,7 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return solve(self, budget_bytes, *args, **kwargs)
 
     monkeypatch.setattr(RecordedRegion, "record", classmethod(counted_record))
-    monkeypatch.setattr(tracing, "trace_region", counted_trace)
+    monkeypatch.setattr(stamp, "trace_region", counted_trace)
     monkeypatch.setattr(Portfolio, "solve", counted_solve)
     return counts
 

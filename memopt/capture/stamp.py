@@ -1,0 +1,55 @@
+"""The joint graph of a module with runs of equal blocks, traced with five blocks of each run; the others are copies.
+
+The module is traced without the missing blocks and with all inputs, so that AOTAutograd's facts about inputs and
+outputs are those of the whole. Where the blocks that it was traced with do not prove what the missing ones are, the
+whole is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from memopt.capture.blocks import TEMPLATE, Run, find_runs
+from memopt.capture.copies import with_copies
+from memopt.capture.operators import constants_as_attributes, mark_operators, traced_from
+from memopt.capture.standing import standing_blocks
+from memopt.compat.joint_trace import AotTrace, trace_region
+
+
+def trace_blocks_once(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int]) -> AotTrace:
+    """As `trace_region`, which traces the whole; `written` are the numbers of the inputs that the module writes to."""
+    inlined = not [*module.parameters(), *module.buffers()]
+    runs = find_runs(module, inputs, written) if inlined else ()
+    if not runs:
+        return trace_region(module, inputs)
+    traced = trace_region(_without_missing(module, runs), inputs)
+    if traced.module is not None:
+        standing = standing_blocks(traced.module, traced.forward_outputs, module, runs)
+        if standing is not None:
+            marked = any(map(traced_from, module.graph.nodes))
+            return replace(traced, module=with_copies(standing, marked=marked))
+    return trace_region(module, inputs)
+
+
+def _without_missing(module: fx.GraphModule, runs: Sequence[Run]) -> fx.GraphModule:
+    """A copy of a module without the missing blocks: what reads the last one of them reads the template instead."""
+    instead = {
+        node: run.blocks[TEMPLATE][place]
+        for run in runs
+        for number in run.missing
+        for place, node in enumerate(run.blocks[number])
+    }
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node not in instead:
+            copies[node] = graph.node_copy(node, lambda source: copies[instead.get(source, source)])
+            copies[node].meta = dict(node.meta)
+    mark_operators(graph)
+    reduced = fx.GraphModule(module, graph, type(module).__name__)
+    reduced.meta.update(module.meta)
+    return constants_as_attributes(reduced)
