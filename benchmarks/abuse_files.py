@@ -15,9 +15,9 @@ import torch
 
 import memopt
 from benchmarks.abuse_trial import BAD, Batch, Row, equal, make_batch, make_model
+from memopt.disk_cache import DIGEST, opened, sealed
 from memopt.planning import plan_cache
 from memopt.run.session import session_of
-from memopt.saved_values import DIGEST, opened, sealed
 from memopt.solver import simulate
 
 Path_ = tuple[Any, ...]

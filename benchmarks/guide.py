@@ -27,7 +27,7 @@ from benchmarks.real_models import integers
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS
-from memopt.optimizers.low_rank import with_low_rank
+from memopt.planning.advice import with_low_rank
 from memopt.planning.options import check_options
 from memopt.run.session import Session
 

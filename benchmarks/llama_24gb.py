@@ -28,7 +28,7 @@ from benchmarks.real_models import integers
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import BudgetError
 from memopt.levers import DEFAULT_LEVERS
-from memopt.optimizers.low_rank import RANK, with_low_rank
+from memopt.planning.advice import RANK, with_low_rank
 
 RESULT = Path(__file__).parent / "results" / "llama_24gb.json"
 CARD, CARD_GB, LENGTH = "rtx-4090", 24, 2048

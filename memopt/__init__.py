@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         UnplannedGradientError as UnplannedGradientError,
     )
     from memopt.levers import DEFAULT_LEVERS as DEFAULT_LEVERS, LEVERS as LEVERS
-    from memopt.memory_error import StepMemoryError as StepMemoryError
+    from memopt.run.safety_net import StepMemoryError as StepMemoryError
     from memopt.meter import measure_peak as measure_peak
     from memopt.planning.frontier import Frontier as Frontier
     from memopt.planning.plan import Plan as Plan

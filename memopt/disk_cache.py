@@ -1,16 +1,25 @@
-"""The cache folder on disk, and files that several processes may read and write at once."""
+"""The cache folder on disk, files that several processes may read and write at once, and the values in them: frozen
+dataclasses as JSON and back, checked as data, under a digest of the whole."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
+import sys
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType, NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _PART = ".part"
 _PART_SECONDS = 600
@@ -87,3 +96,121 @@ def warn_not_kept(what: str, reason: str) -> None:
         f"{what} are not kept on disk ({reason}); name a folder that can be written to in MEMOPT_CACHE_DIR",
         stacklevel=3,
     )
+
+
+LIVE: Mapping[str, bool] = MappingProxyType({"live": True})
+"""Metadata of a field that is only there in the process that made the value, and is not saved."""
+DIGEST = "digest"
+_LARGEST = int(sys.float_info.max)
+
+ValueT = TypeVar("ValueT")
+
+
+def as_json(value: DataclassInstance) -> dict[str, Any]:
+    """The fields of a frozen value that are not `LIVE`, as JSON has them."""
+    return {field.name: _plain(getattr(value, field.name)) for field in _saved(type(value))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return as_json(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with their digest, by which `opened` recognises a file that was changed or cut off."""
+    return {**values, DIGEST: _digest(values)}
+
+
+def opened(values: Any) -> dict[str, Any]:
+    """The values that `sealed` was given. Raises `ValueError` where they are others, or have no digest."""
+    if not isinstance(values, dict):
+        raise ValueError(f"a table of names and values is expected, not {type(values).__name__}")
+    own = {name: value for name, value in values.items() if name != DIGEST}
+    if values.get(DIGEST) != _digest(own):
+        raise ValueError("the contents do not match their digest: the file was changed after it was written")
+    return own
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def value_from(kind: type[ValueT], value: Any) -> ValueT:
+    """`value`, which came from JSON, as a value of the type `kind`: a dataclass whose fields are numbers, texts,
+    dataclasses, and tuples, mappings or literals of these.
+
+    Types are taken strictly: True is no number, and a number is finite. Fields that a dataclass has a default for may
+    be missing. Raises `ValueError` that names the place of the first value of another type.
+    """
+    result: ValueT = _read(kind, value, kind.__name__)
+    return result
+
+
+def _read(kind: Any, value: Any, place: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _dataclass(kind, value, place)
+    if origin is tuple:
+        return _tuple(inner, value, place)
+    if NoneType in inner:
+        (only,) = (one for one in inner if one is not NoneType)
+        return None if value is None else _read(only, value, place)
+    if origin is Literal:
+        fits = isinstance(value, str) and value in inner
+    elif origin is not None and issubclass(origin, Mapping):
+        _check(isinstance(value, dict), kind, value, place)
+        return {name: _read(inner[1], item, f"{place}[{name!r}]") for name, item in value.items()}
+    elif kind in (int, float):
+        whole = type(value) is int and abs(value) <= _LARGEST
+        fits = whole or (kind is float and type(value) is float and abs(value) <= _LARGEST)
+    else:
+        fits = type(value) is kind and (kind is not str or _is_text(value))
+    _check(fits, kind, value, place)
+    return value
+
+
+def _check(fits: bool, kind: Any, value: Any, place: str) -> None:
+    if not fits:
+        raise ValueError(f"{place} must be {getattr(kind, '__name__', kind)}, not {str(value)[:40]!r}")
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be printed; half of a surrogate pair, which JSON can hold, cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _dataclass(kind: type[DataclassInstance], value: Any, place: str) -> Any:
+    _check(isinstance(value, dict), kind, value, place)
+    kinds = _types(kind)
+    known = {field.name: field for field in _saved(kind)}
+    if unknown := sorted(map(str, value.keys() - known.keys())):
+        raise ValueError(f"{place} has no field {unknown[0][:40]!r}")
+    required = (name for name, field in known.items() if field.default is field.default_factory is MISSING)
+    if missing := [name for name in required if name not in value]:
+        raise ValueError(f"{place}.{missing[0]} is missing")
+    return kind(**{name: _read(kinds[name], item, f"{place}.{name}") for name, item in value.items()})
+
+
+def _tuple(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
+    _check(isinstance(value, list), tuple, value, place)
+    if inner[-1] is Ellipsis:
+        return tuple(_read(inner[0], item, f"{place}[{number}]") for number, item in enumerate(value))
+    if len(inner) != len(value):
+        raise ValueError(f"{place} must have {len(inner)} items, not {len(value)}")
+    return tuple(
+        _read(one, item, f"{place}[{number}]") for number, (one, item) in enumerate(zip(inner, value, strict=True))
+    )
+
+
+@lru_cache(maxsize=64)
+def _types(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, with texts resolved."""
+    return get_type_hints(kind)
+
+
+def _saved(kind: type[DataclassInstance]) -> list[Field[Any]]:
+    """The fields of a dataclass that files have."""
+    return [field for field in fields(kind) if not field.metadata.get("live")]

@@ -166,7 +166,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Values:
+class _Values:
     """Tensors before they may be written to, by which those that were written to get their values again. They are not
     kept alive: the forward may replace what a module remembers, and the old tensor may be a view of a large one.
 
@@ -178,9 +178,9 @@ class Values:
     """Each with its version, and a copy if there is one."""
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Values:
+    def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> _Values:
         """The present versions of tensors, each given with a copy of its values, or None where it has none."""
-        return cls(tuple((weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors))
+        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors]))
 
     def copies(self) -> dict[int, torch.Tensor]:
         """The copies, by the `id`s of those of these tensors that are there."""
@@ -221,7 +221,7 @@ class ForwardState:
     model: nn.Module
     device: torch.device
     attributes: Attributes
-    values: Values
+    values: _Values
     """The values of buffers, of other tensors that are attributes of modules, and of inputs."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
@@ -235,7 +235,7 @@ class ForwardState:
             if _has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else _set_aside(tensor)))
         device = next(model.parameters()).device
-        return cls(model, device, attributes, Values.of(found), generator_states(device), histories_state(model))
+        return cls(model, device, attributes, _Values.of(found), generator_states(device), histories_state(model))
 
     def can_be_undone(self) -> bool:
         """Whether all of these tensors that were written to since then have copies."""
@@ -258,7 +258,7 @@ class CallState:
     model: weakref.ref[nn.Module]
     device: torch.device
     generators: tuple[Any, ...]
-    values: Values
+    values: _Values
     _alive: ClassVar[weakref.WeakSet[CallState]] = weakref.WeakSet()
 
     @classmethod
@@ -268,14 +268,14 @@ class CallState:
         found = [(one, _set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
-        state = cls(weakref.ref(model), device, generator_states(device), Values.of(found))
+        state = cls(weakref.ref(model), device, generator_states(device), _Values.of(found))
         cls._alive.add(state)
         return state
 
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
         """The copies on a device, other than the CPU, of what can be undone now in `model`."""
-        states = [state for state in cls._alive if state.model() is model and not device_of(state.device).is_host]
+        states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
@@ -317,7 +317,7 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
     """A block after which plain tensors that were written to in it have their values again, and their numbers are added
     to `written`. Copies are kept in host memory meanwhile."""
     numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
-    before = Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
+    before = _Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
     try:
         yield
     finally:

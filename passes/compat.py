@@ -8,9 +8,9 @@ A module declares the private names that it uses in `PRIVATE_NAMES`, which `memo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -50,6 +50,10 @@ def private(
     return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
 
 
+Replacement: TypeAlias = tuple[Any, Any, Any]
+"""An object and the name of an attribute, or a dictionary and a key, and the value that takes the place of its own."""
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """A context in which an attribute of an object has another value. Afterwards it has the one that it had before."""
@@ -59,6 +63,28 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def replaced_all(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """As `replaced`, for attributes of several objects and items of dictionaries."""
+    before = [
+        (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
+        for owner, name, _ in replacements
+    ]
+    _set_all(replacements)
+    try:
+        yield
+    finally:
+        _set_all(before)
+
+
+def _set_all(replacements: Sequence[Replacement]) -> None:
+    for owner, name, value in replacements:
+        if isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
 
 
 PRIVATE_NAMES = (

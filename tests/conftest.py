@@ -64,7 +64,7 @@ def nothing_elsewhere() -> Iterator[None]:
     of a plan would depend on them. The tests of what lies elsewhere count it again (`tests.elsewhere`)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memopt.account.elsewhere.look", lambda *_, **__: Found())
-        patch.setattr("memopt.run.ledger.Ledger.company", lambda *_: [])
+        patch.setattr("memopt.run.ledger.Ledger.others_training", lambda *_: [])
         yield
 
 

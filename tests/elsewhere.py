@@ -9,7 +9,7 @@ import pytest
 from memopt.account import elsewhere
 from memopt.run.ledger import Ledger
 
-look, company = elsewhere.look, Ledger.company
+look, company = elsewhere.look, Ledger.others_training
 """The functions themselves, imported before the suite's set-up replaces them."""
 
 
@@ -19,5 +19,5 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     gc.freeze()
     monkeypatch.setattr(elsewhere, "look", look)
-    monkeypatch.setattr(Ledger, "company", company)
+    monkeypatch.setattr(Ledger, "others_training", company)
     monkeypatch.setattr(Ledger, "_by_device", {})

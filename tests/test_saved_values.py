@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from memopt.saved_values import LIVE, as_json, opened, sealed, value_from
+from memopt.disk_cache import LIVE, as_json, opened, sealed, value_from
 
 
 @dataclass(frozen=True)

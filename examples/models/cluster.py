@@ -81,7 +81,6 @@ class CardStep:
         joined = self.priced.problem
         schedule = recipe(joined.problem, name)
         step = cluster_step(joined, schedule, self.priced, self.account)
-        assert step is not None
         there = on_card(joined, schedule, self.account)
         return CardFigures(breakdown(joined.problem, schedule, there), there, step)
 

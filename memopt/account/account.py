@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from memopt.account.card_state import CardState
-from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
+from memopt.account.optimizer_trial import LiveOptimizer
 from memopt.compat.tensors import has_no_storage, is_replicated, shard_of, storage_key, with_memory
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
@@ -187,4 +187,4 @@ def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int
             sizes[id(tensor)] = tensor.nbytes
         else:
             sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values())
+    return sum([-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values()])

@@ -12,8 +12,7 @@ from torch import nn
 
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.account.card_state import CardState, HeldSegment, Kind, merged
-from memopt.account.live_optimizer import steps_any
-from memopt.account.optimizer_trial import state_tensors
+from memopt.account.optimizer_trial import state_tensors, steps_any
 from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
 from memopt.meter import blocks_of, live_objects

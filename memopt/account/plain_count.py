@@ -12,9 +12,9 @@ from torch import nn
 
 from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead
 from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
-from memopt.capture.rehearsal import without_gradients
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.host import is_on_host, reads_raise, same_memory

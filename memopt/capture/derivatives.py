@@ -10,14 +10,16 @@ import torch
 from torch import fx
 
 from memopt.capture.dynamo import GraphBreak
-from memopt.compat.derivatives import (
+from memopt.compat.operators import (
+    HigherOrderOperator,
     begins_transform,
     custom_function,
+    is_checkpoint,
     is_custom_function,
     requiring_grad,
+    sets_grad_mode,
     takes_derivative,
 )
-from memopt.compat.operators import HigherOrderOperator, is_checkpoint, sets_grad_mode
 
 
 def takes_derivatives(graph_module: fx.GraphModule) -> bool:

@@ -188,14 +188,12 @@ def compile_call(
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
-            requires_grad = keeping_requires_grad() if whole else nullcontext()
-            unmarked = without_propagated_marks(tensors_in((args, kwargs)))
             with ExitStack() as stack:
                 for enter in (_capturing, capture_settings, sizes.noting):
                     stack.enter_context(enter())
-                stack.enter_context(unmarked)
+                stack.enter_context(without_propagated_marks(tensors_in((args, kwargs))))
                 stack.enter_context(getattr(call, "around", nullcontext)())
-                stack.enter_context(requires_grad)
+                stack.enter_context(keeping_requires_grad() if whole else nullcontext())
                 stack.enter_context(eager_mask_branches(args, kwargs))
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:

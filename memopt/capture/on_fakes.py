@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.capture.dry_run import DryRun, as_run_later, record_dry_run
 from memopt.capture.dynamo import GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
 from memopt.compat.host import HOST
@@ -137,21 +137,21 @@ def _capture_regions(
     """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code."""
     args, kwargs = call
     cpu = HOST  # fakes draw from no generator of another device
-    rehearsal: Rehearsal
+    dry_run: DryRun
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with rehearsal.between.planned():
+        with dry_run.between.planned():
             region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
-        return lambda *values: rehearsal.run(region, values)
+        return lambda *values: dry_run.run(region, values)
 
     parts = compile_call(forward, record_part, whole=False)
 
     def capture() -> CapturedCall:
-        nonlocal rehearsal
-        rehearsal = Rehearsal(ids)
+        nonlocal dry_run
+        dry_run = DryRun(ids)
         attributes, generators = Attributes(model), generator_states(cpu)
         try:
-            return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+            return record_dry_run(lambda: parts(*args, **kwargs), dry_run, model, reason, mode)
         finally:
             attributes.restore()
             set_generators(generators, cpu)

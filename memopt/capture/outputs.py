@@ -100,7 +100,7 @@ class _Awaited(Protocol):
         """Called when the forward's saved values are no longer needed."""
 
 
-class Replays(Protocol):
+class _Replays(Protocol):
     """A second forward of a region, which gives the gradients of outputs that the region does not differentiate."""
 
     @property
@@ -115,7 +115,7 @@ class Replays(Protocol):
 
 
 def hand_out(
-    outputs: Sequence[Any], forward: _Awaited, replay: Replays | None = None, others: Collection[int] = ()
+    outputs: Sequence[Any], forward: _Awaited, replay: _Replays | None = None, others: Collection[int] = ()
 ) -> tuple[Any, ...]:
     """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
@@ -128,14 +128,14 @@ def hand_out(
     ]
     if handled:
         hand_out_all: Any = _HandOut.apply
-        values = hand_out_all(forward, replay, *(outputs[position] for position in handled))
+        values = hand_out_all(forward, replay, *[outputs[position] for position in handled])
         for position, value in zip(handled, values, strict=True):
             handed[position] = value
     if replay is not None:
         beside: Any = _Replayed.apply
         positions = sorted(others)
         leaves = replay.leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
-        values = beside(replay, positions, *(outputs[position] for position in positions), *leaves)
+        values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
         for position, value in zip(positions, values, strict=True):
             handed[position] = value
     return tuple(handed)
@@ -145,11 +145,11 @@ class _HandOut(torch.autograd.Function):
     """The identity between a region's outputs and the caller's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, forward: _Awaited, replay: Replays | None, *values: torch.Tensor) -> Any:
+    def forward(ctx: Any, forward: _Awaited, replay: _Replays | None, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.replay = forward, replay
         # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
-        return tuple(value.detach() for value in values)
+        return tuple([value.detach() for value in values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -171,10 +171,10 @@ class _Replayed(torch.autograd.Function):
     both comes to this one first."""
 
     @staticmethod
-    def forward(ctx: Any, replay: Replays, positions: Sequence[int], *values: torch.Tensor) -> Any:
+    def forward(ctx: Any, replay: _Replays, positions: Sequence[int], *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.positions, ctx.others = replay, positions, len(values) - len(positions)
-        return tuple(value.detach() for value in values[: len(positions)])
+        return tuple([value.detach() for value in values[: len(positions)]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -15,11 +15,11 @@ from torch import fx, nn
 from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
+from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
-from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
@@ -46,12 +46,12 @@ class RecordedRegion:
     """Number of an input that is a trainable parameter → `id` of the model's parameter when the region was recorded."""
     undifferentiated: frozenset[int]
     """Positions, among the outputs of the model's call, of those that require gradients in the plain model and are
-    detached or withheld here."""
+    detached or deferred here."""
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
-    withheld: Withheld | None = None
+    deferred: DeferredOutputs | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
     plain: fx.GraphModule | None = field(default=None, repr=False)
-    """The graph with all outputs, differentiable as in the plain model; None where no output is detached or withheld,
+    """The graph with all outputs, differentiable as in the plain model; None where no output is detached or deferred,
     and where a second run of it would exchange values with other ranks."""
     narrowed: torch.dtype | None = None
     """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
@@ -78,7 +78,7 @@ class RecordedRegion:
 
         Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of
         `requires_grad_` are replaced, and unless `differentiate_all`, all outputs but the loss are detached, and large
-        ones withheld.
+        ones deferred.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. With `narrowed`, the dtype that a lever casts an fp32 model to, what
@@ -93,12 +93,12 @@ class RecordedRegion:
         undifferentiated = frozenset() if differentiate_all else detach_all_but_loss(graph_module)
         # A second forward would exchange values once more, and other ranks may not look at their outputs.
         spread = check_shards(graph_module, inputs)
-        withheld = None if spread or takes_derivatives(graph_module) else withhold(graph_module, undifferentiated)
+        deferred = None if spread or takes_derivatives(graph_module) else defer_outputs(graph_module, undifferentiated)
         plain = recorded if undifferentiated and not spread else None
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, plain, narrowed, to_require_grad)
+        return cls(graph_module, ids, undifferentiated, tracing_again(), deferred, plain, narrowed, to_require_grad)
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -115,7 +115,7 @@ class RecordedRegion:
         """Whether its code takes derivatives itself, which its backward differentiates again."""
         return takes_derivatives(self.graph_module)
 
-    @property
+    @cached_property
     def differentiable(self) -> bool:
         """Whether any of its outputs requires a gradient."""
         (results,) = self.graph_module.graph.output_node().args
@@ -134,7 +134,7 @@ class RecordedRegion:
         values that outputs are computed from on demand, which may have any."""
         (results,) = self.graph_module.graph.output_node().args
         examples = list(map(example_of, results))  # type: ignore[arg-type]
-        returned = len(examples if self.withheld is None else self.withheld.returned)
+        returned = len(examples if self.deferred is None else self.deferred.returned)
         return tuple(
             self.plain_dtype(example.dtype) if number < returned and example is not None else None
             for number, example in enumerate(examples)
@@ -353,9 +353,9 @@ class CapturedCall:
     def notes(self) -> tuple[str, ...]:
         """Notes on the capture for the plan."""
         if self.whole:
-            withheld = self.runs[0].region.withheld
+            deferred = self.runs[0].region.deferred
             later = "of outputs beside the loss are computed when they are first looked at, and not held before"
-            return () if withheld is None else (f"{size(withheld.bytes)} {later}",)
+            return () if deferred is None else (f"{size(deferred.bytes)} {later}",)
         captured = f"captured in {len(self.runs)} regions"
         changing = sum(run.most != run.sizes or run.most != () for run in self.runs)
         if changing:

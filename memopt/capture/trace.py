@@ -176,9 +176,9 @@ def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> fr
     """The results that a second forward can replace: none where inductor draws other random numbers than the plain
     forward does."""
     draws = any(is_random(node) or "inductor_seed" in str(node.target) for node in joint.graph.nodes)
-    if region.withheld is None or (backend == INDUCTOR and draws):
+    if region.deferred is None or (backend == INDUCTOR and draws):
         return frozenset()
-    return region.withheld.released
+    return region.deferred.released
 
 
 def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[RegionRun, ...]:

@@ -150,7 +150,7 @@ def _checked_step(
             for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
                 _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
-            elsewhere = calls.share.about(call)
+            elsewhere = calls.share.latest_elsewhere(call)
             measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call, elsewhere)
         finally:
             start.restore()

@@ -40,7 +40,7 @@ def _failure(error: Exception) -> tuple[int, str]:
     if isinstance(error, BudgetError):
         return DOES_NOT_FIT, str(error)
     if isinstance(error, CaptureError):
-        from memopt.capture.rehearsal import RUN_UNPLANNED
+        from memopt.capture.dry_run import RUN_UNPLANNED
 
         return FAILED, str(error).replace(RUN_UNPLANNED, "change the model there, or what --shape says of its inputs")
     if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)) and _raised_by_memopt(error):

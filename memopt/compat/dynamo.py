@@ -19,16 +19,10 @@ import torch
 from torch import fx
 
 from memopt.compat.check import check
-from memopt.compat.dynamo_rules import (
-    backwards_left,
-    calls_captured,
-    grad_modes_written,
-    outputs_without_gradients,
-    scaled_operators_kept,
-)
+from memopt.compat.dynamo_rules import replacements
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.tensors import is_wrapper
-from passes.compat import private, replaced
+from passes.compat import private, replaced, replaced_all
 
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
@@ -46,7 +40,6 @@ PRIVATE_NAMES = (
     *private("torch._dynamo", "maybe_mark_dynamic"),
     *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list reset_code"),
     *private("torch._guards", "TracingContext.get tracing"),
-    *private("torch._dynamo.variables.torch", "tracing_state_functions", call=""),
     *private("torch._dynamo.pgo", "_CODE_STATE CodeState"),
     *private("torch.compiler", "_is_exporting_flag"),
 )
@@ -115,53 +108,8 @@ def capture_settings() -> ExitStack:
     stack.enter_context(
         functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
-    stack.enter_context(_settings_not_logged())
-    stack.enter_context(_not_exporting())
-    stack.enter_context(scaled_operators_kept())
-    stack.enter_context(calls_captured())
-    stack.enter_context(backwards_left())
-    stack.enter_context(grad_modes_written())
-    stack.enter_context(outputs_without_gradients())
-    stack.enter_context(broadcast_masks())
+    stack.enter_context(replaced_all([*replacements(), broadcast_masks()]))
     return stack
-
-
-@contextmanager
-def _settings_not_logged() -> Iterator[None]:
-    """Context in which Dynamo's record of a compilation leaves out its settings where it cannot write them.
-
-    Torch 2.11 writes them as JSON, functions too, and prints a traceback for each compilation where there is one.
-    """
-    from torch._dynamo import utils
-
-    written: Any = getattr(utils, "_get_dynamo_config_for_logging", dict)
-    try:
-        written()
-    except TypeError:
-        utils._get_dynamo_config_for_logging = lambda: None
-    try:
-        yield
-    finally:
-        if written is not dict:
-            utils._get_dynamo_config_for_logging = written
-
-
-@contextmanager
-def _not_exporting() -> Iterator[None]:
-    """Context in which `torch.compiler.is_exporting()` is false in what Dynamo traces, as it is from torch 2.13 on.
-
-    Before that it is true under `torch.compile` too, and transformers then builds a causal mask that its eager model
-    does without: attention with a mask, above all with shared keys, rounds its gradients in another way.
-    """
-    from torch._dynamo.variables.torch import tracing_state_functions
-
-    answers: Any = tracing_state_functions()
-    before = answers[torch.compiler.is_exporting]
-    answers[torch.compiler.is_exporting] = False
-    try:
-        yield
-    finally:
-        answers[torch.compiler.is_exporting] = before
 
 
 def is_exporting() -> bool:

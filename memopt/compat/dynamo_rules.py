@@ -6,13 +6,14 @@ torch._dynamo takes more than a second to import, so functions import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
 
-from passes.compat import private, replaced
+from passes.compat import Replacement, private
 
 PRIVATE_NAMES = (
     *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),
@@ -25,7 +26,9 @@ PRIVATE_NAMES = (
     *private("torch._dynamo.variables.ctx_manager", "GradModeVariable._call_func", call="self, tx, values"),
     *private("torch._C", "_set_grad_enabled"),
     *private("torch._dynamo.variables.tensor", "TensorVariable.tp_methods", needed=False, since=(2, 15)),
-    *private("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable._get_handlers", call=""),
+    *private(
+        "torch._dynamo.variables.torch", "tracing_state_functions TorchInGraphFunctionVariable._get_handlers", call=""
+    ),
     *private(
         "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
     ),
@@ -40,57 +43,65 @@ PRIVATE_NAMES = (
 )
 
 
-@contextmanager
-def scaled_operators_kept() -> Iterator[None]:
-    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a
-    number as `alpha`, as one operator.
+def replacements() -> list[Replacement]:
+    """What takes the place of Dynamo's own functions while models are captured and run.
 
-    By itself it replaces them by several operators, which round in another way, so that the number may be a tensor;
+    Torch 2.15 reads methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the
+    class.
+    """
+    import torch._dynamo.config as dynamo_config
+    from torch._dynamo import _trace_wrapped_higher_order_op, utils
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.ctx_manager import GradModeVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+
+    operators: Any = TorchInGraphFunctionVariable
+    modes: Any = GradModeVariable
+    handlers: Any = operators._get_handlers()
+    answers: Any = tracing_state_functions()
+    found: list[Replacement] = [
+        (operators, "call_function", _call_function(operators.call_function)),
+        (modes, "_call_func", _written_grad_mode(modes._call_func)),
+        (handlers, torch.addcdiv, _kept_as_one(handlers[torch.addcdiv])),
+        # Before torch 2.13 it is true under `torch.compile` too, and transformers then builds a causal mask that its
+        # eager model does without: attention with a mask, above all with shared keys, rounds its gradients otherwise.
+        (answers, torch.compiler.is_exporting, False),
+    ]
+    if (logged := getattr(utils, _SETTINGS, None)) is not None:
+        found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
+    if hasattr(_trace_wrapped_higher_order_op, _REWRITTEN):
+        found.append((_trace_wrapped_higher_order_op, _REWRITTEN, _with_contiguous_gradients))
+    methods: Any = TensorVariable
+    table: dict[str, Any] = getattr(methods, "tp_methods", {})
+    changes = dict.fromkeys(("add_", "addcdiv_", "addcmul_"), _kept_as_one) | {"requires_grad_": _requires_grad_}
+    if hasattr(dynamo_config, "trace_autograd_ops"):
+        changes["backward"] = _left_out
+    for name, change in changes.items():
+        if (own := getattr(methods, f"method_{name}", None)) is not None:
+            found.append((methods, f"method_{name}", change(own)))
+            if name in table:
+                found.append((table, name, type(table[name])(change(own))))
+    return found
+
+
+_SETTINGS, _REWRITTEN = "_get_dynamo_config_for_logging", "autograd_function_backward_rewritten"
+
+
+@cache
+def _kept_as_one(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a number as `alpha`, as one
+    operator.
+
+    Dynamo by itself replaces them by several operators, which round in another way, so that the number may be a tensor;
     `add_` only in torch 2.11.
     """
     from torch._dynamo.variables import TensorVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    def kept(own: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            is_tensor = any(isinstance(kwargs.get(name), TensorVariable) for name in ("value", "alpha"))
-            return own(self, tx, *args, **kwargs) if is_tensor else None
+    def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        is_tensor = any(isinstance(kwargs.get(name), TensorVariable) for name in ("value", "alpha"))
+        return own(self, tx, *args, **kwargs) if is_tensor else None
 
-        return traced
-
-    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
-    handler = handlers[torch.addcdiv]
-    handlers[torch.addcdiv] = kept(handler)
-    try:
-        with _tensor_methods(kept, "add_", "addcdiv_", "addcmul_"):
-            yield
-    finally:
-        handlers[torch.addcdiv] = handler
-
-
-@contextmanager
-def _tensor_methods(changed: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> Iterator[None]:
-    """Context in which Dynamo traces these methods of tensors by what `changed` makes of its own functions for them.
-
-    Torch 2.15 reads them from a table that holds the functions; torch 2.13 looks them up by name in the class.
-    """
-    from torch._dynamo.variables import TensorVariable
-
-    owner: Any = TensorVariable
-    methods = {name: own for name in names if (own := getattr(owner, f"method_{name}", None)) is not None}
-    table: dict[str, Any] = getattr(owner, "tp_methods", {})
-    entries = {name: table[name] for name in methods if name in table}
-    for name, own in methods.items():
-        function = changed(own)
-        setattr(owner, f"method_{name}", function)
-        if name in entries:
-            table[name] = type(entries[name])(function)
-    try:
-        yield
-    finally:
-        for name, own in methods.items():
-            setattr(owner, f"method_{name}", own)
-        table.update(entries)
+    return traced
 
 
 _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
@@ -98,34 +109,37 @@ _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", defau
 
 @contextmanager
 def keeping_requires_grad() -> Iterator[None]:
-    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value, or of a tensor that the call is
-    given, into the graph, as a node that nothing reads, and traces on with a value that requires a gradient.
+    """Context, within `capture_settings`, in which Dynamo writes `value.requires_grad_()` of an intermediate value, or
+    of a tensor that the call is given, into the graph, as a node that nothing reads, and traces on with a value that
+    requires a gradient.
 
     Dynamo by itself breaks the graph there: an input would change, and AOTAutograd would lose the gradient of an
     intermediate value where the region returns it. Whoever captures in this context replaces the node, has the input
     require a gradient before the region runs, and refuses a region that returns such an intermediate value.
     """
-
-    def changed(own: Callable[..., Any]) -> Callable[..., Any]:
-        def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-            value = self.as_proxy().node.meta["example_value"]
-            wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
-            traced = _keeps_requires_grad.get() and wanted and not value.requires_grad
-            if not traced or (self.source and not _is_given(self.as_proxy().node, tx)):
-                return own(self, tx, requires_grad)
-            tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
-            value.requires_grad_()
-            self.requires_grad = True
-            return self
-
-        return method_requires_grad_
-
     token = _keeps_requires_grad.set(True)
     try:
-        with _tensor_methods(changed, "requires_grad_"):
-            yield
+        yield
     finally:
         _keeps_requires_grad.reset(token)
+
+
+@cache
+def _requires_grad_(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Traces `requires_grad_()` as `keeping_requires_grad` says, in its context."""
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        value = self.as_proxy().node.meta["example_value"]
+        wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+        traced = _keeps_requires_grad.get() and wanted and not value.requires_grad
+        if not traced or (self.source and not _is_given(self.as_proxy().node, tx)):
+            return own(self, tx, requires_grad)
+        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+        value.requires_grad_()
+        self.requires_grad = True
+        return self
+
+    return method_requires_grad_
 
 
 def _is_given(node: Any, tx: Any) -> bool:
@@ -134,19 +148,15 @@ def _is_given(node: Any, tx: Any) -> bool:
     return is_input and not isinstance(node.meta["example_value"], torch.nn.Parameter)
 
 
-@contextmanager
-def calls_captured() -> Iterator[None]:
-    """Context in which Dynamo traces `op(…, out=part)`, with a part of a tensor that is not contiguous, as
-    `part.copy_(op(…))`, which writes the same numbers, and `zeros(…, requires_grad=True)` as
-    `zeros(…).requires_grad_()`, in the context of `keeping_requires_grad`.
+@cache
+def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Traces `op(…, out=part)`, with a part of a tensor that is not contiguous, as `part.copy_(op(…))`, which writes
+    the same numbers, and `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()`, in the context of
+    `keeping_requires_grad`.
 
     Where eager mode would resize or refuse, for a part of another shape or dtype or for gradients, it is left to
     Dynamo, which breaks the graph.
     """
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-    owner: Any = TorchInGraphFunctionVariable
-    own = owner.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch.autograd.grad and 3 < len(args) <= 5:  # Dynamo looks for these by name
@@ -162,8 +172,7 @@ def calls_captured() -> Iterator[None]:
             return own(self, tx, args, kwargs)
         return part.call_method(tx, "copy_", [result], {})
 
-    with replaced(owner, "call_function", call_function):
-        yield
+    return call_function
 
 
 def _is_true(value: Any) -> bool:
@@ -171,14 +180,10 @@ def _is_true(value: Any) -> bool:
     return value is not None and value.is_python_constant() and value.as_python_constant() is True
 
 
-@contextmanager
-def grad_modes_written() -> Iterator[None]:
-    """Context in which Dynamo writes each change of the grad mode within an `autograd.Function` into the graph, also
-    where the mode is that already. A backward is traced without gradients, and `no_grad` in it would leave no trace."""
-    from torch._dynamo.variables.ctx_manager import GradModeVariable
-
-    owner: Any = GradModeVariable
-    own = owner._call_func
+@cache
+def _written_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes each change of the grad mode within an `autograd.Function` into the graph, also where the mode is that
+    already. A backward is traced without gradients, and `no_grad` in it would leave no trace."""
 
     def _call_func(self: Any, tx: Any, values: Any) -> None:
         within = getattr(tx.output.current_tracer, "source_target", None)
@@ -187,26 +192,20 @@ def grad_modes_written() -> Iterator[None]:
         else:
             own(self, tx, values)
 
-    with replaced(owner, "_call_func", _call_func):
-        yield
+    return _call_func
 
 
-@contextmanager
-def backwards_left() -> Iterator[None]:
-    """Context in which Dynamo breaks the graph at `backward()` within a forward, which would write to `.grad`, also
-    where it traces derivatives."""
+@cache
+def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Breaks the graph at `backward()` within a forward, which would write to `.grad`, also where Dynamo traces
+    derivatives."""
     import torch._dynamo.config as dynamo_config
 
-    def broken(own: Callable[..., Any]) -> Callable[..., Any]:
-        def method_backward(*args: Any, **kwargs: Any) -> Any:
-            with dynamo_config.patch(trace_autograd_ops=False):
-                return own(*args, **kwargs)
+    def method_backward(*args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(trace_autograd_ops=False):
+            return own(*args, **kwargs)
 
-        return method_backward
-
-    traced = hasattr(dynamo_config, "trace_autograd_ops")
-    with _tensor_methods(broken, "backward") if traced else nullcontext():
-        yield
+    return method_backward
 
 
 def _is_strided(part: Any) -> bool:
@@ -230,18 +229,23 @@ def _value(tensor: Any) -> torch.Tensor:
     return value
 
 
-_NAME = "autograd_function_backward_rewritten"
+@cache
+def _where_it_can_be_written(own: Callable[[], Any]) -> Callable[[], Any]:
+    """Dynamo's settings for its record of a compilation; None where it cannot write them. Torch 2.11 writes them as
+    JSON, functions too, and prints a traceback for each compilation where there is one."""
 
+    def settings() -> Any:
+        try:
+            return own()
+        except TypeError:
+            return None
 
-def outputs_without_gradients() -> AbstractContextManager[None]:
-    """Context in which Dynamo traces a backward again whatever the outputs are that it gets no gradients for."""
-    from torch._dynamo import _trace_wrapped_higher_order_op as owner
-
-    return replaced(owner, _NAME, _with_contiguous_gradients) if hasattr(owner, _NAME) else nullcontext()
+    return settings
 
 
 def _with_contiguous_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a function, whose gradients are made contiguous before it gets them."""
+    """The backward of a function, whose gradients are made contiguous before it gets them, so that Dynamo traces it
+    again whatever the outputs are that it gets no gradients for."""
 
     def contiguous(context: Any, *gradients: Any) -> Any:
         return backward(context, *[None if gradient is None else gradient.contiguous() for gradient in gradients])

@@ -50,7 +50,7 @@ ALL = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Block:
+class _Block:
     """A part of a model whose parameters FSDP2 gathers together, and frees after its forward unless told otherwise."""
 
     path: str
@@ -73,15 +73,15 @@ class Resharding:
         self._automatic: list[bool] = []
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[_Block, ...]:
         """The blocks in the order of the model's modules. They are known once the model has run a forward, in which
         FSDP2 finds out which part is the root."""
-        found: dict[int, Block] = {}
+        found: dict[int, _Block] = {}
         for path, module in self.model.named_modules():
             groups = groups_of(module, recurse=False)
             if groups and _state(module)._is_root is False and all(map(_frees, groups)):
                 # Several modules may be one block: `fully_shard([norm, head])`.
-                found.setdefault(id(_state(module)), Block(path, module, sum(map(_gathered_bytes, groups))))
+                found.setdefault(id(_state(module)), _Block(path, module, sum(map(_gathered_bytes, groups))))
         return tuple(found.values())
 
     def keep(self, count: int) -> None:

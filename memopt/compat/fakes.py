@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-from passes.compat import private, replaced
+from passes.compat import Replacement, private, replaced
 
 PRIVATE_NAMES = (
     *private("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
@@ -48,27 +49,25 @@ def forget_dispatches(mode: FakeTensorMode) -> None:
         mode.shape_env.fake_tensor_cache.clear()
 
 
-@contextmanager
-def broadcast_masks() -> Iterator[None]:
-    """Context in which a fake `masked_select` may have as many elements as its operands broadcast to.
+def broadcast_masks() -> Replacement:
+    """What takes the place of torch's rule for a fake `masked_select`, which may then have as many elements as its
+    operands broadcast to.
 
     Torch by itself takes the number of elements of the first operand as the limit, and asserts it in every step.
     """
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     select: Any = torch.ops.aten.masked_select.default
-    own = implementations[select]
+    return implementations, select, _broadcasting(implementations[select])
 
+
+@cache
+def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def masked_select(mode: Any, func: Any, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         shape = torch.broadcast_shapes(value.shape, mask.shape)  # type: ignore[no-untyped-call]
-        selected: torch.Tensor = own(mode, func, value.expand(shape), mask)
-        return selected
+        return own(mode, func, value.expand(shape), mask)
 
-    implementations[select] = masked_select
-    try:
-        yield
-    finally:
-        implementations[select] = own
+    return masked_select
 
 
 def to_fake(

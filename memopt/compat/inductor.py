@@ -85,7 +85,7 @@ def _partitioner(
     """`partition` as inductor takes it, with `plan_hash()` for the keys of inductor's caches."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    class Partitioner(CustomPartitionerFn):
+    class _Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             return partition(gm, joint_inputs, **kwargs)
 
@@ -95,7 +95,7 @@ def _partitioner(
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # inductor pickles its settings, with this object, into the cache's key
 
-    return Partitioner()
+    return _Partitioner()
 
 
 @functools.cache

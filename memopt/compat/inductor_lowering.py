@@ -117,7 +117,7 @@ def order_of_random_kernels() -> Any:
         return lambda nodes: keep_random_order(users(nodes))
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
-    class RandomOrder(base):  # type: ignore[misc]
+    class _RandomOrder(base):  # type: ignore[misc]
         """A pass with a name for the keys of inductor's caches."""
 
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def order_of_random_kernels() -> Any:
         def uuid(self) -> str:
             return "memopt: random kernels in the order of the graph"
 
-    return RandomOrder()
+    return _RandomOrder()
 
 
 def keep_random_order(nodes: list[Any]) -> list[Any]:

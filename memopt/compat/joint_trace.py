@@ -21,7 +21,7 @@ from memopt.compat.check import check
 from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.true_results import correct_strides
-from passes.compat import erase_all, forget_erased, private
+from passes.compat import erase_all, forget_erased, private, replaced_all
 
 PRIVATE_NAMES = (
     *private(
@@ -114,13 +114,9 @@ class AotTrace:
         `forward` and `backward` compile them; their graphs are empty afterwards. This may be called repeatedly with
         different partitions, each time in the tracing context of the region.
         """
-        halves: list[fx.GraphModule] = []
-
-        def noted(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            halves.extend(partition(*args, **kwargs))
-            return halves[0], halves[1]
-
-        compiled = _second_phase(self.state, self.capture, noted, forward, backward, log=_graphs_are_logged())
+        compiled, halves = _second_phase(
+            self.state, self.capture, partition, forward, backward, log=_graphs_are_logged()
+        )
         for half in halves:
             erase_all(half.graph)  # their code is compiled
         compiled = _disable(compiled, reason="a planned region is not traced again")
@@ -141,7 +137,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
     check()
     correct_strides(traced_mode())
-    with eager_kernels(), dead_draws_kept(), broadcast_masks(), ExitStack() as stack:
+    with eager_kernels(), dead_draws_kept(), replaced_all([broadcast_masks()]), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )
@@ -166,13 +162,16 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 def _second_phase(
     state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile, *, log: bool
-) -> Callable[[list[Any]], Any]:
-    """Compiles the region's halves, and returns the function that runs them on a list of inputs. With `log`,
-    AOTAutograd logs the graphs."""
+) -> tuple[Callable[[list[Any]], Any], Sequence[fx.GraphModule]]:
+    """Compiles the region's halves, and returns the function that runs them on a list of inputs, and the halves. With
+    `log`, AOTAutograd logs the graphs."""
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
+
+    halves: list[fx.GraphModule] = []
 
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(*args, **kwargs)
+        halves.extend((forward, backward))
         # AOTAutograd would compile a deep copy of the backward. Our compilers change nothing that it reads later.
         vars(backward)["__deepcopy__"] = lambda memo: backward
         return forward, backward
@@ -203,7 +202,7 @@ def _second_phase(
     # Else each forward would mark inputs that it saves as changing in size, for all later captures; before torch 2.13
     # these marks cannot be told from those that users make.
     state.fw_metadata.dynamic_saved_tensors_idxs.clear()
-    return compiled
+    return compiled, halves
 
 
 def _unused(metadata: Any) -> Any:

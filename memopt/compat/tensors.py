@@ -46,18 +46,10 @@ def _of(names: Sequence[str]) -> list[Any]:
     return [found for name in names if (found := getattr(torch.Tensor, name, None)) is not None]
 
 
-_READ_NO_VALUES = frozenset((*(found.__get__ for found in _of(_PROPERTIES)), *_of(_METHODS), *_FUNCTIONS))
-_NEED_MEMORY = frozenset(_of(_OF_MEMORY))
-
-
-def reads_no_values(function: Any) -> bool:
-    """Whether a torch function, as `__torch_function__` gets it, reads sizes and the like only."""
-    return function in _READ_NO_VALUES
-
-
-def needs_memory(function: Any) -> bool:
-    """Whether a torch function hands out a tensor's memory, which it refuses for subclasses."""
-    return function in _NEED_MEMORY
+READ_NO_VALUES = frozenset((*(found.__get__ for found in _of(_PROPERTIES)), *_of(_METHODS), *_FUNCTIONS))
+"""The torch functions, as `__torch_function__` gets them, that read sizes and the like only."""
+NEED_MEMORY = frozenset(_of(_OF_MEMORY))
+"""The torch functions that hand out a tensor's memory, which they refuse for subclasses."""
 
 
 def is_wrapper(value: object) -> bool:
@@ -167,9 +159,8 @@ def ranks_of(sharded: torch.Tensor) -> list[int]:
     return numbers
 
 
-def as_implemented() -> AbstractContextManager[Any]:
-    """Context in which torch functions run their implementation, and return what that returns."""
-    return torch._C.DisableTorchFunctionSubclass()
+as_implemented: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Context in which torch functions run their implementation, and return what that returns."""
 
 
 def wrapper_tensor(
@@ -244,7 +235,7 @@ class WeakStorage:
     @property
     def nbytes(self) -> int:
         """The bytes of the memory, 0 once the storage is gone."""
-        return self._nbytes if self.address else 0
+        return 0 if self._reference.expired() else self._nbytes  # type: ignore[no-untyped-call]
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:

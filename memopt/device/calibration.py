@@ -17,8 +17,7 @@ from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.op_call import OpCall
 from memopt.device.op_times import call_key, dominant_calls, time_calls
-from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
-from memopt.saved_values import as_json, opened, sealed, value_from
+from memopt.disk_cache import as_json, cache_folder, opened, read_json, sealed, value_from, warn_not_kept, write_json
 from passes.ops.fp8_formats import E4M3, quantize
 from passes.ops.fp8_kernels import Operand, kernel_for
 from passes.ops.fp8_ops import SCALINGS

@@ -22,7 +22,7 @@ from memopt.device.context_probe import measure_context_bytes
 from memopt.device.cuda_libraries import library_run, start_libraries
 from memopt.device.device import Device
 from memopt.device.hardware import CARDS, LARGE, Chip, Hardware, card_reported, physical_bytes, reported_chip
-from memopt.device.live_bytes import Rehearsal
+from memopt.device.live_bytes import OpDryRun
 from memopt.device.op_call import OpCall
 from memopt.device.workspace_cuda import CUDA_BY_CHIP, CUDA_RULES, library_workspaces
 from memopt.device.workspace_reductions import reduction_bytes
@@ -109,7 +109,7 @@ class _Cuda(Device):
             return by_chip(call, chip)
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
 
-    def library_run(self, call: OpCall, chip: Chip) -> Rehearsal | None:
+    def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
         """Of cuDNN's operators, and of torch's own that allocate more than their results."""
         return library_run(call, chip)
 

@@ -18,7 +18,7 @@ from memopt.compat.host import MemoryEvents
 from memopt.compat.operators import plain_tensors, schema_of
 from memopt.compat.tensors import WeakStorage, weak_storages
 from memopt.device.hardware import Chip, reported_chip
-from memopt.device.live_bytes import NOTABLE, Rehearsal
+from memopt.device.live_bytes import NOTABLE, OpDryRun
 from memopt.device.op_call import OpCall
 from memopt.solver.problem import BlockCall
 
@@ -87,7 +87,7 @@ def is_run(call: OpCall) -> bool:
     return schema_of(call.op).name.split("::")[-1] in _OPS
 
 
-def library_run(call: OpCall, chip: Chip) -> Rehearsal | None:
+def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
     """The allocator's calls of an operator with a workspace, which is run once to be seen; None for other operators,
     where this process uses no card with that `chip`, and where the card has no room for the operator now."""
     if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def library_run(call: OpCall, chip: Chip) -> Rehearsal | None:
 
 
 @lru_cache(maxsize=2**12)
-def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> Rehearsal | None:
+def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpDryRun | None:
     """What a run of the call on the device allocates; `settings` are cuDNN's, which its choice depends on."""
     # Profilers, autocast, dispatch modes and streams belong to a thread: in its own the run sees none of the caller's.
     with ThreadPoolExecutor(1, "memopt-library") as worker:
@@ -140,7 +140,7 @@ def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
     return found
 
 
-def from_events(events: Sequence[int], outputs: Sequence[int]) -> Rehearsal:
+def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
     """The calls of an operator with results of `outputs` bytes, from the allocator's `events`, which do not name their
     blocks: of several blocks of one size the latest is freed, and the results are what is left."""
     calls: list[BlockCall] = []
@@ -153,7 +153,7 @@ def from_events(events: Sequence[int], outputs: Sequence[int]) -> Rehearsal:
             del alive[block]
         calls.append(BlockCall(nbytes > 0, block, abs(nbytes)))
     peak = max(accumulate(events), default=0)
-    return Rehearsal(_numbered(calls, alive, outputs), max(0, peak - sum(alive.values())))
+    return OpDryRun(_numbered(calls, alive, outputs), max(0, peak - sum(alive.values())))
 
 
 def _numbered(calls: Sequence[BlockCall], left: dict[int, int], outputs: Sequence[int]) -> tuple[BlockCall, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from memopt.device.hardware import LARGE, Chip, Hardware
-from memopt.device.live_bytes import Rehearsal
+from memopt.device.live_bytes import OpDryRun
 from memopt.device.op_call import OpCall
 from memopt.device.workspace_rules import by_rules
 from memopt.solver.problem import BlockCall
@@ -48,7 +48,7 @@ class Device:
         """Temporary bytes that the kernel of a call holds at most beyond inputs and outputs, by rule."""
         return by_rules(call, {})
 
-    def library_run(self, call: OpCall, chip: Chip) -> Rehearsal | None:
+    def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
         """The allocator's calls of an operator whose kernels have a workspace, seen in a run of it on this machine's
         card; None for other operators, and where there is no card with that `chip`."""
         return None

@@ -1,7 +1,7 @@
 """Counts the bytes of the storages that operators make while a dispatch mode is active, until they are freed, and lists
 the allocator's calls: which blocks are allocated, and when each is freed.
 
-States of the CPU's random generator count too, which no operator makes. An operator written in Python is rehearsed: it
+States of the CPU's random generator count too, which no operator makes. An operator written in Python is run dry: it
 runs on tensors without memory.
 """
 
@@ -260,7 +260,7 @@ NOTABLE = 1024**2
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class OpDryRun:
     """The allocator's calls while an operator runs, and the most bytes alive beside its results."""
 
     calls: tuple[BlockCall, ...]
@@ -268,9 +268,9 @@ class Rehearsal:
     workspace_bytes: int
 
 
-def rehearse(
+def dry_run_op(
     call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
-) -> Rehearsal | None:
+) -> OpDryRun | None:
     """The operator run on the CPU or on "meta", which stands for a card whose allocator rounds blocks up to multiples
     of `block_bytes`; None for operators that are not written in Python. `kernel_bytes` says what the kernel of a call
     within the operator holds beside its inputs and outputs."""
@@ -297,11 +297,11 @@ class _Record(BlockCalls):  # type: ignore[no-untyped-call]
         nbytes = self.kernel_bytes(describe(func, args, kwargs, result))
         return -(-nbytes // self.block_bytes) * self.block_bytes
 
-    def seen_from_outside(self, results: Sequence[torch.Tensor]) -> Rehearsal:
+    def seen_from_outside(self, results: Sequence[torch.Tensor]) -> OpDryRun:
         """The calls with the results' blocks first in number, and without the workspace's small ones."""
         storages = [tensor.untyped_storage() for tensor in results]
         made = {self.number[storage]: at for at, storage in enumerate(storages) if storage in self.number}
         named = [(made.get(number, len(results) + number), makes, nbytes) for makes, number, nbytes in self.calls]
         shown = (BlockCall(makes, at, size) for at, makes, size in named if at < len(results) or size > NOTABLE)
         alive = accumulate(nbytes if makes else -nbytes for makes, _, nbytes in self.calls)
-        return Rehearsal(tuple(shown), max(alive, default=0) - sum(self.sizes[number] for number in made))
+        return OpDryRun(tuple(shown), max(alive, default=0) - sum(self.sizes[number] for number in made))

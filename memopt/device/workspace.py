@@ -18,10 +18,10 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import OpOverload, plain_tensors, takes_unknown_bytes
 from memopt.device.devices import device_of
 from memopt.device.hardware import LARGE, Chip
-from memopt.device.live_bytes import Rehearsal, rehearse
+from memopt.device.live_bytes import OpDryRun, dry_run_op
 from memopt.device.op_call import OpCall, flop_formula, op_call, tensors_in
 from memopt.device.workspace_rules import SCALARS
-from memopt.recent import Recent
+from memopt.lru import LruCache
 from passes.ops.fp8_formats import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
@@ -35,7 +35,7 @@ COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor", "symm_
 
 
 @dataclass(frozen=True)
-class Measured:
+class _Measured:
     """The bytes and the seconds of an operator call, measured by running it or, where it is not run, estimated."""
 
     workspace_bytes: int
@@ -58,7 +58,7 @@ def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
     return 0 if call is None else call_workspace_bytes(call, device_type, chip)
 
 
-def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
+def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
     """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and meter it.
 
     The process keeps the results of the latest calls. The global random state stays as it was. What is too large to
@@ -81,11 +81,11 @@ def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> in
 
 
 @lru_cache(maxsize=256)
-def rehearsal(call: OpCall, device_type: str, chip: Chip) -> Rehearsal | None:
+def op_dry_run(call: OpCall, device_type: str, chip: Chip) -> OpDryRun | None:
     """The operator run on a card with that `chip`, in the blocks of its allocator; None for operators that are not
     written in Python."""
     device = device_of(device_type)
-    return rehearse(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
+    return dry_run_op(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
 
 
 def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
@@ -97,7 +97,7 @@ def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> i
     return bound
 
 
-def _measured(calls: Iterable[OpCall]) -> dict[OpCall, Measured]:
+def _measured(calls: Iterable[OpCall]) -> dict[OpCall, _Measured]:
     """The result of each distinct call, from memory or by measuring it now."""
     found = {call: _latest.get(_key(call)) for call in calls}
     fresh = [call for call, result in found.items() if result is None]
@@ -112,33 +112,33 @@ def _measured(calls: Iterable[OpCall]) -> dict[OpCall, Measured]:
     return {call: result for call, result in found.items() if result is not None}
 
 
-_NOTHING = Measured(0, None, None)
+_NOTHING = _Measured(0, None, None)
 # A model has a few thousand distinct calls at most; a result and its key take about a kilobyte.
-_latest: Recent[tuple[OpCall, int], Measured] = Recent(2**15)
+_latest: LruCache[tuple[OpCall, int], _Measured] = LruCache(2**15)
 
 
 def _key(call: OpCall) -> tuple[OpCall, int]:
     return call, torch.get_num_threads()  # kernels hold buffers per thread
 
 
-def _measure_all(fresh: Iterable[OpCall], threads: int) -> dict[OpCall, Measured]:
+def _measure_all(fresh: Iterable[OpCall], threads: int) -> dict[OpCall, _Measured]:
     # oneDNN sizes its buffers by OpenMP's number of threads, which belongs to a thread and is not what torch reports.
     torch.set_num_threads(threads)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return {call: _price(call) for call in fresh}
 
 
-def _price(call: OpCall) -> Measured:
+def _price(call: OpCall) -> _Measured:
     """The call measured where that is cheap, and estimated otherwise."""
     measured = _measure(call) if _is_cheap(call) else None
-    return measured or Measured(_estimate(call), None, None)
+    return measured or _Measured(_estimate(call), None, None)
 
 
 def _estimate(call: OpCall) -> int:
     """The workspace by rule; for an operator written in Python at most what the operators that it calls hold."""
     nbytes = device_of(HOST).workspace(call)
-    rehearsed = rehearse(call, _kernel_bytes)
-    return nbytes if rehearsed is None else min(nbytes, rehearsed.workspace_bytes)
+    dry_run = dry_run_op(call, _kernel_bytes)
+    return nbytes if dry_run is None else min(nbytes, dry_run.workspace_bytes)
 
 
 def _kernel_bytes(call: OpCall) -> int:
@@ -151,7 +151,7 @@ def _kernel_bytes(call: OpCall) -> int:
     return result.workspace_bytes
 
 
-def _measure(call: OpCall) -> Measured | None:
+def _measure(call: OpCall) -> _Measured | None:
     """Run the call on the CPU and meter it; None where it does not run on made-up values."""
     args, kwargs = call.make_arguments(HOST.type)
     inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, list(kwargs.values())))}
@@ -171,7 +171,7 @@ def _measure(call: OpCall) -> Measured | None:
     peak_bytes = max(accumulate(recorded), default=0)
     if seconds < _CHEAP_SECONDS:
         seconds = statistics.median(_time(call.op, args, kwargs) for _ in range(_TIMED_RUNS))
-    return Measured(max(0, peak_bytes - output_bytes), output_bytes, seconds)
+    return _Measured(max(0, peak_bytes - output_bytes), output_bytes, seconds)
 
 
 def _time(op: OpOverload, args: Any, kwargs: Any) -> float:

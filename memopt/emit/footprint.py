@@ -19,7 +19,7 @@ from memopt.device.devices import DEVICES, device_of
 from memopt.device.hardware import LARGE, Chip
 from memopt.device.live_bytes import BlockCalls
 from memopt.device.op_call import describe, tensors_in
-from memopt.device.workspace import call_workspace_bytes, rehearsal
+from memopt.device.workspace import call_workspace_bytes, op_dry_run
 from memopt.planning.refit import Footprint
 from passes.graphs.node_facts import is_tangent
 from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
@@ -63,10 +63,10 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = next((value.device for value in given if isinstance(value, torch.Tensor)), HOST)
     kind = device_of(device)
-    ledger = Ledger(device.type, kind.chip(device))
-    ledger.exclude(given)
-    results = list(dry_run(forward.source, list(given), mode, ledger))
-    forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes
+    held_blocks = _HeldBlocks(device.type, kind.chip(device))
+    held_blocks.exclude(given)
+    results = list(dry_run(forward.source, list(given), mode, held_blocks))
+    forward_bytes, held_bytes = held_blocks.peak_bytes, held_blocks.live_bytes
     positions = range(min(outputs.number, len(results)))
     held = [results[at] for at in positions if at in outputs.held]
     callers = [results[at] for at in positions if at not in outputs.held and at not in outputs.released]
@@ -76,15 +76,15 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
     if dropped:
         callers.clear()
     tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs if is_tangent(node)]
-    ledger.peak_bytes = 0
-    ledger.count(tangents)
+    held_blocks.peak_bytes = 0
+    held_blocks.count(tangents)
     arguments = _arguments(backward, saved, tangents)
     del saved
-    gradients = dry_run(backward.source, arguments, mode, ledger)
+    gradients = dry_run(backward.source, arguments, mode, held_blocks)
     assert len(held) + len(callers) <= outputs.number
-    ways = (tuple(ledger.calls),) if kind.caching else ()
+    ways = (tuple(held_blocks.calls),) if kind.caching else ()
     assert gradients is not None
-    return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, ledger.live_bytes, ways), large
+    return Footprint(forward_bytes, held_bytes, held_blocks.peak_bytes, held_blocks.live_bytes, ways), large
 
 
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -101,7 +101,7 @@ def _fresh(value: Any, mode: FakeTensorMode) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
+class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
     """Counts and lists the storages that inductor's code makes, as the allocator of `device` hands them out, and the
     workspaces of the operators that it calls, on a card with that `chip`."""
 
@@ -134,12 +134,12 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
         return call_workspace_bytes(call, self.device.type, self.chip) if seen is None else seen.workspace_bytes
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""
+        """The result of an operator that is written in Python, whose calls are listed as its dry run makes them."""
         result = func(*args, **kwargs)
         self.exclude((args, list(kwargs.values())))
-        rehearsed = rehearsal(describe(func, args, kwargs, result), self.device.type, self.chip)
-        assert rehearsed is not None
-        self.list_within(rehearsed.calls, rehearsed.workspace_bytes, list(tensors_in(result)))
+        dry_run = op_dry_run(describe(func, args, kwargs, result), self.device.type, self.chip)
+        assert dry_run is not None
+        self.list_within(dry_run.calls, dry_run.workspace_bytes, list(tensors_in(result)))
         return result
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -153,10 +153,11 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
         return (state, drawn) if saves else drawn
 
 
-def dry_run(source: str, inputs: list[Any], mode: FakeTensorMode, ledger: Ledger) -> Sequence[Any]:
-    """Run inductor's code on fake `inputs`, a list that the code empties, while `ledger` counts; return its results."""
+def dry_run(source: str, inputs: list[Any], mode: FakeTensorMode, held_blocks: _HeldBlocks) -> Sequence[Any]:
+    """Run inductor's code on fake `inputs`, a list that the code empties, while `held_blocks` counts; return its
+    results."""
     call = _load(source)
-    with plain_tensors(), torch.no_grad(), mode, ledger:
+    with plain_tensors(), torch.no_grad(), mode, held_blocks:
         return call(inputs)
 
 

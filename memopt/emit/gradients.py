@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -25,8 +25,11 @@ from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
+Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
+"""The leaf that an input of a region is, None where it is none, and what autograd does with its gradient."""
 
-class Exchange(Protocol):
+
+class _Exchange(Protocol):
     """Exchanges gradients between ranks while the backward runs."""
 
     views: bool
@@ -46,14 +49,14 @@ class Accumulation:
     allowed: bool = True
     """Whether they may be added to `.grad` one by one. They may not while several forwards wait for their backward:
     autograd then sums their gradients first, and adding them singly would round differently."""
-    exchange: Exchange | None = None
+    exchange: _Exchange | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
     of them, at the end of a region's backward, or there is one rank."""
     failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
     """Called when the device has no memory left in a backward; returns the error to raise."""
     region: tuple[int, int] | None = None
     """The backward pass, and the autograd node of a region in it, to which the receivers belong."""
-    receivers: list[tuple[torch.Tensor, Fate] | None] = field(default_factory=list)
+    receivers: list[Receiver | None] = field(default_factory=list)
     """The parameters among the inputs of that region, with what autograd does with their gradients. No other input is
     held when the backward is over."""
 
@@ -85,22 +88,13 @@ class AccumulateGradient(nn.Module):
         super().__init__()
         self.accumulation, self.position, self.own_memory, self.reached = accumulation, position, own_memory, reached
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """In place of `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest."""
-        return self.take(gradient, *self.receiver())
+    def __call__(self, gradient: torch.Tensor, receiver: Receiver | None = None) -> torch.Tensor | None:
+        """None where the gradient is dropped or added to `.grad`; else the gradient. `receiver` is what `receiver()`
+        returns, where that was asked before.
 
-    def receiver(self) -> tuple[torch.Tensor | None, Fate]:
-        """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
-        the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
-        if self.reached is not None and not self.reached():
-            return None, Fate.DROPPED
-        accumulation = self.accumulation
-        if (region := (current_backward(), id(current_node()))) != accumulation.region:
-            accumulation.enter(region)
-        return accumulation.receivers[self.position] or receivers()[self.position]
-
-    def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
-        """None where the gradient is dropped or added to `.grad`; else the gradient."""
+        In place of `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest.
+        """
+        parameter, fate = receiver or self.receiver()
         if fate is Fate.DROPPED:
             return None
         exchange = self.accumulation.exchange
@@ -115,7 +109,17 @@ class AccumulateGradient(nn.Module):
             exchange.ready(parameter)
         return None
 
-    def _exchange_first(self, exchange: Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def receiver(self) -> Receiver:
+        """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
+        the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
+        if self.reached is not None and not self.reached():
+            return None, Fate.DROPPED
+        accumulation = self.accumulation
+        if (region := (current_backward(), id(current_node()))) != accumulation.region:
+            accumulation.enter(region)
+        return accumulation.receivers[self.position] or receivers()[self.position]
+
+    def _exchange_first(self, exchange: _Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
         it; returns whether it was done."""
         if (
@@ -153,13 +157,15 @@ def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
     return bool(backward_hooks(parameter)) or late > 0
 
 
-class StepParameter(AccumulateGradient):
+class _StepParameter(AccumulateGradient):
     """Steps its parameter with the gradient, by calling the hook of an `OptimizerInBackward`, and returns None, where
     autograd would do only that with it. Otherwise it behaves as `AccumulateGradient`, and autograd itself steps with a
     gradient that is returned."""
 
-    def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
+    def __call__(self, gradient: torch.Tensor, receiver: Receiver | None = None) -> torch.Tensor | None:
         """None where the gradient is dropped, added to `.grad` or used for a step; else the gradient."""
+        receiver = receiver or self.receiver()
+        parameter, fate = receiver
         if (
             parameter is not None
             and fate is Fate.ACCUMULATED
@@ -169,7 +175,7 @@ class StepParameter(AccumulateGradient):
             parameter.grad = gradient
             hook(parameter)
             return None
-        return super().take(gradient, parameter, fate)
+        return super().__call__(gradient, receiver)
 
 
 def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook | None:
@@ -208,7 +214,7 @@ def accumulate_in_place(
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
     `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
-    Positions in `steps` get a `StepParameter` instead, after all nodes that `steps` names: those that read the
+    Positions in `steps` get a `_StepParameter` instead, after all nodes that `steps` names: those that read the
     parameter, which has its new value from then on. No other result shares memory with those at `own_memory`.
     `reached` tells of gradients that are zeros unless it returns True.
     """
@@ -220,7 +226,7 @@ def accumulate_in_place(
     # Later results are inserted first, so that calls after the same node are in the order of the results.
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
-        kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
+        kind, name = (_StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
         own, reaches = position in own_memory, (reached or {}).get(position)
         backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=reaches))
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from memopt.capture.joint import JointGraph
 from memopt.capture.trace import not_compiled
-from memopt.compat.autograd import Fate
 from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
 from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
@@ -58,14 +57,14 @@ class _Halves:
     limit_bytes: int | None
     forward: Half | None = None
     backward: Half | None = None
-    handing: Handing | None = None
+    handing: _Handing | None = None
     hash: str = ""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The halves as planned. The joint graph that inductor passes is the planned one, traced again."""
         assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
-        self.handing = Handing(backward)
+        self.handing = _Handing(backward)
         for half in (forward, backward):
             spell_casts(half)
             keep_products_early(half)
@@ -106,8 +105,8 @@ class _Halves:
 def _outputs(joint: JointGraph) -> Outputs:
     """How long the region's results are held: values that outputs are computed from on demand are let go when the
     backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
-    withheld = joint.trace.region.withheld
-    first = joint.forward_outputs if withheld is None else len(withheld.returned)
+    deferred = joint.trace.region.deferred
+    first = joint.forward_outputs if deferred is None else len(deferred.returned)
     taken = frozenset(range(first, joint.forward_outputs))
     return Outputs(joint.forward_outputs, joint.released, taken - joint.released)
 
@@ -128,7 +127,7 @@ def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Cal
     return run
 
 
-def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | None) -> Callable[[list[Any]], Any]:
+def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: _Handing | None) -> Callable[[list[Any]], Any]:
     """A compiled backward whose gradients go to the modules of `handing` as soon as each is computed."""
     if handing is None or not handing.modules:
         return compiled
@@ -223,7 +222,7 @@ def _(gradient: Tensor, number: int) -> Tensor:
     return gradient.new_empty(0)
 
 
-class Handing:
+class _Handing:
     """Replaces the modules of a backward graph that take gradients by calls of `hand_gradient`. Edits the graph."""
 
     def __init__(self, backward: fx.GraphModule) -> None:
@@ -255,7 +254,7 @@ class Handing:
         """A block in which the backward runs; yields module number → gradient that the module returned."""
         before = _running.takers, _running.returned
         # Asked here, because autograd does not know its current node inside an operator.
-        takers = [functools.partial(_take, module, *module.receiver()) for module in self.modules]
+        takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
         _running.takers, _running.returned = takers, {}
         try:
             yield _running.returned
@@ -266,10 +265,6 @@ class Handing:
         """The results for autograd of a backward that returned `computed`: None for a gradient that a module took."""
         pairs = zip(self.numbers, computed, strict=True)
         return [returned.get(number) if number >= 0 else result for number, result in pairs]
-
-
-def _take(module: AccumulateGradient, parameter: Tensor | None, fate: Fate, gradient: Tensor) -> Tensor | None:
-    return module.take(gradient, parameter, fate)
 
 
 def _number(result: object) -> int:

@@ -4,6 +4,7 @@ with which the step would fit, each with its budget."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from memopt.account.optimizer_trial import fused
 from memopt.capture.inputs import Call, on_meta
@@ -20,7 +23,6 @@ from memopt.device.devices import device_of
 from memopt.errors import GIB, CaptureError, Way, round_up, would_do
 from memopt.levers.microbatch import MICROBATCH
 from memopt.microbatch import samples_of, split
-from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import PlanSearch
@@ -166,7 +168,7 @@ class _Advice:
         """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""
         planner = self.like(planner)
         with planner.terms.types(), torch.enable_grad():
-            captured = planner.capture_on_fakes(on_meta(call), planner.proposing.narrowed)
+            captured = planner.capture_on_fakes(on_meta(call), planner.optimizer_choice.narrowed)
             recorded = Recorded(planner, captured, call, situation)
             if levers is None:
                 return self.smallest_of(list(recorded.candidates()))
@@ -196,14 +198,14 @@ def search_for(
         budget_bytes: instead of the budget of the options.
     """
     planner = recorded.planner
-    options, proposing = planner.terms.options, planner.proposing
+    options, optimizer_choice = planner.terms.options, planner.optimizer_choice
     found: dict[str, Any] = {"narrowed": _on_narrow_parameters(recorded)} if ahead else {}
     found |= {"advice": _Advice(recorded)} if ahead and advise else {}
     return PlanSearch(
         options.budget_bytes if budget_bytes is None else budget_bytes,
         options.effort,
-        proposing.allowed,
-        partial(proposing.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
+        optimizer_choice.allowed,
+        partial(optimizer_choice.combinations, gradients_held=recorded.situation.gradients_held, further=advise),
         planner.notes,
         options.allow,
         **found,
@@ -217,7 +219,7 @@ def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | 
 
     @cache
     def on_fakes() -> Recorded:
-        return replace(recorded, captured=planner.capture_on_fakes(call, planner.proposing.narrowing()))
+        return replace(recorded, captured=planner.capture_on_fakes(call, planner.optimizer_choice.narrowing()))
 
     def step(levers: Rewriting) -> Priced | None:
         with contextlib.suppress(NothingToRewrite, CaptureError):
@@ -225,3 +227,55 @@ def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | 
         return None
 
     return step
+
+
+RANK = 16
+
+
+class _LowRank(nn.Module):
+    """A frozen linear layer plus a trained product of two fp32 matrices of rank `rank` (Hu et al. 2021)."""
+
+    def __init__(self, base: nn.Module, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.empty(rank, in_features, device="meta"))
+        self.up = nn.Parameter(torch.zeros(out_features, rank, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = functional.linear(x, self.down.to(x.dtype))
+        result: Tensor = self.base(x) + functional.linear(low, self.up.to(x.dtype))
+        return result
+
+
+def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
+    """A copy of the model on "meta" in which only adapters at its linear layers are trained, and their number.
+
+    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual.
+    """
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
+    twin = copy.deepcopy(model, memo).requires_grad_(False)
+    number = 0
+    for module in list(twin.modules()):
+        for name, child in list(module.named_children()):
+            sizes = _linear_sizes(child)
+            if sizes is not None and not isinstance(module, _LowRank) and module is not twin:
+                setattr(module, name, _LowRank(child, *sizes, rank))
+                number += 1
+    return twin, number
+
+
+def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output features of a linear layer, torch's or the transposed `Conv1D` of transformers; None for
+    others."""
+    weight = getattr(module, "weight", None)
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

@@ -16,15 +16,15 @@ from memopt.account.account import Account, Trains, account_of, in_blocks
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Found
-from memopt.account.live_optimizer import LiveOptimizer, live_optimizer_of
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
+from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.region import CapturedCall
 from memopt.capture.trace import trained
 from memopt.device.devices import device_of
+from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.plan import Plan
-from memopt.planning.proposing import Proposing
 from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
@@ -58,8 +58,8 @@ class Looks(Protocol):
 class CallAccounts:
     """The accounts of the training calls of one model, beside what is on its device."""
 
-    def __init__(self, terms: ModelTerms, proposing: Proposing, beside: Looks) -> None:
-        self.terms, self.proposing, self.beside = terms, proposing, beside
+    def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
+        self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside
         self._found: Found | None = None
         """What was found when the planning that is under way began; None at other times."""
         self.reached: frozenset[int] = frozenset()
@@ -96,10 +96,10 @@ class CallAccounts:
             self._optimizer_account,
         )
         held, others = situation.gradients_held, situation.other_forwards
-        meanwhile = (situation.meanwhile or 0) + (situation.spared or 0)
+        meanwhile = (situation.meanwhile or 0) + (situation.for_other_models or 0)
         if self.terms.sharding is not None:
             account = self.terms.sharding.account(account, self.terms.options.optimizer, self.terms.card, steps)
-        account = self.proposing.adjusted(
+        account = self.optimizer_choice.adjusted(
             replace(account, gradients_held=held, other_forwards=others, meanwhile=meanwhile)
         )
         if situation.buckets is not None:
@@ -200,7 +200,7 @@ class CallAccounts:
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
         """Which parameters have gradients once the call's backward is over, and which of them the optimiser may step:
         also those that other calls reach, or code outside of the forward. All of them where it is not known."""
-        if reached is None or self.proposing.chosen is not None or situation.buckets is not None:
+        if reached is None or self.optimizer_choice.chosen is not None or situation.buckets is not None:
             return (lambda parameter: True), (lambda parameter: True)
         stepped = reached | self.reached | self.stepped_elsewhere
         trained = stepped if situation.gradients_held else reached | self.stepped_elsewhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -11,28 +12,28 @@ from torch import nn
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
+from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.capture.rehearsal import cannot_capture
 from memopt.capture.trace import accumulating, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import offload_link
 from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.levers.recompute import RECOMPUTE
+from memopt.lru import LruCache
 from memopt.planning.call_accounts import CallAccounts, Looks
 from memopt.planning.cluster import ShardedCall
 from memopt.planning.job_key import Job
+from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PriceSettings, TracedStep
-from memopt.planning.proposing import Proposing
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
-from memopt.recent import Recent
 from memopt.rewrite.screenings import Screenings
 from memopt.rewrite.trace import Traces, trace_call
 
@@ -65,23 +66,23 @@ class CallPlanner:
         beside: Looks,
     ) -> None:
         self.terms = ModelTerms(model, options)
-        self.proposing = Proposing(self.terms)
+        self.optimizer_choice = OptimizerChoice(self.terms)
         """The optimiser proposals that are possible for the model, and those that were chosen."""
-        self.accounts = CallAccounts(self.terms, self.proposing, beside)
+        self.accounts = CallAccounts(self.terms, self.optimizer_choice, beside)
         self.loss_fn, self.plain = loss_fn, plain
         self.differentiate_all = options.outputs == "all"
         """Whether all outputs of the model may get gradients, not the loss alone."""
-        self._traces: Recent[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = Recent(_MOST_STEPS)
+        self._traces: LruCache[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = LruCache(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
         self.traces = Traces()
         """The joint graphs of single regions."""
-        self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = Recent(_MOST_STEPS)
+        self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
-        self.compiled_least: Recent[CompiledKey, tuple[BudgetError, Plan]] = Recent(_MOST_STEPS)
+        self.compiled_least: LruCache[CompiledKey, tuple[BudgetError, Plan]] = LruCache(_MOST_STEPS)
         """The refusals of calls that name what compiled code needs at least, with the smallest plans that it is
         compiled for, by their regions and bare accounts."""
-        self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
+        self._data_sizes: LruCache[str, DataSizes] = LruCache(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 
     def differentiate_outputs(self) -> None:
@@ -98,14 +99,14 @@ class CallPlanner:
             recompute=RECOMPUTE.name in options.allow,
             link=offload_link(card, options.allow),
             solvers=options.solvers,
-            stepping=self.proposing.stepping,
+            stepping=self.optimizer_choice.stepping,
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for plans and refusals, on the options and on what else is there."""
         terms = self.terms
-        found = (*terms.options.notes(terms.device().type), *self.proposing.notes)
+        found = (*terms.options.notes(terms.device().type), *self.optimizer_choice.notes)
         found += tuple(filter(None, [self.accounts.beside.note]))
         if terms.idle_levers:
             names = " and ".join(map(repr, sorted(terms.idle_levers)))
@@ -228,14 +229,14 @@ class CallPlanner:
 
     def job(self, call: Call, situation: Situation) -> Job:
         """Everything that the plan of a call depends on, which makes the key that it is kept under."""
-        chosen = self.proposing.chosen.names if self.proposing.chosen else ()
+        chosen = self.optimizer_choice.chosen.names if self.optimizer_choice.chosen else ()
         elsewhere = in_steps(self.accounts.account(call, situation).elsewhere, self.terms.options.budget_bytes)
         live = (
             self.accounts.live_optimizer.departure(self.terms.model.parameters())
             if self.accounts.live_optimizer
             else ""
         )
-        further = self.terms.backend, chosen, sorted(self.proposing.allowed), elsewhere, live
+        further = self.terms.backend, chosen, sorted(self.optimizer_choice.allowed), elsewhere, live
         return Job(self.terms.model, call, situation, self.terms.options, self.terms.card, self.loss_fn, further)
 
     @property
@@ -243,7 +244,7 @@ class CallPlanner:
         """Whether precision is decided by the values of a call."""
         return bool(self._screenings)
 
-    @property
+    @cached_property
     def _screenings(self) -> list[Screenings]:
         deciders = (decide for decide in self.terms.rewriting.deciders if isinstance(decide, DecidePrecision))
         return [

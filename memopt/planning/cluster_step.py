@@ -65,11 +65,9 @@ class _GroupTimes:
 
 def cluster_step(
     joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
-) -> ClusterStep | None:
-    """The time of a step by its schedule, in which the last `kept` blocks are gathered once; None for a call that is
-    not planned for a cluster."""
-    if step.traced.sharded is None:
-        return None
+) -> ClusterStep:
+    """The time of a step for a cluster by its schedule, in which the last `kept` blocks are gathered once."""
+    assert step.traced.sharded is not None
     sharding = step.traced.sharded.sharding
     times = _group_times(joined, schedule, step, sharding)
     root, blocks = times[0], times[1:]

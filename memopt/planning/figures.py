@@ -95,7 +95,7 @@ def plan_by(
         **_offloading(joined, solution),
         source=source,
         schedule=solution.schedule,
-        cluster=cluster_step(joined, solution.schedule, step, account),
+        cluster=None if traced.sharded is None else cluster_step(joined, solution.schedule, step, account),
         kept=traced.kept,
         decisions=decision_rows(joined, step, solution.schedule),
     )

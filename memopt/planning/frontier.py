@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import torch
 from typing_extensions import TypeVar
 
-from memopt.disk_cache import write_text
+from memopt.disk_cache import DIGEST, LIVE, as_json, opened, sealed, value_from, write_text
 from memopt.errors import GIB, BudgetError, PlanFileError
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes
-from memopt.saved_values import DIGEST, LIVE, as_json, opened, sealed, value_from
 from memopt.solver import Effort as EffortName
 
 if TYPE_CHECKING:

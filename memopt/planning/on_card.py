@@ -246,14 +246,14 @@ _MARGIN = 0.02
 _GRAIN = GIB // 16
 
 
-class FreeBudget(NamedTuple):
+class _FreeBudget(NamedTuple):
     """The budget where none is given, and what to say of it."""
 
     gb: float
     note: str
 
 
-def free_budget(model: torch.nn.Module) -> FreeBudget:
+def free_budget(model: torch.nn.Module) -> _FreeBudget:
     """What this process can hold on the model's card now, less a margin. Raises `TypeError` where that is not known,
     as on a CPU, whose memory is shared."""
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
@@ -273,4 +273,4 @@ def free_budget(model: torch.nn.Module) -> FreeBudget:
         f"{margin / GIB:.2g} GB"
     )
     tell(note)
-    return FreeBudget(nbytes / GIB, note)
+    return _FreeBudget(nbytes / GIB, note)

@@ -304,13 +304,12 @@ def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Op
     if given["calibrate"] and device is not None:
         raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
     names = [lever.name for lever in values["levers"]]
-    cluster = check_cluster_options(
-        *(given[name] for name in ("mesh", "interconnect", "tp_plan")),
-        device=device,
-        precision=precision,
-        optimizer=optimizer,
-        allow=names,
-    )
+    of_cluster = [given[name] for name in ("mesh", "interconnect", "tp_plan")]
+    cluster = None
+    if any(one is not None for one in of_cluster):
+        cluster = check_cluster_options(
+            *of_cluster, device=device, precision=precision, optimizer=optimizer, allow=names
+        )
     # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
     values["precision"] = precision if cluster is None else "fp32"
     return Options(**values, effort=check_effort(given["effort"], given["limit_seconds"]), cluster=cluster)

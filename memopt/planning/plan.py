@@ -11,6 +11,7 @@ from torch import fx
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown
+from memopt.disk_cache import LIVE
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.frontier import Frontier, Recipe, load, save, shown
@@ -18,7 +19,6 @@ from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_
 from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_views import PlanViews, joint_digraph
 from memopt.planning.schedule_parts import DecisionRow, ModuleRow, RegionSchedule
-from memopt.saved_values import LIVE
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
 

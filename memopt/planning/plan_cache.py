@@ -21,7 +21,7 @@ from typing import Any
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.compat.ddp import shared_store
-from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
+from memopt.disk_cache import as_json, cache_folder, opened, read_json, sealed, value_from, warn_not_kept, write_json
 from memopt.planning.figures import recounted
 from memopt.planning.joined import place_steps
 from memopt.planning.on_card import within
@@ -30,7 +30,6 @@ from memopt.planning.priced_step import PricedStep
 from memopt.planning.refit import Footprint, as_compiled
 from memopt.planning.schedule_parts import held_after_forward, split
 from memopt.planning.stages import StepOfPlan
-from memopt.saved_values import as_json, opened, sealed, value_from
 from memopt.solver import Schedule, simulate
 
 

@@ -19,14 +19,13 @@ from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.device.storages import storage_bytes, tensors_of
+from memopt.lru import LruCache
 from memopt.optimizers import Stepping
 from memopt.planning.cluster import ShardedCall
 from memopt.planning.joined import Joined, join, with_meanwhile
-from memopt.price.eager_ops import with_eager
 from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
-from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph
-from memopt.recent import Recent
+from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, with_eager
 from memopt.solver import Link, Solver
 from passes.graphs.node_facts import is_random, is_tangent
 
@@ -83,8 +82,8 @@ class TracedStep:
     """How the parameters are spread over a cluster; None for one card."""
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
-    _priced: Recent[PriceSettings, PricedStep] = field(
-        default_factory=lambda: Recent(_MOST_PRICED), init=False, repr=False
+    _priced: LruCache[PriceSettings, PricedStep] = field(
+        default_factory=lambda: LruCache(_MOST_PRICED), init=False, repr=False
     )
     _node_prices: dict[object, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
     """The prices of nodes, by the device, their graph and the sizes that they are for."""

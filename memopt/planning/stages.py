@@ -9,6 +9,7 @@ only the search for it is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
@@ -18,10 +19,10 @@ from memopt.capture.region import CapturedCall
 from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.figures import plan_by, sweep
+from memopt.planning.cluster_step import cluster_step
+from memopt.planning.figures import plan_by, recounted, sweep
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.joined import Joined
-from memopt.planning.kept_blocks import with_kept_blocks
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
 from memopt.planning.planner import Request, recipes, smallest, solve_on_card
@@ -98,7 +99,7 @@ class Traced:
     def price_for(self, plan: Plan, account: Account) -> Priced:
         """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
         planner = self.recorded.planner
-        stepping = planner.proposing.stepping_of(plan)
+        stepping = planner.optimizer_choice.stepping_of(plan)
         step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
         return Priced(step.stepping_as([region.steps for region in plan.regions]), account)
 
@@ -197,3 +198,50 @@ def beside_freed(plan: Plan, freed: Plan) -> Plan:
         return plan
     own = plan.source
     return replace(plan, source=StepOfPlan(lambda: own.priced, freed))
+
+
+Solve = Callable[[Account], Plan]
+"""Plans a step whose account has other bytes. Raises `BudgetError`."""
+
+
+def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
+    """The plan with as many of the last blocks kept as it has room for; where its step waits for gathers, with more of
+    them and more recomputation if that takes less time by the rates of the links.
+
+    A plan for one card is returned as it is.
+    """
+    sharded = None if plan.captured is None else plan.captured.sharded
+    if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
+        return plan
+    sharding = sharded.sharding
+    blocks = len(sharding.blocks)
+    room = plan.budget_bytes - plan.ceiling_bytes
+    kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
+    best = _keeping(plan, kept)
+    if _seconds(_keeping(plan, blocks)) >= _seconds(best):
+        return best
+    for more in dict.fromkeys((blocks, (kept + blocks + 1) // 2)):
+        with suppress(BudgetError):
+            other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
+            return min(best, other, key=_seconds)
+    return best
+
+
+def _keeping(plan: Plan, count: int) -> Plan:
+    """The plan with the same schedule and the last `count` blocks kept."""
+    step, schedule = plan.solved
+    assert step.traced.sharded is not None
+    sharding = step.traced.sharded.sharding
+    account = replace(plan.account, kept=sharding.kept_bytes(count))
+    kept = sharding.blocks[len(sharding.blocks) - count :]
+    return recounted(
+        plan,
+        account,
+        cluster=cluster_step(step.problem, schedule, step, account, kept=count),
+        kept=tuple((block.name, block.gathered_bytes) for block in kept),
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.cluster is not None
+    return plan.cluster.seconds

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from memopt.account.sharded import Sharding
-from memopt.capture.operators import Rewriting
+from memopt.capture.operators import DecideJoint, Decision, OperatorGraph, Rewriting
 from memopt.compat.operators import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.device.devices import device_here
@@ -18,7 +19,7 @@ from memopt.levers import lever_sets, precision_rewriting
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
 from memopt.progress import stage
-from memopt.rewrite.user_passes import with_passes
+from passes import Pass, Pipeline, passes_for
 from passes.ops.fp8_formats import histories_of
 
 
@@ -49,7 +50,7 @@ class Situation:
     meanwhile: int | None = 0
     """Bytes that the caller's own code takes, and frees, between the forward and its backward, beside the gradients of
     the outputs; None: those that were seen, or as many as are guessed for a loss outside of the model."""
-    spared: int | None = 0
+    for_other_models: int | None = 0
     """Bytes that steps of other models take between the forward and its backward, which are left free as far as the
     budget allows; None: they are not known yet, and the forward holds as little as it can."""
     elsewhere: int | None = None
@@ -106,14 +107,15 @@ class ModelTerms:
         by_types = precision_rewriting(self.options.precision, self.card)
         return replace(by_types, reinplace=REINPLACE.name in self.options.allow)
 
-    @property
+    @cached_property
     def lever_sets(self) -> tuple[Rewriting, ...]:
         """The rewritings to try, each with one lever more, the cheapest first; all of them have the user's passes."""
         levers = [lever for lever in self.options.levers if lever.name not in self.idle_levers]
         found = lever_sets(self.rewriting, levers, self.card, histories=self.histories)
-        return tuple(with_passes(rewriting, self.options.passes) for rewriting in found)
+        passes = self.options.passes
+        return tuple(with_passes(rewriting, passes) if passes else rewriting for rewriting in found)
 
-    @property
+    @cached_property
     def idle_levers(self) -> frozenset[str]:
         """The allowed levers that need a step in 16 bits, where it is in fp32 and nobody has asked for a precision."""
         if self.options.precision != "auto" or self.rewriting.autocast is not None:
@@ -129,3 +131,37 @@ class ModelTerms:
         """How the parameters are spread over the cluster that is planned for; None for one card."""
         terms = self.options.cluster
         return None if terms is None else Sharding.of(self.model, terms.cluster, terms.dtype)
+
+
+@dataclass(frozen=True)
+class _RunPasses:
+    """Decides that passes run on the operator graph of every region."""
+
+    passes: tuple[Pass, ...]
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        return Decision(Pipeline(self.passes))
+
+
+@dataclass(frozen=True)
+class _RunJointPasses:
+    """Decides that passes run on every joint graph, behind those of another decision."""
+
+    passes: tuple[Pass, ...]
+    before: DecideJoint | None = None
+
+    def __call__(self, joint: fx.GraphModule, forward_outputs: int, exact: frozenset[str]) -> Pipeline:
+        first = () if self.before is None else (self.before(joint, forward_outputs, exact),)
+        return Pipeline((*first, *self.passes))
+
+
+def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
+    """The rewriting with the user's passes behind all others, and their names before those of its levers. Raises
+    `TypeError` for an object that is no `Pass`."""
+    on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
+    if on_operators:
+        rewriting = replace(rewriting, deciders=(*rewriting.deciders, _RunPasses(on_operators)))
+    if on_joint:
+        rewriting = replace(rewriting, joint=_RunJointPasses(on_joint, rewriting.joint))
+    names = dict.fromkeys(user_pass.name for user_pass in passes)
+    return replace(rewriting, levers=(*names, *rewriting.levers))

@@ -16,7 +16,7 @@ from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import is_view
 from memopt.device.time_model import node_seconds, runs_kernel
-from memopt.device.workspace import measure_workspaces, rehearsal, workspace_bytes
+from memopt.device.workspace import measure_workspaces, op_dry_run, workspace_bytes
 from memopt.price.priced_graph import NodePrice
 from passes.graphs.aliases import WAIT
 from passes.graphs.node_facts import backward_nodes
@@ -103,11 +103,11 @@ def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
     """The price of a node on a GPU: with each block that it allocates, if it is written in Python or a library's, or
     allocates its results in another order than it returns them."""
     call, device = op_call(node), device_of(card)
-    rehearsed = None if call is None else rehearsal(call, device.type, card.chip) or device.library_run(call, card.chip)
-    if rehearsed is None:
+    dry_run = None if call is None else op_dry_run(call, device.type, card.chip) or device.library_run(call, card.chip)
+    if dry_run is None:
         workspace = workspace_bytes(node, device.type, card.chip)
         return NodePrice(seconds, workspace, calls=() if call is None else device.result_calls(call, workspace))
-    return NodePrice(seconds, rehearsed.workspace_bytes, calls=rehearsed.calls)
+    return NodePrice(seconds, dry_run.workspace_bytes, calls=dry_run.calls)
 
 
 def _timed(modelled: Mapping[fx.Node, float], device: torch.device) -> dict[fx.Node, float]:

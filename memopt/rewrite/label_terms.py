@@ -45,7 +45,7 @@ class Amounts(NamedTuple):
 
 
 @dataclass
-class LabelTerms:
+class _LabelTerms:
     """Terms over numbered labels. A cast or a saved copy that several readers share has a label that they demand."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
@@ -180,7 +180,7 @@ class GraphTerms:
     ) -> None:
         assert plan.low is not None
         self.graph, self.plan, self.free, self.prices, self.low = graph, plan, free, prices, plan.low
-        self.terms = LabelTerms()
+        self.terms = _LabelTerms()
         self.label_of: dict[str, int] = {}
         self._labels: dict[fx.Node, int] = {}
         self._roots: dict[fx.Node, fx.Node] = {}

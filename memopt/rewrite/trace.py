@@ -28,7 +28,7 @@ from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import RaisingForRefusedDtypes
 from memopt.errors import CaptureError
-from memopt.recent import Recent
+from memopt.lru import LruCache
 from passes import Pass, Pipeline
 
 _MOST_TRACES = 256
@@ -101,7 +101,7 @@ class Traces:
     """The joint graphs of regions that were traced last, so that a region is traced once however many calls have it."""
 
     def __init__(self) -> None:
-        self._joints: Recent[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = Recent(_MOST_TRACES)
+        self._joints: LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = LruCache(_MOST_TRACES)
         """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
 
     def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:

@@ -16,7 +16,7 @@ from memopt.planning.terms import Situation
 from memopt.run.checkpoints import choices
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
-from memopt.run.plain_calls import Fitting, PlainCalls
+from memopt.run.plain_calls import CountedStep, PlainCalls
 
 _WORTH_NAMING = 2
 """A call that is in no graph is counted for a refusal up to this many times its budget: it runs for that."""
@@ -45,7 +45,7 @@ class CheckpointedCalls:
 
     def fitting(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts
-    ) -> tuple[PlainCalls, Fitting] | None:
+    ) -> tuple[PlainCalls, CountedStep] | None:
         """The choice by which a call fits the budget, and its step; None where there is none."""
         for calls in self._calls:
             fits = calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)

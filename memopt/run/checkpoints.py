@@ -17,7 +17,7 @@ from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
 from memopt.training_state import Attributes
 
-Spots: TypeAlias = tuple["Spot", ...]
+Spots: TypeAlias = tuple["_Spot", ...]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DEEPEST = 3
@@ -32,7 +32,7 @@ class RecomputedOtherwiseError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Spot:
+class _Spot:
     """A module that runs as an activation checkpoint, and those within it that do so while it runs again."""
 
     module: nn.Module
@@ -75,7 +75,7 @@ class Checkpoints:
         text = _in_words([names.get(spot.module, "") for spot in self.spots])
         return f"{text}, and within each {len(nested) // len(self.spots)} or more of its own" if nested else text
 
-    def _call_of(self, spot: Spot) -> Callable[..., Any]:
+    def _call_of(self, spot: _Spot) -> Callable[..., Any]:
         own = compiled_call(spot.module) or plain_call(spot.module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class Checkpoints:
 class _Body:
     """One call of a module, which runs once in the forward, and once more in the backward from the same state."""
 
-    spot: Spot
+    spot: _Spot
     own: Callable[..., Any]
     inner: Callable[[], AbstractContextManager[None]]
     """Returns a block in which the calls of the modules within it are checkpoints."""
@@ -165,7 +165,7 @@ def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 @contextmanager
-def _standing_in(spots: Spots, call_of: Callable[[Spot], Callable[..., Any]]) -> Iterator[None]:
+def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -> Iterator[None]:
     """A block in which the calls of modules go through what `call_of` returns for them."""
     before = [(spot.module, compiled_call(spot.module)) for spot in spots]
     calls = [call_of(spot) for spot in spots]
@@ -190,9 +190,9 @@ def choices(model: nn.Module) -> Iterator[Checkpoints]:
         before = spots
 
 
-def _spot(block: nn.Module, depth: int) -> Spot:
+def _spot(block: nn.Module, depth: int) -> _Spot:
     """A module with those within it down to a depth."""
-    return Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
+    return _Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

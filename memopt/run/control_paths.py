@@ -17,10 +17,10 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.stages import beside_freed
 from memopt.planning.terms import Situation
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress
 from memopt.run.road import Road
@@ -50,8 +50,8 @@ class ControlPaths:
         """The first path that was seen."""
         return cls([captured], LargestSizes.of(call))
 
-    def use(self, path: CapturedCall) -> None:
-        """Make a path the first."""
+    def move_to_front(self, path: CapturedCall) -> None:
+        """Move a path to the front of `calls`, so that it is tried first when such a call comes again."""
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
@@ -128,9 +128,9 @@ class PlansOfPaths:
         self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
     ) -> None:
         self.model, self.road, self.keeping, self.capture = model, road, keeping, capture
-        self.paths: Recent[_Kind, ControlPaths] = Recent(_MOST_PLANS)
+        self.paths: LruCache[_Kind, ControlPaths] = LruCache(_MOST_PLANS)
         """The paths that calls of a kind were seen to take."""
-        self._plans: Recent[tuple[CapturedCall, Situation], Executable] = Recent(_MOST_PLANS)
+        self._plans: LruCache[tuple[CapturedCall, Situation], Executable] = LruCache(_MOST_PLANS)
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
 
@@ -179,7 +179,7 @@ class PlansOfPaths:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
         except BudgetError:  # those that follow must not be planned to be as large as this one
-            self.paths.drop(self._kind(in_progress.call))
+            self.paths.pop(self._kind(in_progress.call), None)
             raise
         finally:
             if self.road.plans != self._plans_freed:  # their solvers' tables would stay for the whole training

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import count
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,10 @@ from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage
-from memopt.planning.least import Needs, backward_bytes
+from memopt.lru import LruCache
+from memopt.planning.derived import StepBytes, backward_bytes
 from memopt.planning.plan import Plan
-from memopt.recent import Recent
-from memopt.run.beside import Beside, Seen
+from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
 """What appears beside a step is tolerated up to this part of the parameters' bytes, a 256th of what a step with their
@@ -45,11 +46,11 @@ class Waiting(Protocol):
     held_bytes: int
     number: int
     """Its place in the order of all forwards."""
-    beside: set[Beside]
+    overlaps: set[Overlap]
     """The forwards of other models that have run since it began."""
 
 
-class Forward(Waiting, Protocol):
+class _Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
 
     plan: Plan
@@ -87,7 +88,7 @@ class Plain(Waiting, Protocol):
 
 
 @dataclass
-class Looked:
+class LatestLooks:
     """The latest looks at moments of one kind."""
 
     found: Found
@@ -107,12 +108,12 @@ class Looked:
     @property
     def lowest(self) -> int:
         """The fewest bytes that were allocated at one of them, without those that are known."""
-        return min(level for level, _ in self.levels)
+        return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
         """No less than what is to be found where so many bytes are allocated without those that are known, if no fewer
         of them are something else than at the latest looks."""
-        return max(0, level - min(rest for _, rest in self.levels))
+        return max(0, level - min([rest for _, rest in self.levels]))
 
 
 @dataclass(eq=False)
@@ -123,7 +124,8 @@ class Entry:
     model: nn.Module
     budget_bytes: int
     fixed_bytes: int | None = None
-    """The bytes to count elsewhere instead of those that are there; 0 for a plan for another device."""
+    """The bytes that count as held elsewhere where no look finds them: what the user gave as `elsewhere_gb`, or 0 for a
+    plan for another device; None where looks find them."""
     optimizer: Any = None
     """The optimiser that the account has, as the user gave it; what is beyond its state is counted elsewhere."""
     optimised: bool = False
@@ -132,7 +134,7 @@ class Entry:
     """The bytes of its gradients, as far as they are planned."""
     state_bytes: int | None = None
     """The bytes of its optimiser's state, as far as they are planned."""
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenOverlaps = field(default_factory=SeenOverlaps)
     """What was seen beside its forwards."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
@@ -153,11 +155,11 @@ class Entry:
     """The number of planned forwards that have begun."""
     number: int = 0
     """The place of the latest forward in the order of all models'."""
-    latest: weakref.ref[Forward] | None = None
+    latest: weakref.ref[_Forward] | None = None
     """The forward that began last."""
     found: Found = field(default_factory=Found)
     """What the latest look at any moment found."""
-    looks: Recent[object, Looked] = field(default_factory=lambda: Recent(_MOST_KINDS))
+    looks: LruCache[object, LatestLooks] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """The latest looks by the kind of moment."""
     due: bool = False
     """Whether a plan was made since the latest look at a moment: planning leaves memory of its own behind."""
@@ -167,15 +169,15 @@ class Entry:
     """The number of further forwards that the present group is expected to have after its first."""
     held_after: int | None = None
     """The bytes that the latest forward held which was not the first of its group."""
-    figures: Recent[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: Recent(_MOST_KINDS))
+    figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Figures of plans, by their name and the `id` of the plan."""
-    plans: Recent[int, tuple[Plan, Needs | None]] = field(default_factory=lambda: Recent(_MOST_PLANS))
+    plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The latest plans, each with what it needs where that has been asked for."""
-    plain_needs: Needs | None = None
+    plain_step_bytes: StepBytes | None = None
     """What the latest call needed that ran plain."""
-    planned: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
+    planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
-    ending: list[Forward] = field(default_factory=list)
+    ending: list[_Forward] = field(default_factory=list)
     """The planned forwards whose saved values were given to their backward, until the next forward begins."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -208,7 +210,7 @@ class Entry:
     @property
     def has_looked(self) -> bool:
         """Whether it is known which optimisers step the model, and what tensors lie beside it."""
-        return self.fixed_bytes is not None or len(self.looks) > 0
+        return self.fixed_bytes is not None or bool(self.looks)
 
     def begin(self, waiting: int) -> None:
         """Count a forward that begins while `waiting` others wait for their backward; the first of a group if none."""
@@ -220,7 +222,7 @@ class Entry:
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
 
-    def add(self, forward: Forward) -> None:
+    def add(self, forward: _Forward) -> None:
         """Add a planned forward that begins now."""
         self.begun += 1
         self.latest = weakref.ref(forward)
@@ -241,7 +243,7 @@ class Entry:
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
         # A quarter is a guess of what a plan would need.
         held, peak = forward.held_bytes, forward.peak_bytes
-        self.plain_needs = Needs(lasting, held // 4, peak // 4, held, peak)
+        self.plain_step_bytes = StepBytes(lasting, held // 4, peak // 4, held, peak)
 
     def _number(self, forward: Waiting) -> None:
         forward.number = self.number = next(_numbers)
@@ -268,14 +270,14 @@ class Entry:
         return self.figure("backward", plan, lambda: backward_bytes(plan))
 
     @property
-    def needs(self) -> Needs | None:
+    def step_bytes(self) -> StepBytes | None:
         """The most that the latest plans need; None before the first."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
-                self.plans[number] = plan, Needs.of(plan)
+                self.plans[number] = plan, StepBytes.of(plan)
         found = [needs for _, (_, needs) in self.plans.items() if needs is not None]
-        found += [self.plain_needs] if self.plain_needs else []
-        return reduce(Needs.at_most, found).holding(self.meanwhile or 0) if found else None
+        found += [self.plain_step_bytes] if self.plain_step_bytes else []
+        return reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0) if found else None
 
     @cached_property
     def _trained(self) -> tuple[nn.Parameter, ...]:
@@ -306,26 +308,26 @@ class Entry:
         """The state of its optimiser, where that is known."""
         return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
-    def waiting(self) -> list[Forward]:
+    def waiting(self) -> list[_Forward]:
         """The planned forwards whose backward has not run yet, in their order."""
         if not self.planned:  # iterating takes longer than this
             return []
-        return sorted((forward for forward in self.planned if not forward.done), key=lambda forward: forward.number)
+        return sorted([forward for forward in self.planned if not forward.done], key=attrgetter("number"))
 
     def plain_waiting(self) -> list[Plain]:
         """The forwards of calls that ran as the plain model whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
-    def in_backward(self) -> list[Forward]:
+    def in_backward(self) -> list[_Forward]:
         """The forwards through which the backward that runs has come."""
         return [forward for forward in self.planned if forward.is_in_backward()]
 
     @property
     def held_bytes(self) -> int:
         """The bytes that forwards hold which wait for their backward, those of plain calls too."""
-        return sum(forward.held_bytes for forward in self.waiting()) + self.plain_held_bytes
+        return sum([forward.held_bytes for forward in self.waiting()]) + self.plain_held_bytes
 
     @property
     def plain_held_bytes(self) -> int:
         """The bytes that forwards of plain calls hold which wait for their backward."""
-        return sum(forward.held_bytes for forward in self.plain_waiting())
+        return sum([forward.held_bytes for forward in self.plain]) if self.plain else 0

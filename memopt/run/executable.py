@@ -28,7 +28,7 @@ Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
 
 
 @dataclass(frozen=True)
-class Found:
+class _FoundRun:
     """The planned run that a run of the present forward is."""
 
     number: int
@@ -47,7 +47,7 @@ class Executable:
     """The runs that have a schedule, in the order of the plan's regions."""
     region: Emitted | None = None
     """The code of a call in one region; that of several is emitted as they run."""
-    _planned_values: dict[int, tuple[Value, ...]] = field(default_factory=dict, repr=False)
+    _planned_values: dict[int, tuple[_Value, ...]] = field(default_factory=dict, repr=False)
     """What the planned runs make at the largest sizes, by their number."""
     _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
         default_factory=dict, repr=False
@@ -73,7 +73,7 @@ class Executable:
         """The passes and the precision of its regions."""
         return self.step.rewriting_of_regions
 
-    def find(self, run: RegionRun, first: int, trace: Trace) -> Found | None:
+    def find(self, run: RegionRun, first: int, trace: Trace) -> _FoundRun | None:
         """The planned run, `first` or later, that a run of the present forward is; None where there is none, or it has
         larger sizes than the plan is for.
 
@@ -85,15 +85,15 @@ class Executable:
                 continue
             schedule = self.plan.regions[number]
             if planned.region is run.region:
-                return Found(number, joint, schedule) if run.is_within(planned) else None
+                return _FoundRun(number, joint, schedule) if run.is_within(planned) else None
             own = trace(run.region, self.rewriting)
             own = own.accumulating(_as_planned(run, planned, joint))
             if own.fingerprint == joint.fingerprint and not run.region.changing:
-                return Found(number, own, schedule)
+                return _FoundRun(number, own, schedule)
             names = self._names_in(own, run, number)
             if names is not None:
                 evaluations = tuple(names[name] for name in schedule.evaluations)
-                return Found(number, own, replace(schedule, fingerprint=own.fingerprint, evaluations=evaluations))
+                return _FoundRun(number, own, replace(schedule, fingerprint=own.fingerprint, evaluations=evaluations))
         return None
 
     def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
@@ -115,7 +115,7 @@ class Executable:
             self._names[key] = names if known else None
         return self._names[key]
 
-    def _values(self, number: int) -> tuple[Value, ...]:
+    def _values(self, number: int) -> tuple[_Value, ...]:
         if number not in self._planned_values:
             with self.step.with_sizes(number):
                 self._planned_values[number] = values_of(self.step.regions[number])
@@ -136,7 +136,7 @@ _MOST_NAMES = 4096
 
 
 @dataclass(frozen=True)
-class Value:
+class _Value:
     """A node that allocates memory or has effects."""
 
     name: str
@@ -146,7 +146,7 @@ class Value:
     """The bytes that it allocates."""
 
 
-def values_of(joint: JointGraph) -> tuple[Value, ...]:
+def values_of(joint: JointGraph) -> tuple[_Value, ...]:
     """The values of a graph in its order, with the sizes that `upper_bound` takes for its symbols. Raises
     `CaptureError` where a size is not known."""
     graph = joint.module.graph
@@ -159,7 +159,7 @@ def values_of(joint: JointGraph) -> tuple[Value, ...]:
         operands = tuple(of_node[operand] for operand in node.all_input_nodes if operand in of_node)
         if node.op == "call_function" and (node in made or not is_pure(node)):
             of_node[node] = hash((str(node.target), operands))
-            found.append(Value(node.name, of_node[node], made.get(node, 0)))
+            found.append(_Value(node.name, of_node[node], made.get(node, 0)))
         elif node.op == "call_function" and operands:
             of_node[node] = _of_view(node, operands)
     return tuple(found)
@@ -172,10 +172,10 @@ def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
     return operands[0] if part is None else hash((operands[0], part))
 
 
-def names_in(ours: Sequence[Value], planned: Sequence[Value]) -> dict[str, str] | None:
+def names_in(ours: Sequence[_Value], planned: Sequence[_Value]) -> dict[str, str] | None:
     """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Of
     several with the same computation, the first is the first."""
-    left: defaultdict[int, list[Value]] = defaultdict(list)
+    left: defaultdict[int, list[_Value]] = defaultdict(list)
     for value in reversed(ours):
         left[value.computation].append(value)
     names = {}

@@ -15,9 +15,9 @@ from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.errors import BudgetError
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
@@ -80,7 +80,7 @@ class CallInProgress:
         now = self.moment.elsewhere_bytes(plan)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
-        group, own = self.moment.in_group, self.moment.beside_callers_code(self.situation, plan)
+        group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
         for elsewhere in dict.fromkeys((rounded, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
@@ -96,12 +96,12 @@ _MOST = 512
 """The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""
 
 
-class Stopped(Exception):
+class _Stopped(Exception):
     """Ends a call within the stub of a region. Between the stub and whoever began the call lie the frames of Dynamo and
     of the model, so that it cannot be returned why the call has not run."""
 
 
-class Recorded(Stopped):
+class Recorded(_Stopped):
     """Ends a call that was to be recorded and not run, with the region that was recorded and its inputs."""
 
     def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
@@ -109,7 +109,7 @@ class Recorded(Stopped):
         self.region, self.inputs = region, inputs
 
 
-class Insists(Stopped):
+class Insists(_Stopped):
     """Ends a call for whose sizes the graphs that were captured are not valid, with the line of the model that insists
     on each of them."""
 
@@ -127,15 +127,15 @@ class PlansOfRegions:
         self.insists: dict[Place, str] = {}
         """The sizes that Dynamo took as constants though they had changed, each with the line of the model."""
         self._marked: set[Place] = set()
-        self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
+        self._plans: LruCache[tuple[RecordedRegion, Situation, Sizes], Plan] = LruCache(_MOST)
         """The plans that were made before the first run of their call."""
-        self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
-        self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
+        self._emitted: LruCache[tuple[RecordedRegion, Situation], PlansBySize] = LruCache(_MOST)
+        self._captured: LruCache[tuple[RecordedRegion, Sizes], CapturedCall] = LruCache(_MOST)
 
     @property
     def runs(self) -> bool:
         """Whether any call has run by a plan."""
-        return bool(len(self._emitted))
+        return bool(self._emitted)
 
     def changing(self, call: Call) -> Collection[Place]:
         """The places of a call whose sizes are to be symbols in its capture."""

@@ -84,7 +84,7 @@ class KeptPlans:
         graphs, or is not sound for these (`is_sound`)."""
         planner = self.planner
         # What was left to other models is in no figure of a plan.
-        recorded = replace(recorded, situation=replace(recorded.situation, spared=0))
+        recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
         if not self._belongs(kept) or not planner.accounts.still_fits(kept.plan, recorded.call, recorded.situation):
             return None
         try:
@@ -93,7 +93,7 @@ class KeptPlans:
             return None
         if [joint.fingerprint for joint in traced.step.regions] != [one.fingerprint for one in kept.plan.regions]:
             return None
-        account = planner.proposing.account_of(traced.account(lowering_bytes), kept.plan)
+        account = planner.optimizer_choice.account_of(traced.account(lowering_bytes), kept.plan)
         priced = traced.price_for(kept.plan, account)
         plan = kept.live(lambda: priced.step)
         return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
@@ -179,20 +179,20 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     return search_for(recorded, advise=False, budget_bytes=planned_bytes).fastest(recorded)
 
 
-def asked_as_compiled(
+def finished_as_compiled(
     plan: Plan, planner: CallPlanner, situation: Situation, emit: Callable[[Plan], Emitted], *, whole: bool
 ) -> Plan:
     """The plan of a call, in one region if `whole`; its `smallest_bytes` is what compiled code needs, where its graphs
     are compiled here."""
-    known = plan.source is None or isinstance(plan.source, CompiledStep)
+    known = plan.source is None or isinstance(plan.source, _CompiledStep)
     if known or not _compiles(planner, situation, whole=whole):
         return plan
     assert plan.source is not None
-    return replace(plan, source=CompiledStep(plan.source, emit))
+    return replace(plan, source=_CompiledStep(plan.source, emit))
 
 
 @dataclass(eq=False)
-class CompiledStep:
+class _CompiledStep:
     """The `PlanSource` of a plan whose graphs are compiled. The smallest plan is compiled when its budget is first
     asked for."""
 
@@ -206,7 +206,7 @@ class CompiledStep:
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         found = self.own.at(plan, budget_bytes, effort)
-        return found if found.source is None else replace(found, source=CompiledStep(found.source, self.emit))
+        return found if found.source is None else replace(found, source=_CompiledStep(found.source, self.emit))
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
         return self.own.frontier(plan, points, effort)
@@ -231,9 +231,10 @@ def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Emitted]) -> int:
 def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> bool:
     """Whether the graphs of a call, in one region if `whole`, are compiled here, and planned alone: for this device, on
     values, without levers that change the optimiser, and not together with other forwards or other ranks."""
-    alone = not (situation.to_come or situation.buckets or planner.proposing.allowed or planner.terms.sharding)
-    here = planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
-    return planner.terms.fuses and whole and here and alone
+    if not planner.terms.fuses or not whole:
+        return False
+    alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
+    return alone and planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
 
 
 def _key(recorded: Recorded) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:

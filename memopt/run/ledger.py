@@ -19,12 +19,12 @@ from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter
-from memopt.planning.least import lasting_bytes, tangent_bytes
+from memopt.planning.derived import lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
-from memopt.run.company import Company
-from memopt.run.entry import Entry, Looked
+from memopt.run.entry import Entry, LatestLooks
+from memopt.run.models_on_device import ModelsOnDevice
 from memopt.training_state import CallState
 
 _SHARE_OF_TIME = 0.01
@@ -84,7 +84,7 @@ class Moment:
     @property
     def known_bytes(self) -> int:
         """The bytes that differ from call to call, are known, and do not lie elsewhere."""
-        inputs = sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
+        inputs = sum([tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided])
         return inputs + self.waiting_bytes + self.lasting_now
 
     @property
@@ -102,8 +102,9 @@ class Moment:
         return max(0, self.entry.others_expected - self.waiting)
 
     @property
-    def in_group(self) -> Situation | None:
-        """The situation of one of several forwards that hold as much as each other; None where none is expected."""
+    def group_situation(self) -> Situation | None:
+        """The situation in which one plan serves all forwards before a backward: each leaves room for the others, which
+        hold as much as it does. None where no other forward is expected."""
         if not self.entry.others_expected:
             return None
         return Situation(other_forwards=self.gradients, to_come=max(self.entry.others_expected, self.waiting))
@@ -149,7 +150,7 @@ class Moment:
         enough = plan.budget_bytes // _WORTHWHILE
         if plan.added_time <= NEGLIGIBLE or plan.account.elsewhere < enough:
             return False
-        about = self._ledger.about(self)
+        about = self._ledger.latest_elsewhere(self)
         return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
 
     def may_fit(self, plan: Plan) -> bool:
@@ -167,7 +168,8 @@ class Moment:
         return self.elsewhere_bytes(plan) <= room_bytes
 
     def may_hold(self, held_bytes: int) -> bool:
-        """Whether the waiting forwards have room for their backwards beside a call that holds `held_bytes`."""
+        """Whether this call may hold `held_bytes` until its backward, so that each forward that waits already still has
+        room for its own backward."""
         return self.spare_bytes is None or held_bytes <= self.spare_bytes
 
     def reserved_bytes(self, held_bytes: int) -> int:
@@ -204,13 +206,13 @@ class Moment:
     def known_elsewhere(self, optimizer_state: int) -> int:
         """The bytes elsewhere on the device, beside a step with an optimiser state of that size, as far as they are
         known without a look: in the step's backward a look would find what it has saved."""
-        return self._beside(replace(self.entry.found, other=self._ledger.about(self)), optimizer_state)
+        return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), optimizer_state)
 
     def _beside(self, found: Found, optimizer_state: int) -> int:
         return found.beside(optimizer_state) + self.to_come_elsewhere
 
 
-class Ledger(Company):
+class Ledger(ModelsOnDevice):
     """Counts what lies on a device beside the steps of the optimised models there.
 
     Python's objects are walked when a plan is made; later only where the bytes allocated on the device have grown so
@@ -260,13 +262,11 @@ class Ledger(Company):
             return entry.found
         if enough and (limit := self._limit.bytes()) is not None and limit <= enough:
             return Found(limit)
-        level, looked = self._level(moment)
-        if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
-            return None  # what was freed since the looks may hide what has grown
-        return replace(looked.found, other=looked.limit(level))
+        return self._limit_by(entry, *self._level(moment))
 
-    def about(self, moment: Moment) -> int:
-        """The bytes of other tensors that are there now, as far as it is known without a look."""
+    def latest_elsewhere(self, moment: Moment) -> int:
+        """The bytes that tensors of other code held at the latest look at such a moment, less what has been freed
+        since; no look is made."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return entry.fixed_bytes
@@ -275,8 +275,9 @@ class Ledger(Company):
             return entry.found.other
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
-    def planning(self, moment: Moment) -> Found:
-        """The bytes elsewhere now, before a call is planned."""
+    def look_before_planning(self, moment: Moment) -> Found:
+        """What lies elsewhere before a call is planned, found by a look whatever time that takes. Planning allocates
+        memory of its own, so that the next moment is looked at, too."""
         found = self.now(replace(moment, closely=True), planning=True)
         self._since = self._since or time.monotonic()
         moment.entry.due = True
@@ -297,7 +298,7 @@ class Ledger(Company):
         as_before = change is not None and change < BOOKKEEPING_BYTES
         noise = change is not None and change < self._noise_bytes and not entry.due and not planning
         if not self._held_still and not as_before and not (noise and not self.may_look()):
-            limit = self.at_most(moment)
+            limit = self._limit_by(entry, level, looked)
             # At the first moment of a kind, too, only a look can tell, if anything can.
             needed = moment.closely or entry.due or (limit is None and level is not None)
             new = level is not None and looked is not None and level > looked.highest + entry.notable_bytes
@@ -307,6 +308,12 @@ class Ledger(Company):
                 return limit
         entry.found = before
         return before
+
+    def _limit_by(self, entry: Entry, level: int | None, looked: LatestLooks | None) -> Found | None:
+        """No less than what is there, by the bytes that are allocated and the looks; None where these do not tell."""
+        if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
+            return None  # what was freed since the looks may hide what has grown
+        return replace(looked.found, other=looked.limit(level))
 
     @property
     def _noise_bytes(self) -> int:
@@ -318,7 +325,7 @@ class Ledger(Company):
         since = time.monotonic() - (self._since or time.monotonic())
         return self.look_seconds + self._latest_seconds <= _SHARE_OF_TIME * since
 
-    def _level(self, moment: Moment) -> tuple[int | None, Looked | None]:
+    def _level(self, moment: Moment) -> tuple[int | None, LatestLooks | None]:
         """The bytes that are allocated without those that are known, None where that is not known; and the latest looks
         at such moments: what lies elsewhere in a forward may be the step's own in its backward."""
         source, allocated = self._reading()
@@ -346,7 +353,7 @@ class Ledger(Company):
         levels = looked.levels if looked is not None and not entry.due else deque(maxlen=_LOOKS)
         levels.append((level, level - found.other))
         highest = level if looked is None or entry.due else max(level, looked.highest)
-        entry.looks[key], entry.due = Looked(found, levels, highest), False
+        entry.looks[key], entry.due = LatestLooks(found, levels, highest), False
         self._limit = AllocationLimit(self.device)
         self._latest_seconds = time.monotonic() - started
         self.look_seconds += 0 if planning else self._latest_seconds

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
+from memopt.capture.deferred_outputs import Group, Piece
 from memopt.capture.region import RecordedRegion
-from memopt.capture.withheld import Group, Piece
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
-from memopt.compat.tensors import as_implemented, needs_memory, reads_no_values, wrapper_tensor
+from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
 from memopt.training_state import generator_states, set_generators
 from memopt.units import size
@@ -48,7 +48,7 @@ class Notice:
         )
 
 
-class Waiting(Protocol):
+class _Waiting(Protocol):
     """A forward whose backward has not run yet."""
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
@@ -60,20 +60,24 @@ class Releasable(Protocol):
         """Give up memory that can be done without."""
 
 
-def run_withholding(
-    region: RecordedRegion, run: Callable[..., Sequence[Any]], inputs: tuple[Any, ...], notice: Notice, forward: Waiting
+def run_deferring(
+    region: RecordedRegion,
+    run: Callable[..., Sequence[Any]],
+    inputs: tuple[Any, ...],
+    notice: Notice,
+    forward: _Waiting,
 ) -> Sequence[Any]:
-    """Run a region by `run`, and return the outputs of the model's call: those that the region withholds as tensors
+    """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors
     that are computed when they are first looked at."""
-    withheld = region.withheld
-    if withheld is None:
+    deferred = region.deferred
+    if deferred is None:
         return run(*inputs)
-    device = withheld.groups[0].examples[0].device
+    device = deferred.groups[0].examples[0].device
     generators = generator_states(device)
     values = run(*inputs)
-    outputs: dict[int, Any] = dict(zip(withheld.returned, values, strict=False))
-    taken = dict(zip(withheld.taken, values[len(withheld.returned) :], strict=True))
-    for group in withheld.groups:
+    outputs: dict[int, Any] = dict(zip(deferred.returned, values, strict=False))
+    taken = dict(zip(deferred.taken, values[len(deferred.returned) :], strict=True))
+    for group in deferred.groups:
         dtypes = [region.plain_dtype(example.dtype) or example.dtype for example in group.examples]
         start = taken[group.head.taken] if group.head and group.head.taken else None
         later = _Later(group, dtypes, inputs, start, generators, notice)
@@ -213,9 +217,9 @@ class OnDemand(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if needs_memory(func):
+        if func in NEED_MEMORY:
             args, kwargs = tree_map(as_plain, (args, kwargs))
-        looks = not reads_no_values(func) and not _is_copied_by_ddp(func)
+        looks = func not in READ_NO_VALUES and not _is_copied_by_ddp(func)
         for leaf in tree_leaves((args, kwargs)) if looks else ():
             _look(leaf)  # here, since the modes around the call do not hold any more when operators are dispatched
         with as_implemented():

@@ -31,13 +31,13 @@ from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.planning.least import lasting_bytes
+from memopt.planning.derived import lasting_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.run.beside import Beside
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.on_demand import Releasable
+from memopt.run.overlaps import Overlap
 from memopt.run.safety_net import GradientsBefore
 from memopt.run.until_backward import UntilBackward
 from memopt.solver import Schedule
@@ -68,7 +68,7 @@ class PendingForward:
     """The autograd nodes of its regions, which hold what they saved."""
     number: int = 0
     """Its place in the order of all forwards."""
-    beside: set[Beside] = field(default_factory=set)
+    overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
     done: bool = False
     before: CallState | None = None
@@ -129,7 +129,7 @@ class PendingForward:
             return
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
-            UntilBackward.backward_begins(self.entry, alone=not self.beside)
+            UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
             if (model := self.model()) is not None:
@@ -176,7 +176,7 @@ class PendingForward:
         ledger = Ledger.of(self.entry)
         refused = BudgetError(
             self.plan.budget_bytes,
-            lacking if ledger.company(self.entry) else max(lacking, plain),
+            lacking if ledger.others_training(self.entry) else max(lacking, plain),
             f"elsewhere {size(elsewhere_bytes)}, {size(self.entry.later_bytes)} of which appeared between the forward "
             "and its backward",
             least=False,
@@ -326,11 +326,11 @@ class PlainForward:
     check_retained: Callable[[], None]
     """Raises `BudgetError` where a backward that keeps its graph exceeds the budget."""
     number: int = 0
-    beside: set[Beside] = field(default_factory=set)
+    overlaps: set[Overlap] = field(default_factory=set)
 
     def end(self) -> None:
         """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError`."""
-        UntilBackward.backward_begins(self.entry, alone=not self.beside)
+        UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
         Ledger.of(self.entry).backward_begins(self)
         if keeps_graph():
             self.check_retained()

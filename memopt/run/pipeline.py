@@ -44,7 +44,7 @@ _Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 @dataclass(frozen=True)
-class StageFacts:
+class _StageFacts:
     """What a stage does in a step."""
 
     number: int
@@ -64,7 +64,7 @@ class StageFacts:
         )
 
 
-def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[int, StageFacts]:
+def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[int, _StageFacts]:
     """The facts of this rank's stages, where the first stage of all is given `args`. All ranks call it together: what
     one stage returns is computed on fakes, and told to the rank of the next.
 
@@ -82,7 +82,7 @@ def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[
                 known[number] = given, returned
         given = next(kinds for kinds in ranks.gathered(returned) if kinds is not None)
     return {
-        number: StageFacts(number, *known[number], _elsewhere(schedule, stage, *known[number]))
+        number: _StageFacts(number, *known[number], _elsewhere(schedule, stage, *known[number]))
         for number, stage in stages.items()
     }
 
@@ -138,7 +138,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Together:
+class _Together:
     """The stages of one rank, of which one runs at a time while microbatches of all are in flight."""
 
     moments: tuple[tuple[int, Mapping[int, int]], ...]
@@ -236,10 +236,10 @@ class PlannedSchedule:
             if not module.training:
                 raise ValueError(f"stage {number} is in eval mode, which runs plain; call its module's train()")
 
-    def _plan(self, facts: Mapping[int, StageFacts], target: Any) -> list[Session]:
+    def _plan(self, facts: Mapping[int, _StageFacts], target: Any) -> list[Session]:
         """The planned calls of this rank's stages. Raises `BudgetError`, `CaptureError`."""
         options, elsewhere = self.options, self._elsewhere_bytes()
-        together = Together(tuple(in_flight(self.schedule)))
+        together = _Together(tuple(in_flight(self.schedule)))
         roomy = replace(options, budget_bytes=_ROOMY_BYTES)
         found = {number: self._planned_call(one, target, roomy, 1, elsewhere) for number, one in facts.items()}
         loads = {number: Load.of(plan, elsewhere) for number, (_, plan) in found.items()}
@@ -266,7 +266,7 @@ class PlannedSchedule:
 
     def _planned_call(
         self,
-        facts: StageFacts,
+        facts: _StageFacts,
         target: Any,
         options: Options,
         forwards: int,

@@ -30,10 +30,10 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
-from memopt.run.beside import Alone
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
+from memopt.run.overlaps import Alone
 from memopt.run.pending import PlainForward
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
@@ -75,7 +75,7 @@ NOT_SHOWN = (
 
 
 @dataclass(frozen=True)
-class Fitting:
+class CountedStep:
     """The count of a step that fits the budget by itself."""
 
     step: PlainStep
@@ -111,7 +111,7 @@ def _of_callers_code(step: PlainStep, entry: Entry) -> int:
 class _Kind:
     """The counts of calls that differ in their sizes only."""
 
-    fitting: list[tuple[Sizes, Fitting]] = field(default_factory=list)
+    fitting: list[tuple[Sizes, CountedStep]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
 
     def does_not_fit(self, sizes: Sizes) -> bool:
@@ -192,7 +192,7 @@ class PlainCalls:
 
     def step_if_it_fits(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts | None = None, *, plans_serve_all: bool
-    ) -> Fitting | None:
+    ) -> CountedStep | None:
         """The step of a call that may run plain; None for one that has to be planned.
 
         `parts` are the model's, where the caller has them at hand. `plans_serve_all`: a captured graph serves calls of
@@ -256,7 +256,7 @@ class PlainCalls:
         """Have calls counted again."""
         self._kinds.clear()
 
-    def run(self, call: Call, fitting: Fitting, situation: Situation, moment: Moment) -> Any:
+    def run(self, call: Call, fitting: CountedStep, situation: Situation, moment: Moment) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
         self._ran_bytes = fitting.step.peak_bytes
         retained = partial(self._check_retained, fitting, situation, replace(moment, inputs=()))
@@ -282,7 +282,7 @@ class PlainCalls:
                 node.register_prehook(begins)
         return result
 
-    def _check_retained(self, fitting: Fitting, situation: Situation, moment: Moment) -> None:
+    def _check_retained(self, fitting: CountedStep, situation: Situation, moment: Moment) -> None:
         """Raise `BudgetError` where the backward of a call exceeds the budget if its graph is kept; later calls are
         counted with that."""
         if fitting.step.retained:
@@ -332,7 +332,7 @@ class PlainCalls:
             self._kinds[key] = _Kind()
         return self._kinds[key]
 
-    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> Fitting | None:
+    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> CountedStep | None:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
         special = bool(special_tensors(call, Parts.of(self.model)))
@@ -374,14 +374,14 @@ class PlainCalls:
             counted = count_on_values(self.model, self.plain, call, card, most, retained=twice)
         return counted and replace(counted, depends_on_values=depends)
 
-    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
+    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
         needed, state = self._needed(step, call, situation)
         if step.peak_bytes > self._most_bytes:
             return None
         room = self.planner.terms.options.budget_bytes - needed
         hollow = None if step.depends_on_values else on_meta(call)
-        return Fitting(step, room, state, hollow) if room >= 0 else None
+        return CountedStep(step, room, state, hollow) if room >= 0 else None
 
     def _needed(self, step: PlainStep, call: Call, situation: Situation) -> tuple[int, int]:
         """The bytes that a step needs by its count, with nothing elsewhere, and the optimiser's state among them."""
@@ -418,8 +418,8 @@ class PlainCalls:
             or planner.terms.options.calibrate
             or planner.terms.options.hardware
             or planner.terms.fuses
-            or planner.proposing.chosen
-            or planner.proposing.allowed
+            or planner.optimizer_choice.chosen
+            or planner.optimizer_choice.allowed
         )
 
 

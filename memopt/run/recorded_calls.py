@@ -13,28 +13,28 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.data_sizes import SizeOutgrown
+from memopt.capture.dry_run import DryRun, as_run_later, record_dry_run
 from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.emit.emit import emit_region
 from memopt.emit.partition import Emitted, check_own_memory
 from memopt.errors import CaptureError
 from memopt.garbage import rare_collections
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import RegionSchedule
 from memopt.planning.terms import Situation
 from memopt.progress import stage
-from memopt.recent import Recent
 from memopt.rewrite.trace import forward_as_planned
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
-from memopt.run.on_demand import Notice, run_withholding
+from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
 from memopt.run.road import Road
 from memopt.run.safety_net import Replay
@@ -59,24 +59,20 @@ class OtherPathTaken(CaptureError):
 
 
 def recording(
-    run_region: Callable[[RecordedRegion, tuple[Any, ...]], Any],
+    run_region: Callable[..., Any],
     *,
     differentiate_all: bool,
     narrowed: torch.dtype | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """A Dynamo backend that records each region, and leaves a stub in its place which has it run by `run_region`; the
-    further arguments are those of `RecordedRegion.record`.
+    """A Dynamo backend that records each region, and leaves a stub in its place, which calls `run_region` with the
+    region and its inputs; the further arguments are those of `RecordedRegion.record`.
 
     Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time.
     """
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
-
-        def stub(*values: Any) -> Any:
-            return run_region(region, values)
-
-        return stub
+        return partial(run_region, region)
 
     return backend
 
@@ -124,8 +120,8 @@ class RecordedCalls:
         self._most_between: Callable[[], float] = _no_limit
         """Returns the bytes that code between the regions of the present call may hold while it is recorded."""
         self._forward: _Forward | None = None
-        self._rehearsal: Rehearsal | None = None
-        self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
+        self._dry_run: DryRun | None = None
+        self._emitted: LruCache[_Variant, Emitted] = LruCache(_MOST_VARIANTS)
         self._written: set[int] = set()
         """The numbers of the tensors of calls that forwards were seen to write to."""
         self._has_symbols = False
@@ -134,7 +130,7 @@ class RecordedCalls:
         self._compile()
 
     def _compile(self) -> None:
-        narrowed = self.road.planner.proposing.floats if self.whole else None
+        narrowed = self.road.planner.optimizer_choice.floats if self.whole else None
         self._backend = recording(self.run_region, differentiate_all=self.differentiate_all, narrowed=narrowed)
         self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
 
@@ -155,19 +151,19 @@ class RecordedCalls:
         `reason` says why the call is not one region, and `most_bytes` how many code between them may hold. Raises
         `CaptureError`.
         """
-        found = as_run_later(partial(self._rehearsed, call, reason, most_bytes), self._backend)
+        found = as_run_later(partial(self._run_dry, call, reason, most_bytes), self._backend)
         return replace(found, kept=self.keeping.kept)
 
-    def _rehearsed(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
+    def _run_dry(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
         gathered = Gathered(self.model)
         forward_of = partial(forward_as_planned, rewriting=self.road.planner.terms.rewriting)
-        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
+        self._dry_run = DryRun(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
             with undone(self.model), inputs_kept, gathered.without_exchange():
-                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+                return record_dry_run(lambda: self._compiled(*call[0], **call[1]), self._dry_run, self.model, reason)
         finally:
-            self._rehearsal = None
+            self._dry_run = None
 
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
@@ -220,7 +216,8 @@ class RecordedCalls:
     def _call_whole(self, call: Call) -> Any:
         """Run the code that Dynamo has compiled for a call in one region, or has it compile some."""
         changing = self.regions.changing(call) if self._symbols and not self._has_symbols else ()
-        with marked(call, changing), nullcontext() if self.regions.runs else rare_collections():
+        marks = marked(call, changing) if changing else nullcontext()
+        with marks, nullcontext() if self.regions.runs else rare_collections():
             try:
                 return self._compiled(*call[0], **call[1])
             except TooManyShapes:
@@ -236,7 +233,7 @@ class RecordedCalls:
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
         for attempt in range(attempts):
             path = untried.pop(0)
-            paths.use(path)
+            paths.move_to_front(path)
             try:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
             except CaptureError as refused:
@@ -266,10 +263,10 @@ class RecordedCalls:
         finally:
             self._forward = None
 
-    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+    def run_region(self, region: RecordedRegion, *inputs: Any) -> Any:
         """Run one region of the present call by its plan, or, while the call is recorded, without one."""
-        if self._rehearsal is not None:
-            return self._rehearsal.run(region, inputs)
+        if self._dry_run is not None:
+            return self._dry_run.run(region, inputs)
         self._has_symbols |= bool(region.changing)
         if self.whole and self._in_progress is None:
             raise Recorded(region, inputs)
@@ -289,7 +286,7 @@ class RecordedCalls:
 
         replay = self._replay(region, inputs, pending) if region.undifferentiated else None
         try:
-            outputs = run_withholding(region, run, inputs, self._notice, pending)
+            outputs = run_deferring(region, run, inputs, self._notice, pending)
         except SizeOutgrown as outgrown:
             pending.after_backward()  # it will have none
             if self.whole:

@@ -13,18 +13,18 @@ from torch import nn
 
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.data_sizes import is_real
+from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamic_shapes import Place, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
 from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
-from memopt.capture.rehearsal import cannot_capture
 from memopt.errors import CaptureError
+from memopt.lru import LruCache
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
-from memopt.recent import Recent
 from memopt.run.fitting import CallInProgress, Insists
 from memopt.run.on_demand import Notice
 from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
@@ -60,9 +60,9 @@ class Recorder:
         self.planner = road.planner
         self.size_bounds = SizeBounds(self.declared)
         self._settings = Settings(model)
-        self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
+        self._breaks: LruCache[str, str] = LruCache(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
-        self._errors: Recent[tuple[str, int], str] = Recent(_MOST_ERRORS)
+        self._errors: LruCache[tuple[str, int], str] = LruCache(_MOST_ERRORS)
         """Why a call cannot be captured, by its signature and the state of the model's code: the text alone, since an
         error's traceback holds the inputs."""
         self._terms: tuple[torch.dtype | None, bool] | None = None
@@ -71,21 +71,21 @@ class Recorder:
 
     def _in_present_terms(self) -> None:
         """Begin without any recording where the terms have changed, and at first."""
-        terms = self.planner.proposing.floats, self.planner.differentiate_all
+        terms = self.planner.optimizer_choice.floats, self.planner.differentiate_all
         if self._terms == terms:
             return
         self._terms = terms
         self._notice = Notice()
         self._first = self._new(whole=True)
-        self._first_shapes: Recent[Shapes, bool] = Recent(_MOST_VALUES)
+        self._first_shapes: LruCache[Shapes, bool] = LruCache(_MOST_VALUES)
         """The shapes of calls that the first recording in one region serves."""
-        self._own: Recent[tuple[int, ...], RecordedCalls] = Recent(_MOST_VALUES)
+        self._own: LruCache[tuple[int, ...], RecordedCalls] = LruCache(_MOST_VALUES)
         """The recordings for values of the sizes that the model insists on, `SizeBounds.fixed`."""
         self._broken = self._new(whole=False)
 
     def _new(self, *, whole: bool) -> RecordedCalls:
         """A recording of calls in one region, or in several, without any region yet."""
-        to_capture = partial(training_call, self.model, self.loss_fn, self.planner.proposing.floats)
+        to_capture = partial(training_call, self.model, self.loss_fn, self.planner.optimizer_choice.floats)
         return RecordedCalls(
             self.model,
             to_capture,
@@ -112,7 +112,7 @@ class Recorder:
     @property
     def breaks(self) -> bool:
         """Whether any call is known to break into regions."""
-        return bool(len(self._breaks))
+        return bool(self._breaks)
 
     def break_reason(self, call: Call) -> str | None:
         """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
@@ -145,7 +145,7 @@ class Recorder:
     def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
         call = in_progress.call
-        if len(self._errors) and (text := self._errors.get(self._state(call))):
+        if self._errors and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
         try:
             reason = self.break_reason(call)
@@ -174,7 +174,7 @@ class Recorder:
         Raises `CaptureError`.
         """
         if self.needs_fakes(call):
-            return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+            return self.planner.capture_on_fakes(call, self.planner.optimizer_choice.narrowed)
         with stage("capturing"):
             try:
                 captured = self.capture_whole(call)
@@ -203,7 +203,7 @@ class Recorder:
     def needs_fakes(self, call: Call) -> bool:
         """Whether a call is recorded on fake tensors: the model has no values, or will have another dtype, or the call
         has none and will not run."""
-        if self.planner.proposing.narrowed is not None or not all(map(is_real, self.model.parameters())):
+        if self.planner.optimizer_choice.narrowed is not None or not all(map(is_real, self.model.parameters())):
             return True
         runs_later = self.options.kept and not self.planner.screens
         return not runs_later and not all(map(is_real, tensors_in(call)))
@@ -218,10 +218,10 @@ class Recorder:
         """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
         are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
-        only_fakes = not real or self.planner.proposing.narrowed is not None
+        only_fakes = not real or self.planner.optimizer_choice.narrowed is not None
         if not real or not self.options.kept:
             try:
-                on_fakes = self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+                on_fakes = self.planner.capture_on_fakes(call, self.planner.optimizer_choice.narrowed)
             except CaptureError:
                 if only_fakes:
                     raise

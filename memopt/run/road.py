@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 
+from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import CapturedCall
-from memopt.capture.rehearsal import cannot_capture
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
 from memopt.emit.gradients import Accumulation
@@ -29,16 +29,21 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.derived import among_equals, extended
+from memopt.planning.derived import among_equals, extended, least_plan, leaving_free, leaving_room
 from memopt.planning.figures import plain_step
-from memopt.planning.least import least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
-from memopt.run.kept_plans import KeptPlans, as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
+from memopt.run.kept_plans import (
+    KeptPlans,
+    as_compiled_least,
+    check_compiled_least,
+    finished_as_compiled,
+    smallest_plan,
+)
 from memopt.solver import SolverError
 from memopt.units import size
 from passes import PassError
@@ -70,20 +75,21 @@ class Road:
             key = self.kept.key(recorded)
             self.kept.note(key, recorded)
             if found := self.kept.plan(key, recorded):
-                return self.asked(found, situation, whole=captured.whole)
+                return self.finished(found, situation, whole=captured.whole)
             check_compiled_least(recorded)
             try:
                 plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
                 raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
             self.kept.keep(key, plan)
-            return self.asked(plan, situation, whole=captured.whole)
+            return self.finished(plan, situation, whole=captured.whole)
 
-    def asked(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
-        """The plan of a call, in one region if `whole`; if the backend compiles, its smallest budget is one in which
-        compiled code runs."""
+    def finished(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
+        """The plan of a call as it is handed to the caller. Where the backend compiles code here, its `smallest_gb`
+        compiles the smallest plan, since compiled code may hold other bytes than planned. `whole`: the call is one
+        region."""
         emit = partial(emit_plan, accumulation=self.accumulation)
-        return asked_as_compiled(plan, self.planner, situation, emit, whole=whole)
+        return finished_as_compiled(plan, self.planner, situation, emit, whole=whole)
 
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
@@ -107,7 +113,7 @@ class Road:
                     if emitted is None:
                         emitted = self._planned_and_emitted(recorded, planned)
                         self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
-                return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
+                return replace(emitted, plan=self.finished(emitted.plan, situation, whole=captured.whole))
         finally:
             self.planner.forget_solvers()
             for region in captured.regions:
@@ -214,7 +220,7 @@ class Road:
             refusal = refusal.adding(
                 "the forward takes derivatives itself, so that the step has second derivatives in it"
             )
-        own_terms = planner.proposing.allowed or planner.proposing.chosen or planner.terms.sharding
+        own_terms = planner.optimizer_choice.allowed or planner.optimizer_choice.chosen or planner.terms.sharding
         if not planner.accounts.beside.tolerance_bytes or own_terms or situation.to_come:
             return refusal
         first = next(recorded.candidates())
@@ -223,7 +229,7 @@ class Road:
         _, guessed = recorded.trace(first.levers).callers_code
 
         def least(spared: int) -> int:
-            later = replace(situation, gradients_held=True, spared=(situation.spared or 0) + spared)
+            later = replace(situation, gradients_held=True, for_other_models=(situation.for_other_models or 0) + spared)
             return min(priced.smallest()[0] for priced in replace(recorded, situation=later).candidates())
 
         # The smallest plans that are found need not hold more where more is to be left free.
@@ -238,7 +244,7 @@ class Road:
         situation = recorded.situation
 
         def spare(nbytes: int) -> Plan:
-            sparing_it = replace(recorded, situation=replace(situation, spared=nbytes))
+            sparing_it = replace(recorded, situation=replace(situation, for_other_models=nbytes))
             fresh = search_for(sparing_it, advise=False) if nbytes else search
             return self.kept.agreed(
                 fresh.fastest(sparing_it, lowering_bytes=lowering_bytes), sparing_it, lowering_bytes
@@ -251,10 +257,10 @@ class Road:
 
         if situation.to_come:
             return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes, least_plan)
-        if situation.spared is None:
+        if situation.for_other_models is None:
             return leaving_room(spare(0))
         _, guessed = recorded.trace(self.planner.terms.lever_sets[0]).callers_code
-        return leaving_free(spare, situation.spared + guessed)
+        return leaving_free(spare, situation.for_other_models + guessed)
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""

@@ -16,11 +16,24 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError, UnplannedGradientError
-from memopt.memory_error import StepMemoryError
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
 from memopt.training_state import CallState, generator_states, set_generators
 from memopt.units import size
+
+
+class StepMemoryError(torch.OutOfMemoryError):
+    """The device had no memory left in a step that was planned to fit; also a `torch.OutOfMemoryError`.
+
+    Attributes:
+        undone: whether gradients, buffers and random generators are as they were before the call.
+        repeated: whether the call was tried once more by a tighter plan.
+    """
+
+    def __init__(self, message: str, *, undone: bool) -> None:
+        super().__init__(message)
+        self.undone, self.repeated = undone, False
+
 
 _TIGHTER = 8
 """After a failed allocation, steps are planned to hold at most all but this part of what the failed one was to hold."""
@@ -195,7 +208,7 @@ class GradientsBefore:
         )
 
 
-class Exceeded(Protocol):
+class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
 
     def replayed(self) -> None:
@@ -213,7 +226,7 @@ class Replay:
         self,
         region: RecordedRegion,
         inputs: Sequence[Any],
-        forward: Exceeded,
+        forward: _Exceeded,
         before: CallState | None,
         prevented: str,
         noted: Callable[[], None],

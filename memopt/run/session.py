@@ -31,12 +31,11 @@ from memopt.compat.modules import (
     reset_compiled_call,
     set_compiled_call,
 )
-from memopt.compat.operators import modes_of_the_user, without_modes
+from memopt.compat.operators import modes_of_the_user
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
-from memopt.memory_error import StepMemoryError
 from memopt.planning.job_key import terms_of
 from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
@@ -46,16 +45,13 @@ from memopt.progress import stage
 from memopt.run.fitting import CallInProgress
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
-from memopt.run.plain_calls import Fitting, PlainCalls
+from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.ranks import DataParallel
-from memopt.run.safety_net import SafetyNet
+from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
 from memopt.run.share import Share
 from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
 from memopt.run.training import TrainingCalls
-
-_NO_LIMIT = 1 << 60
-"""More bytes than there are."""
 
 
 class Session:
@@ -85,7 +81,6 @@ class Session:
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._loss_to_come: Callable[[Any], Any] | None = None
-        self._within_modes_before = False
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         keeping = Keeping(self.resharding, self.sharded)
@@ -158,11 +153,11 @@ class Session:
             parts = self._parts.now()
             gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
             calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
-            calls.planner.proposing.check_parameters()
+            calls.planner.optimizer_choice.check_parameters()
             waiting = self.share.begin()
             self.accumulation.allowed = self.options.one_by_one or not waiting
             self.accumulation.exchange = self.parallel.exchange
-            situation = self.share.situation(calls.planner.proposing, parts)
+            situation = self.share.situation(calls.planner.optimizer_choice, parts)
             moment = self.share.moment(call, situation)
             if names := modes_of_the_user():
                 return self._within_modes(calls, call, situation, moment, names, parts)
@@ -182,39 +177,22 @@ class Session:
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
             if fitting is not None:
                 return self._run_checkpointed(calls, call, *fitting, situation, moment)
-            situation = replace(situation, spared=self.share.spared(moment))
+            situation = replace(situation, for_other_models=self.share.for_other_models(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
             return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
 
     def _within_modes(
         self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
     ) -> Any:
-        """Run a call within dispatch modes of the user's with these names, in which Dynamo records nothing: as the
-        plain model does. Raises `BudgetError`, `CaptureError`."""
-        within = (
-            f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
-        )
-        plain, least = calls.plain_calls, None
-        with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
-            fits = plain.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
-            if fits is None:
-                least = plain.needed_bytes(call, situation, moment, _NO_LIMIT)
-        if fits is None and "plain" not in self.options.allow:
-            with self._refusing():
-                if least is None:
-                    raise CaptureError(
-                        f"{within}, and it is not known what its plain step holds; call it outside of it"
-                    )
-                further = (f"{within}; outside of it the step is planned",)
-                raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
-        if not self._within_modes_before:
-            self._within_modes_before = True
-            warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
+        """Run a call within dispatch modes of the user's with these names as the plain model does. Raises
+        `BudgetError`, `CaptureError`."""
+        with self._refusing():
+            fits = calls.fitting_within_modes(names, call, situation, moment, parts)
         if fits is None:
             return self._unplanned(calls, call)
         self._enter(State.PLAIN, f"within {names}, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
-        return plain.run(call, fits, situation, moment)
+        return calls.plain_calls.run(call, fits, situation, moment)
 
     def _by_plan_or_in_eager_mode(
         self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int
@@ -255,27 +233,30 @@ class Session:
         with self._refusing(), calls.planner.terms.types():
             check_kinds(in_progress.call, parts)
             try:
-                return self._run(calls, in_progress)
+                # Under DDP the other ranks go on, so that no rank runs a call a second time.
+                inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
+                calls.planner.screen(in_progress.call, in_progress.crowded)
+                result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+                if calls.recorded.broken.ran_unplanned:
+                    self._run_unplanned_from_now("its forward takes another way than when it was planned")
+                return result
             except BudgetError as refused:
                 plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
                 raise self.share.explain(refused, waiting, plain) from None
 
     def _run_checkpointed(
-        self, calls: TrainingCalls, call: Call, choice: PlainCalls, fits: Fitting, situation: Situation, moment: Moment
+        self,
+        calls: TrainingCalls,
+        call: Call,
+        choice: PlainCalls,
+        fits: CountedStep,
+        situation: Situation,
+        moment: Moment,
     ) -> Any:
         """Run a call with a choice of activation checkpoints by which it fits."""
         self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
         return choice.run(call, fits, situation, moment)
-
-    def _run(self, calls: TrainingCalls, in_progress: CallInProgress) -> Any:
-        calls.planner.screen(in_progress.call, in_progress.crowded)
-        # Under DDP the other ranks go on, so that no rank runs a call a second time.
-        inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
-        result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
-        if calls.recorded.broken.ran_unplanned:
-            self._run_unplanned_from_now("its forward takes another way than when it was planned")
-        return result
 
     def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
         self.sharded.begin()
@@ -364,12 +345,12 @@ class Session:
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
             calls.plain_calls.allowed = False  # who plans ahead wants the plan
-            started, proposing = time.perf_counter(), calls.planner.proposing
+            started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
-            situation = replace(self.share.situation(proposing), gradients_held=gradients_held, buckets=buckets)
-            if group := self.share.moment(call, situation).in_group:
+            situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
+            if group := self.share.moment(call, situation).group_situation:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
-            proposing.check_allowed()
+            optimizer_choice.check_allowed()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
                     plan = calls.plan(call, situation, advise=advise)
@@ -426,7 +407,7 @@ class Session:
         Where torch.compile is asked to compile the call, its graph breaks there and the call runs as planned.
         """
         for calls in self.kinds:
-            calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
+            calls.planner.optimizer_choice.decide(self.latest.proposals if self.latest else ())
         self.share.join()
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
@@ -453,7 +434,7 @@ class Session:
     @property
     def chosen(self) -> tuple[Lever, ...]:
         """The chosen levers on the optimiser, on which plans are based, from the inside out."""
-        chosen = self.forward.planner.proposing.chosen
+        chosen = self.forward.planner.optimizer_choice.chosen
         return chosen.levers if chosen else ()
 
     @property
@@ -464,7 +445,7 @@ class Session:
         before = self.status  # a plan that is only shown is no state
         calls = next(calls for calls in reversed(self.kinds) if calls.plain_calls.latest is not None)
         try:
-            return calls.shown(self.share.situation(calls.planner.proposing))
+            return calls.shown(self.share.situation(calls.planner.optimizer_choice))
         finally:
             self.status = before
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from memopt.compat.modules import forward_hook_tables, modules_of
-from memopt.recent import Recent
+from memopt.lru import LruCache
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST_CHANGES = 4
@@ -39,7 +39,7 @@ class Settings:
         self._changes: Counter[int] = Counter()
         """How often each setting has changed, by its position."""
         self._number = 0
-        self._numbers: Recent[tuple[Any, ...], int] = Recent(_MOST_STATES)
+        self._numbers: LruCache[tuple[Any, ...], int] = LruCache(_MOST_STATES)
         """The numbers of the states that were seen, the latest ones."""
         self._states = 0
 

@@ -20,9 +20,9 @@ from memopt.compat.tensors import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import BudgetError, CaptureError, RankError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.plain import PLAIN
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import ModelTerms
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 from memopt.run.ranks import Ranks
 
@@ -144,7 +144,7 @@ class Keeping:
 
     def __init__(self, resharding: Resharding, sharded: Sharded) -> None:
         self.resharding, self.sharded = resharding, sharded
-        self._found: Recent[tuple[Executable, int], int] = Recent(_MOST_PLANS)
+        self._found: LruCache[tuple[Executable, int], int] = LruCache(_MOST_PLANS)
         """The numbers of blocks by the plan that frees all of them, and by the largest number that is possible."""
 
         self.freed: CapturedCall | None = None

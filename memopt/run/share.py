@@ -24,15 +24,15 @@ from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
-from memopt.planning.least import Needs
+from memopt.lru import LruCache
+from memopt.planning.derived import StepBytes
+from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.proposing import Proposing
 from memopt.planning.terms import Situation
-from memopt.recent import Recent
-from memopt.run.beside import AsPlain, Beside, shared
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
+from memopt.run.overlaps import AsPlain, Overlap, room_for_others
 from memopt.run.pending import PendingForward, release_all
 from memopt.run.ranks import DataParallel
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward
@@ -53,7 +53,7 @@ class Share:
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
         self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
-        self._left: Recent[object, int] = Recent(_MOST_KINDS)
+        self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models at the latest moments of each kind."""
 
     @property
@@ -63,7 +63,8 @@ class Share:
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes to count elsewhere instead of those that are there."""
+        """The bytes that count as held elsewhere where no look finds them: what the user gave as `elsewhere_gb`, or 0
+        for a plan for another device; None where looks find them."""
         return self.entry.fixed_bytes
 
     @property
@@ -100,7 +101,7 @@ class Share:
     def join(self) -> None:
         """Have other models planned beside what this one will hold."""
         self.entry.optimised = True
-        if self.ledger.company(self.entry):
+        if self.ledger.others_training(self.entry):
             gc.collect()  # models that are not used any more hold nothing
 
     def leave(self) -> None:
@@ -110,7 +111,7 @@ class Share:
     def look(self, call: Call) -> Found:
         """What lies on the device beside a call that begins now, and what other optimised models will hold."""
         counted = self._counted(call)
-        found = self.ledger.planning(counted)
+        found = self.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
 
     @contextmanager
@@ -119,9 +120,10 @@ class Share:
         with self.ledger.held_still(self._counted(call)):
             yield
 
-    def about(self, call: Call) -> int:
-        """The bytes on the device beside a call, as far as they are known without a look."""
-        return self.ledger.about(self._counted(call))
+    def latest_elsewhere(self, call: Call) -> int:
+        """The bytes that tensors of other code held on the device at the latest look before such a call, less what has
+        been freed since; no look is made."""
+        return self.ledger.latest_elsewhere(self._counted(call))
 
     @property
     def waiting(self) -> int:
@@ -139,18 +141,18 @@ class Share:
     def returned(self, call: Call, result: Any) -> None:
         """Note that the forward of a call returns to the caller, whose code runs until the backward."""
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
-            tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
             if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
                 UntilBackward.begin(self.entry, outputs, tensors_in(call))
 
-    def situation(self, proposing: Proposing, parts: Parts | None = None) -> Situation:
+    def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
         caller has them at hand."""
         parameters = (parts or Parts.of(self.model)).parameters
-        stepped = proposing.stepping is not None
+        stepped = optimizer_choice.stepping is not None
         hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
-        if stepped or proposing.may_step_in_backward:
+        if stepped or optimizer_choice.may_step_in_backward:
             hooked += sharing_memory(self.model)
         return Situation(
             gradients_held=self.one_by_one or _have_gradients(parameters),
@@ -162,42 +164,43 @@ class Share:
 
     def moment(self, call: Call, situation: Situation) -> Moment:
         """The moment at which a call begins, which is now."""
-        gradients = 0
-        if (self.waiting or self.entry.others_expected) and not self.one_by_one:
+        counted, gradients = self._counted(call, situation.gradients_held), 0
+        if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
-        counted = replace(self._counted(call, situation.gradients_held), gradients=gradients)
+        counted = replace(counted, gradients=gradients)
         later = max(self.entry.later_bytes, self._left_later(counted))
-        return replace(counted, later_bytes=later, spare_bytes=self._spare_bytes(call))
+        spare = self._spare_bytes(call) if counted.waiting else None
+        return replace(counted, later_bytes=later, spare_bytes=spare)
 
-    def spared(self, moment: Moment) -> int | None:
+    def for_other_models(self, moment: Moment) -> int | None:
         """The bytes to leave to steps of other models between the forward of a call and its backward; None where it is
         not known yet what they do then, or how many forwards of this one there will be."""
-        entry = self.entry
-        company = self.ledger.company(entry)
-        if not self.ledger.knows(entry) or moment.waiting > entry.others_expected:
+        entry, ledger = self.entry, self.ledger
+        others = ledger.others_training(entry)
+        if not ledger.knows(entry) or moment.waiting > entry.others_expected:
             return None
-        seen = [beside for beside in frozenset().union(*entry.seen.meanwhile) if not beside.begun_before]
-        outlived = self.ledger.outlived(entry) if company else 0
-        if not company or not seen or (needs := entry.needs) is None:
-            return outlived
-        return max(outlived, self._shared("meanwhile", moment, seen, needs, needs.least_held, needs.held))
+        seen = [overlap for overlap in frozenset().union(*entry.seen.meanwhile) if not overlap.begun_before]
+        intervening = ledger.intervening_backward_bytes(entry) if others else 0
+        if not others or not seen or (needs := entry.step_bytes) is None:
+            return intervening
+        return max(intervening, self._shared("meanwhile", moment, seen, needs, needs.least_held, needs.held))
 
     def _left_later(self, moment: Moment) -> int:
         """The bytes to leave to forwards of other models that will be there in the backward."""
-        seen = [beside for beside in self.entry.seen.backward if beside.waiting]
-        if not seen or (needs := self.entry.needs) is None:
+        seen = [overlap for overlap in self.entry.seen.backward if overlap.waiting]
+        if not seen or (needs := self.entry.step_bytes) is None:
             return 0
         return self._shared("backward", moment, seen, needs, needs.least_peak, needs.peak)
 
     def _shared(
-        self, when: str, moment: Moment, seen: Iterable[Beside], needs: Needs, own_least: int, own_most: int
+        self, when: str, moment: Moment, seen: Iterable[Overlap], needs: StepBytes, own_least: int, own_most: int
     ) -> int:
         """The share of others in the room that there is, in steps, and as before where that is about right: it is not
         planned again for each small change."""
         budget = self.entry.budget_bytes
-        elsewhere = self.ledger.about(moment) + moment.lasting_bytes + moment.waiting_bytes
+        elsewhere = self.ledger.latest_elsewhere(moment) + moment.lasting_bytes + moment.waiting_bytes
         room = budget - needs.lasting - elsewhere
-        found, before = shared(seen, own_least, own_most, room), self._left.get((when, moment.kind))
+        found, before = room_for_others(seen, own_least, own_most, room), self._left.get((when, moment.kind))
         if before is None or not found <= before <= found + budget // _ABOUT:
             before = min(in_steps(found, budget), max(found, room - own_least))
             self._left[when, moment.kind] = before
@@ -217,7 +220,7 @@ class Share:
             self.entry.held_bytes,
             ledger.others_held_bytes(self.entry),
             lasting,
-            sum(tensor.nbytes for tensor in now),
+            sum([tensor.nbytes for tensor in now]),
             addresses=lambda: ledger.addresses(self.entry),
             bucket_bytes=bucket_bytes,
             buckets=buckets,
@@ -259,7 +262,7 @@ class Share:
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
             raise self._refusal(works, plan.account.elsewhere)
-        if waiting and situation.spared is not None:
+        if waiting and situation.for_other_models is not None:
             self.entry.held_after = held
         forward = PendingForward(
             plan,
@@ -288,7 +291,7 @@ class Share:
         what they hold now: within more room they will save more, with nothing recomputed at most. There is some room
         for a few forwards more, which may follow.
         """
-        planned, needs, gradients = self.entry.waiting(), self.entry.needs, self._gradients()
+        planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
         held = [forward.held_bytes for forward in planned]
         saved = [forward.saved_bytes() for forward in planned]
         alone = [one.plan.plain.peak_bytes - one.plan.account.other_forwards for one in planned]
@@ -324,10 +327,8 @@ class Share:
         elsewhere = self.ledger.now(self._counted(call, held))
         return forward.room_bytes - self.entry.later_bytes - elsewhere.beside(forward.optimizer_state)
 
-    def _spare_bytes(self, call: Call) -> int | None:
-        """The bytes that a further forward may hold beside the backward of each that waits; None where none waits."""
-        if not self.waiting:
-            return None
+    def _spare_bytes(self, call: Call) -> int:
+        """The bytes that a further forward may hold beside the backward of each that waits, of which there is one."""
         if self._room_beside(call) < self._gradients_left():
             return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]

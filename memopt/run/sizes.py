@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from memopt.capture.data_sizes import MARGIN, DataSizes
-from memopt.capture.dynamic_shapes import Place, all_places, with_eager_bytes
+from memopt.capture.dynamic_shapes import Place, with_eager_bytes
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
-from memopt.recent import Recent
 from memopt.run.executable import Executable
 
 
@@ -40,7 +40,7 @@ class SizeBounds:
         """The places of a call whose sizes are to be symbols: those that are declared, and, once any size has changed,
         that size and the first of every tensor, since the last batch of an epoch is smaller."""
         shapes = [tensor.shape for tensor in tensors_in(call)]
-        seen = all_places(call)
+        seen = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
         changed &= self._largest.keys()
         self.changed |= changed
@@ -204,9 +204,9 @@ class PlansBySize:
     def __init__(self) -> None:
         self.planning_seconds = math.inf
         """The time that the latest of the plans took."""
-        self._emitted: Recent[Sizes, Executable] = Recent(_MOST)
-        self._refused: Recent[Sizes, bool] = Recent(_MOST)
-        self._lost_seconds: Recent[Sizes, float] = Recent(_MOST)
+        self._emitted: LruCache[Sizes, Executable] = LruCache(_MOST)
+        self._refused: LruCache[Sizes, bool] = LruCache(_MOST)
+        self._lost_seconds: LruCache[Sizes, float] = LruCache(_MOST)
 
     def __contains__(self, ceiling: Sizes) -> bool:
         return ceiling in self._emitted

@@ -19,9 +19,9 @@ from memopt.compat.autograd import WatchingHook, watching_hooks
 from memopt.compat.modules import compiled_call
 from memopt.compat.operators import tree_leaves
 from memopt.errors import Refusal
+from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.progress import tell
-from memopt.recent import Recent
 from memopt.units import duration, size
 
 
@@ -76,7 +76,7 @@ class PlanningLog:
     planned before."""
 
     def __init__(self) -> None:
-        self._known: Recent[str, bool] = Recent(_MOST)
+        self._known: LruCache[str, bool] = LruCache(_MOST)
 
     def begins(self, model: str, call: Call) -> None:
         """Log that a call of a model begins to be planned."""

@@ -3,6 +3,8 @@ them. In which state they are, the session says."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,8 +16,10 @@ from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, on_meta
-from memopt.compat.modules import plain_call
+from memopt.compat.modules import Parts, plain_call
+from memopt.compat.operators import without_modes
 from memopt.emit.gradients import Accumulation
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -25,7 +29,8 @@ from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.fitting import CallInProgress
-from memopt.run.plain_calls import PlainCalls
+from memopt.run.ledger import Moment
+from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
@@ -59,6 +64,8 @@ class TrainingCalls:
         self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, share.entry)
         self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._run = run
+        self._within_modes = False
+        """Whether it was said that calls run within dispatch modes of the user's."""
         self._reached: frozenset[int] = frozenset()
         """The parameters with gradients in any call before the present one."""
         self._stepped_elsewhere: frozenset[int] | None = None
@@ -71,7 +78,7 @@ class TrainingCalls:
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
         own: Any = self.own_call or plain_call(self.model)
-        return plain_loss_call(self.model, self.loss_fn, self.planner.proposing.floats, own)(*args, **kwargs)
+        return plain_loss_call(self.model, self.loss_fn, self.planner.optimizer_choice.floats, own)(*args, **kwargs)
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
         """Run a call by its plan, `before` being the state in which it began; with new plans where it has sizes that
@@ -84,13 +91,37 @@ class TrainingCalls:
             self.forget()
             return self.recorded.run(in_progress)
 
+    def fitting_within_modes(
+        self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
+    ) -> CountedStep | None:
+        """The step of a call within dispatch modes of the user's with these names, in which Dynamo records nothing, so
+        that it runs as the plain model does; None where that exceeds the budget and `allow` has "plain". Says so once.
+        Raises `BudgetError`, `CaptureError`."""
+        within = (
+            f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
+        )
+        plain, least = self.plain_calls, None
+        with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
+            fits = plain.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
+            if fits is None:
+                least = plain.needed_bytes(call, situation, moment, sys.maxsize)
+        if fits is None and "plain" not in self.options.allow:
+            if least is None:
+                raise CaptureError(f"{within}, and it is not known what its plain step holds; call it outside of it")
+            further = (f"{within}; outside of it the step is planned",)
+            raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
+        if not self._within_modes:
+            self._within_modes = True
+            warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
+        return fits
+
     def plan(self, call: Call, situation: Situation, *, advise: bool) -> Plan:
         """The plan of a call ahead of its first run, which then finds it: read from disk, or made now; `advise`: a
         refusal names changes that would help. Raises `BudgetError`, `CaptureError`."""
         self.planner.screen(call, situation)
         with self.planner.accounts.one_trial():
             if kept := self.road.kept.find_uncaptured(call, situation):
-                return self.road.asked(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
+                return self.road.finished(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
             captured = self.recorded.capture(call)
             plan = self.road.plan(captured, call, situation, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
@@ -114,7 +145,7 @@ class TrainingCalls:
 
         @cache
         def step() -> PricedStep:
-            narrowed = planner.proposing.narrowed_by(kept.plan)
+            narrowed = planner.optimizer_choice.narrowed_by(kept.plan)
             with planner.terms.types(), torch.enable_grad():
                 recorded = Recorded(planner, planner.capture_on_fakes(hollow, narrowed), hollow, situation)
                 traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])

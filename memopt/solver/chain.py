@@ -21,7 +21,7 @@ from memopt.solver.problem import RematProblem
 
 
 @dataclass(frozen=True)
-class Block:
+class _Block:
     """A range of forward ops and the range of backward ops that belongs to it."""
 
     forward: range
@@ -35,7 +35,7 @@ class Chain:
     Bytes count only storages that can be recomputed ("movable"): the others are held in any case.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[_Block, ...]
     extra_bytes: Ints
     """[s, c]: bytes that enter block c and do not enter block s, if s < c; otherwise 0."""
     leaving: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
             leaving[block].append(storage)
     return Chain(
         blocks=tuple(
-            Block(range(start, stop), share) for start, stop, share in zip(starts, stops, backward, strict=True)
+            _Block(range(start, stop), share) for start, stop, share in zip(starts, stops, backward, strict=True)
         ),
         extra_bytes=_extra_bytes(problem, leaving, consumed),
         leaving=tuple(tuple(storages) for storages in leaving),

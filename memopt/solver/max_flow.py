@@ -29,7 +29,7 @@ _FINITE_TOTAL = 2**46
 _MOST = 2**62
 
 
-class Arcs(NamedTuple):
+class _Arcs(NamedTuple):
     """The arcs of a flow network, each with one in the other direction, sorted by the node that they leave."""
 
     start: Ints
@@ -67,7 +67,7 @@ class FlowNetwork:
         place = np.empty(2 * count, np.int64)
         place[order] = np.arange(2 * count)
         start = np.searchsorted(leaves[order], np.arange(nodes + 1)).astype(np.int64)
-        self._arcs = Arcs(start, enters[order].astype(np.int64), place[(order + count) % max(2 * count, 1)])
+        self._arcs = _Arcs(start, enters[order].astype(np.int64), place[(order + count) % max(2 * count, 1)])
         self._place = place[:count]
         self._nodes = nodes
 
@@ -91,7 +91,7 @@ class FlowNetwork:
 
 
 @native
-def _push_to(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> int:
+def _push_to(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> int:
     """The largest flow from `origin` to `goal`, given the capacities as `flow.residual` and zeros for all else."""
     residual, excess = flow.residual, flow.excess
     for arc in range(arcs.start[origin], arcs.start[origin + 1]):
@@ -108,7 +108,7 @@ def _push_to(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> int:
 
 
 @native_part
-def _measure_heights(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> None:
+def _measure_heights(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> None:
     """Set each node's height to the number of arcs that lead from it to the goal; the number of nodes if none do."""
     start, heads, partner = arcs
     residual, heights, queue = flow.residual, flow.heights, flow.queue
@@ -129,7 +129,7 @@ def _measure_heights(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> None:
 
 
 @native_part
-def _enqueue_active(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> int:
+def _enqueue_active(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> int:
     """Put the nodes with flow that may still reach the goal in the queue, from its start; how many they are."""
     _, heights, excess, current, queue, waiting = flow
     nodes = len(heights)
@@ -144,7 +144,7 @@ def _enqueue_active(goal: int, origin: int, arcs: Arcs, flow: _Flow) -> int:
 
 
 @native_part
-def _discharge(goal: int, count: int, arcs: Arcs, flow: _Flow) -> None:
+def _discharge(goal: int, count: int, arcs: _Arcs, flow: _Flow) -> None:
     """Push flow and raise nodes until the queue is empty, or it is time to measure the heights again.
 
     The queue is a ring with `count` nodes from its start. One function, since calls with so many arrays cost as much as
@@ -229,7 +229,7 @@ class LabelProblem:
 
 
 @dataclass(frozen=True)
-class Labels:
+class _Labels:
     """A labelling with its total cost and toll."""
 
     of: Flags
@@ -238,14 +238,14 @@ class Labels:
     toll: float
 
 
-class LabelNetwork:
+class _LabelNetwork:
     """The flow network of a problem, built once and cut at many prices of the toll. Ties go to label 0."""
 
     def __init__(self, problem: LabelProblem) -> None:
         self.problem = problem
         self._flow = FlowNetwork(problem.ones, problem.zeros, problem.nodes)
 
-    def cut(self, price: float) -> Labels:
+    def cut(self, price: float) -> _Labels:
         """The labels of least `cost + price · toll`. Raises `ValueError` if every labelling is forbidden."""
         problem = self.problem
         labels, bound = self._flow.cut(problem.costs + price * problem.tolls, ONE, ZERO)
@@ -254,13 +254,13 @@ class LabelNetwork:
         return labels_of(problem, labels)
 
 
-def labels_of(problem: LabelProblem, labels: Flags) -> Labels:
+def labels_of(problem: LabelProblem, labels: Flags) -> _Labels:
     """The labels together with their cost and toll in the problem."""
     paid = problem.paid(labels)
-    return Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
+    return _Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
 
 
-def cheapest_within(problem: LabelProblem, most_toll: float) -> Labels:
+def cheapest_within(problem: LabelProblem, most_toll: float) -> _Labels:
     """The cheapest labels, among the vertices of the lower hull of cost and toll, whose toll is at most `most_toll`.
 
     If no labels have so small a toll, the labels with the smallest toll. The search cuts at the price at which two
@@ -268,7 +268,7 @@ def cheapest_within(problem: LabelProblem, most_toll: float) -> Labels:
     of the hull that crosses the limit. Raises `ValueError` if every labelling is forbidden.
     """
     assert most_toll >= 0, f"a limit of {most_toll}: no tolls are negative"
-    network = LabelNetwork(problem)
+    network = _LabelNetwork(problem)
     cheap = network.cut(0.0)
     if cheap.toll <= most_toll:
         return cheap

@@ -41,7 +41,7 @@ _DEEP_SHARES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.6)
 _SMALL_OPS = 4_000
 
 
-class LargerBudgets:
+class _LargerBudgets:
     """Plans for larger budgets of one problem; work that does not depend on budget and link is done once."""
 
     def __init__(self, problem: RematProblem, arrays: Arrays, portfolio: Portfolio) -> None:
@@ -192,7 +192,7 @@ class OffloadPortfolio:
         self._portfolio = portfolio or Portfolio(problem, solvers)
         self._arrays = arrays_of(problem)
         self._bound = OffloadBound(problem)
-        self._larger = LargerBudgets(problem, self._arrays, self._portfolio)
+        self._larger = _LargerBudgets(problem, self._arrays, self._portfolio)
         self._found: list[tuple[int, OffloadCandidate]] = []
 
     def solve(

@@ -1,11 +1,11 @@
 """A lower bound on the added seconds of schedules within a budget that may also offload.
 
-It is the largest of the bounds at a dozen positions (`Moment`) and of a bound on the whole step. The bytes on the host
-at a time t were copied out before t and are copied back after t, through one queue each. So they are at most half of
-the bytes that the link moves in one direction during the whole step. Held on the device instead, they make a schedule
-of the same evaluations without offloads, for a budget that is larger by those bytes; a lower bound on such schedules
-applies. The bound is not tight if transfers hide and memory is not needed at all times, nor for budgets below the
-smallest peak of recomputation alone.
+It is the largest of the bounds at a dozen positions (`_Position`) and of a bound on the whole step. The bytes on the
+host at a time t were copied out before t and are copied back after t, through one queue each. So they are at most half
+of the bytes that the link moves in one direction during the whole step. Held on the device instead, they make a
+schedule of the same evaluations without offloads, for a budget that is larger by those bytes; a lower bound on such
+schedules applies. The bound is not tight if transfers hide and memory is not needed at all times, nor for budgets below
+the smallest peak of recomputation alone.
 
 Minimum cuts in which a saved storage may also be offloaded are found by relaxing the link's capacity. Offloading a
 storage is priced at the seconds by which its two transfers exceed the time between its last use in the forward and its
@@ -105,7 +105,7 @@ class _Line:
         return self.seconds - self.price * held_bytes
 
 
-class Moment:
+class _Position:
     """The bound from the first evaluation of op `index`.
 
     `held` are the storages that every schedule holds at it, `seconds_before` and `seconds_after` the step's seconds up
@@ -212,28 +212,29 @@ class OffloadBound:
         self._begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in problem.ops])])
         self._live = simulate(problem, Schedule.save_all(problem)).live_bytes
         self._stretches = [part for part in np.array_split(np.arange(len(problem.ops)), positions) if part.size]
-        self._known: dict[int, Moment] = {}
+        self._known: dict[int, _Position] = {}
 
     def added_seconds(self, budget_bytes: int, link: Link) -> float:
         """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
         if budget_bytes < self._floor_bytes:
             return math.inf
-        at_moments = max((moment.added_seconds(budget_bytes, link) for moment in self._moments(link)), default=0.0)
-        return max(at_moments, self._in_all(budget_bytes, link))
+        positions = self._positions(link)
+        highest = max((position.added_seconds(budget_bytes, link) for position in positions), default=0.0)
+        return max(highest, self._in_all(budget_bytes, link))
 
-    def _moments(self, link: Link) -> list[Moment]:
-        """For each part of the step, the moment of the op with the most live bytes that the link cannot have moved."""
+    def _positions(self, link: Link) -> list[_Position]:
+        """For each part of the step, the position with the most live bytes that the link cannot have moved."""
         rate = link.bytes_per_second if math.isfinite(link.bytes_per_second) else 0.0
         begins = self._begins[:-1]
         crowded = self._live - rate * np.minimum(begins, self._begins[-1] - begins)
-        return [self._moment(int(stretch[np.argmax(crowded[stretch])])) for stretch in self._stretches]
+        return [self._position(int(stretch[np.argmax(crowded[stretch])])) for stretch in self._stretches]
 
-    def _moment(self, index: int) -> Moment:
-        """The moment of op `index`, cached."""
+    def _position(self, index: int) -> _Position:
+        """The position of op `index`, cached."""
         if index not in self._known:
             before = float(self._begins[index])
             after = self._problem.seconds - before
-            self._known[index] = Moment(self._problem, index, self._held[index], before, after)
+            self._known[index] = _Position(self._problem, index, self._held[index], before, after)
         return self._known[index]
 
     def _in_all(self, budget_bytes: int, link: Link) -> float:

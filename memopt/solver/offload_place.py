@@ -18,7 +18,7 @@ from memopt.solver.arrays import Arrays, Flags, Floats, Ints, live_bytes
 from memopt.solver.native import native, native_part
 
 
-class Queue(NamedTuple):
+class _Queue(NamedTuple):
     """The busy intervals in order of time, in seconds of compute; intervals that touch are merged."""
 
     begin: Floats
@@ -27,13 +27,13 @@ class Queue(NamedTuple):
     """The number of intervals, as an array of one element."""
 
 
-def empty_queue(most: int) -> Queue:
+def empty_queue(most: int) -> _Queue:
     """An idle queue with room for `most` transfers."""
-    return Queue(np.zeros(most + 1), np.zeros(most + 1), np.zeros(1, np.int64))
+    return _Queue(np.zeros(most + 1), np.zeros(most + 1), np.zeros(1, np.int64))
 
 
 @native_part
-def earliest_start(queue: Queue, release: float, seconds: float) -> float:
+def earliest_start(queue: _Queue, release: float, seconds: float) -> float:
     """The earliest time, not before `release`, from which the queue is idle for `seconds`."""
     low, high = 0, queue.stretches[0]
     while low < high:
@@ -50,7 +50,7 @@ def earliest_start(queue: Queue, release: float, seconds: float) -> float:
 
 
 @native_part
-def latest_start(queue: Queue, deadline: float, seconds: float) -> float:
+def latest_start(queue: _Queue, deadline: float, seconds: float) -> float:
     """The latest time from which the queue is idle for `seconds` that end by `deadline`; it may be negative."""
     low, high = 0, queue.stretches[0]
     while low < high:
@@ -68,7 +68,7 @@ def latest_start(queue: Queue, deadline: float, seconds: float) -> float:
 
 
 @native_part
-def book(queue: Queue, start: float, seconds: float) -> None:
+def book(queue: _Queue, start: float, seconds: float) -> None:
     """Mark the queue as busy for `seconds` from `start`; it must be idle then."""
     begin, end, count = queue.begin, queue.end, queue.stretches[0]
     stop = start + seconds
@@ -202,8 +202,8 @@ def _choose(
     cap_bytes: int,
     room: Ints,
     order: Ints,
-    outward: Queue,
-    back: Queue,
+    outward: _Queue,
+    back: _Queue,
     stays: _GapOffloads,
 ) -> bool:
     """Make the sweep and fill `stays`; returns False if some evaluation cannot be brought within the cap.

@@ -148,7 +148,7 @@ class UserSolvers:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class _Recipe:
     """A usual recipe of activation checkpointing as a solver: it proposes one schedule for all budgets."""
 
     name: str
@@ -158,7 +158,7 @@ class Recipe:
         return [self.schedule(problem)]
 
 
-SAVE_EVERYTHING = Recipe("save all", Schedule.save_all)
+SAVE_EVERYTHING = _Recipe("save all", Schedule.save_all)
 """Saves all activations and recomputes nothing, like training without checkpointing."""
 
 
@@ -170,9 +170,9 @@ def baseline_solvers(problem: RematProblem) -> list[Solver]:
     if count > 1:
         sizes = [("per block", 1), *((f"every {every} blocks", every) for every in _group_sizes(count))]
         sizes.append(("sqrt(L) segments", -(-count // isqrt(count))))
-        solvers += [Recipe(name, partial(checkpointed, blocks=blocks, every=every)) for name, every in sizes]
+        solvers += [_Recipe(name, partial(checkpointed, blocks=blocks, every=every)) for name, every in sizes]
     if any(op.attention for op in problem.ops[: problem.forward_ops]):
-        solvers.append(Recipe("attention only", _without_attention))
+        solvers.append(_Recipe("attention only", _without_attention))
     return solvers
 
 

@@ -17,7 +17,7 @@ Terms = Iterable[tuple[int, float]]
 """The terms of a linear expression, as pairs (variable, coefficient)."""
 
 
-class LinearModel:
+class _LinearModel:
     """Minimises a linear cost of variables between 0 and 1 under linear inequalities."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class StageModel:
     def __init__(self, problem: RematProblem, budget_bytes: int, entering: frozenset[int] | None = None) -> None:
         """`entering` are the storages in memory when the backward begins. If they are given, the forward is taken as
         over, and its memory is not limited."""
-        self.model = LinearModel()
+        self.model = _LinearModel()
         self.impossible = False
         """True if some op exceeds the budget even without the movable storages that it reads."""
         self._problem = problem

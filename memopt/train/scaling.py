@@ -19,7 +19,7 @@ from memopt.compat.modules import nonfinite_flags, skips_on_device
 from memopt.run.session import session_of
 
 
-class Verdict:
+class _Verdict:
     """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) that is still on a
     device."""
 
@@ -56,7 +56,7 @@ class StepResult:
     """The factor by which the loss was multiplied for this call's backward; 1 without loss scaling."""
     grad_norm: torch.Tensor | None = None
     """The total norm of all gradients, unscaled and before clipping; None where the effective batch is not complete."""
-    verdict: Verdict | None = None
+    verdict: _Verdict | None = None
     """Whether the batch was skipped; None where the effective batch is not complete."""
 
     @property
@@ -121,12 +121,12 @@ class Scaling:
                 flag.zero_()
         return skipped
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> Verdict:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> _Verdict:
         """Step all optimisers, or none if `skipped`, the result of `unscale`, says so."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
-            return Verdict(skipped)
-        return Verdict(not all(ran))
+            return _Verdict(skipped)
+        return _Verdict(not all(ran))
 
     def update(self) -> None:
         """Adapt the scale; to be called once per effective batch."""

@@ -13,14 +13,15 @@ from memopt.checks.compare_step import verify
 from memopt.compat.ddp import unwrapped
 from memopt.compat.operators import tree_leaves
 from memopt.errors import BudgetError
-from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches
 from memopt.planning.options import positive_int
 from memopt.run.loss import batch_loss, has_loss_function
+from memopt.run.safety_net import StepMemoryError
 from memopt.run.session import session_of
 from memopt.train.effective_batch import (
     Count,
     EffectiveBatch,
+    Splitting,
     as_count,
     check_split,
     count_of,
@@ -39,7 +40,6 @@ from memopt.train.optimizers import (
     with_gradients,
 )
 from memopt.train.scaling import FollowUp, Scaling, StepResult, check_autocast, check_scaler, scaler_for
-from memopt.train.splitting import Splitting
 from memopt.train.step_state import StateDict, restore, state_of
 from memopt.training_state import CallState
 

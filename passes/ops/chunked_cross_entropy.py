@@ -45,7 +45,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Result:
+class _Result:
     """Loss, a scalar; what its mean was divided by, a scalar (1 for a sum); and the gradients of the undivided sum."""
 
     loss: Tensor
@@ -99,7 +99,7 @@ class ChunkedCrossEntropy:
             self.all_weights = self.class_weight.sum()
         self.smoothing = valid.to(self.wide).mul_(how.label_smoothing / weight.shape[0])
 
-    def run(self, *, hidden: bool, weight: bool, bias: bool) -> Result:
+    def run(self, *, hidden: bool, weight: bool, bias: bool) -> _Result:
         """Returns the loss and the gradients that are asked for."""
         rows, width = self.hidden.shape
         classes = self.weight.shape[0]
@@ -112,7 +112,7 @@ class ChunkedCrossEntropy:
         for start in range(0, rows, size):
             total += self._chunk(slice(start, min(start + size, rows)), of_hidden, of_weight, of_bias)
         divisor = self.row_weight.sum() if self.how.reduction == "mean" else torch.ones_like(total)
-        return Result(total / divisor, divisor, of_hidden, of_weight, of_bias)
+        return _Result(total / divisor, divisor, of_hidden, of_weight, of_bias)
 
     def _chunk(self, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
         """Returns the summed loss of a chunk, and adds its gradients. What it allocates is freed when it returns."""

@@ -53,7 +53,7 @@ class _Block:
             runtime.cudaHostUnregister(self.address)
 
 
-class HostMemory:
+class _HostMemory:
     """A pool of blocks.
 
     A lease ends when the last tensor in the block is freed: in the backward that fetches it, or with an autograd graph
@@ -140,9 +140,9 @@ def _pin(address: int, nbytes: int) -> bool:
 
 
 @functools.cache
-def host_memory(device_type: str) -> HostMemory:
+def host_memory(device_type: str) -> _HostMemory:
     """Returns the pool for the devices of one type; pinned for CUDA. There is one for each type of device."""
-    return HostMemory(pinned=device_type == "cuda")
+    return _HostMemory(pinned=device_type == "cuda")
 
 
 @functools.cache

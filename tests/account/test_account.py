@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES, Account, account_of, distinct_bytes
-from memopt.account.live_optimizer import LiveOptimizer
+from memopt.account.optimizer_trial import LiveOptimizer
 from memopt.device import hardware
 
 CPU = hardware("cpu")

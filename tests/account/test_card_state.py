@@ -13,7 +13,7 @@ from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, repl
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
 from memopt.account.card_snapshot import _Owners, state_of
 from memopt.account.card_state import CardState, HeldSegment, Kind, merged
-from memopt.saved_values import as_json, value_from
+from memopt.disk_cache import as_json, value_from
 from memopt.solver.problem import BlockCall
 
 MB = 1024**2

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn, optim
 
-from memopt.account.live_optimizer import LiveOptimizer, live_optimizer_of
 from memopt.account.optimizer_account import optimizer_account
+from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
 from memopt.meter import measure_peak
 
 

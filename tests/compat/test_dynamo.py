@@ -187,11 +187,11 @@ def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph(
         return hidden * weight, hidden.requires_grad
 
     compiled = compile_with(backend, call, whole=True)
-    with keeping_requires_grad():
+    with capture_settings(), keeping_requires_grad():
         _, requires_grad = compiled(torch.ones(3))
     assert requires_grad
     assert [node.target for node in graphs[0].graph.find_nodes(op="call_method", target="requires_grad_")]
-    with pytest.raises(exc.TorchDynamoException):
+    with capture_settings(), pytest.raises(exc.TorchDynamoException):
         compile_with(backend, lambda x: call(x + 1), whole=True)(torch.ones(3))
 
 

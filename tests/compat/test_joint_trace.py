@@ -51,7 +51,7 @@ class ByPartition:
         self.partition = partition
         self.traces: dict[RecordedRegion, AotTrace] = {}
 
-    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+    def run_region(self, region: RecordedRegion, *inputs: Any) -> Any:
         if region not in self.traces:
             self.traces[region] = traced(region)
         with region.tracing():

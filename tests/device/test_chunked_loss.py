@@ -1,4 +1,4 @@
-"""The price of the operator that `ChunkLoss` puts into a graph: rule and rehearsal against the measurement."""
+"""The price of the operator that `ChunkLoss` puts into a graph: rule and dry run against the measurement."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from memopt.device import workspace
 from memopt.device.op_call import describe
 from memopt.device.time_model import node_flops
 from memopt.device.workspace import _estimate, _measure, estimate_workspace
-from memopt.recent import Recent
+from memopt.lru import LruCache
 from passes.ops.linear_cross_entropy import weight_gradient, with_gradients
 from tests.marks import slow
 
@@ -88,7 +88,7 @@ def test_a_rehearsal_whose_kernels_are_not_run_is_an_upper_bound(
     call = describe(OPERATOR, given, {}, with_gradients(*given))
     measured = _measure(call)
     monkeypatch.setattr(workspace, "MAX_RUN_FLOPS", 0)
-    monkeypatch.setattr(workspace, "_latest", Recent(100))
+    monkeypatch.setattr(workspace, "_latest", LruCache(100))
     assert measured is not None
     assert measured.workspace_bytes <= _estimate(call) <= 2.5 * measured.workspace_bytes + 2**16
 

@@ -17,7 +17,7 @@ from memopt.compat.host import profiler_is_active
 from memopt.device.op_call import OpCall, describe, op_call
 from memopt.device.workspace import (
     MAX_RUN_BYTES,
-    Measured,
+    _Measured,
     call_workspace_bytes,
     estimate_workspace,
     measure_workspaces,
@@ -130,7 +130,7 @@ def test_views_make_nothing_and_python_operators_have_no_kernel() -> None:
     measured = measure_workspaces(nodes)
     assert all(m.workspace_bytes == 0 and not m.output_bytes for m in measured.values())
     getitems = [node for node in nodes if node.target is operator.getitem]
-    assert measured[getitems[0]] == Measured(0, None, None)
+    assert measured[getitems[0]] == _Measured(0, None, None)
 
 
 def test_a_loss_may_keep_more_than_its_fake_tensor_says() -> None:
@@ -168,7 +168,7 @@ def test_what_is_large_or_cannot_run_is_estimated() -> None:
     for node, measured in measure_workspaces([copied, product, singular]).items():
         call = op_call(node)
         assert call is not None
-        assert measured == Measured(estimate_workspace(call, "cpu"), None, None)
+        assert measured == _Measured(estimate_workspace(call, "cpu"), None, None)
 
 
 def lu() -> tuple[Tensor, Tensor, Tensor]:

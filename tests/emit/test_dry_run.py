@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memopt.compat.fakes import FakeTensorMode
-from memopt.emit.footprint import Ledger, dry_run
+from memopt.emit.footprint import _HeldBlocks, dry_run
 
 HEAD = """\
 import torch
@@ -29,12 +29,12 @@ KB = 1024
 def run(body: str, *, known: bool = True) -> tuple[int, int, int]:
     """Peak, what is left, and how many results, for an input of 1 kB."""
     mode = FakeTensorMode()
-    ledger = Ledger("cpu")
+    held_blocks = _HeldBlocks("cpu")
     with mode:
         inputs = [torch.empty(256)]
-    (ledger.exclude if known else ledger.count)(inputs)
-    results = dry_run(HEAD + "".join(f"    {line}\n" for line in body.splitlines()), inputs, mode, ledger)
-    return ledger.peak_bytes, ledger.live_bytes, len(results)
+    (held_blocks.exclude if known else held_blocks.count)(inputs)
+    results = dry_run(HEAD + "".join(f"    {line}\n" for line in body.splitlines()), inputs, mode, held_blocks)
+    return held_blocks.peak_bytes, held_blocks.live_bytes, len(results)
 
 
 def test_what_is_deleted_is_free() -> None:

@@ -7,16 +7,16 @@ from torch import nn
 
 from memopt.compat.autograd import Fate
 from memopt.emit.gradients import Accumulation, accumulate_in_place
-from memopt.emit.inductor import Handing
+from memopt.emit.inductor import _Handing
 from tests.passes.capture import Sketch, aten
 
 
-def handing() -> tuple[Handing, torch.fx.GraphModule]:
+def handing() -> tuple[_Handing, torch.fx.GraphModule]:
     sketch = Sketch()
     x, y = sketch.input("x", 3), sketch.input("y", 3)
     module = sketch.returns(sketch.call(aten.mul.Tensor, x, y), sketch.call(aten.add.Tensor, x, y))
     accumulate_in_place(module, {1: 0}, Accumulation())
-    return Handing(module), module
+    return _Handing(module), module
 
 
 def run(parameter: nn.Parameter, fate: Fate) -> list[torch.Tensor | None]:

@@ -51,7 +51,7 @@ def pull(model: nn.Module, names: Collection[str] = (NAME,), optimizer: Any = op
     memopt.optimize(model, options.pop("budget_gb", 4), optimizer=optimizer, **options)
     planned = session_of(model)
     assert planned is not None
-    planned.forward.planner.proposing.decide(names)
+    planned.forward.planner.optimizer_choice.decide(names)
     return model
 
 

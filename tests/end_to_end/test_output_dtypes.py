@@ -250,7 +250,7 @@ def test_of_parameters_in_16_bits(kind: str) -> None:
     memopt.optimize(model, 1.0, **options)
     planned = session_of(model)
     assert planned is not None
-    planned.forward.planner.proposing.decide((BF16,))  # as where nothing else makes the step fit
+    planned.forward.planner.optimizer_choice.decide((BF16,))  # as where nothing else makes the step fit
     memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
     out = model(*inputs)
     found = [out] if kind == "tensor" else out

@@ -161,7 +161,7 @@ def test_the_count_leaves_no_trace() -> None:
     call = session_of(model)
     assert call is not None
     forward = call.forward
-    situation, moment = forward.share.situation(forward.planner.proposing), Moment(forward.share.entry)
+    situation, moment = forward.share.situation(forward.planner.optimizer_choice), Moment(forward.share.entry)
     assert forward.plain_calls.step_if_it_fits(((), batch), situation, moment, plans_serve_all=True) is not None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)

@@ -1,4 +1,4 @@
-"""Runs ahead of a training call, which count, rehearse, plan or compare it, leave what the call is given and what its
+"""Runs ahead of a training call, which count, record, plan or compare it, leave what the call is given and what its
 model remembers as they are."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def results_before(kind: str, before: nn.Module, model: Any) -> list[torch.Tenso
 def test_inputs_have_their_values_and_gradients_once(
     kind: str, breaks: bool, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a step is counted, rehearsed or planned before it runs."""
+    """Whether a step is counted, recorded or planned before it runs."""
     monkeypatch.setenv("MEMOPT_PLAN", plan)
     torch.manual_seed(0)
     before, model = nn.Sequential(nn.Linear(64, 64), nn.GELU()), WithInputs(breaks).train()

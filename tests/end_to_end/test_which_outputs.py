@@ -134,7 +134,7 @@ def test_a_scalar_that_is_no_loss(kind: str, ahead: bool) -> None:
 
 
 class Model(nn.Module):
-    """A loss and logits: large ones are withheld, small ones are returned."""
+    """A loss and logits: large ones are deferred, small ones are returned."""
 
     def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()

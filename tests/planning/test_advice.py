@@ -15,7 +15,7 @@ import memopt
 from examples.models.families import BY_NAME
 from memopt import BudgetError, TrainStep
 from memopt.account.optimizer_trial import fused
-from memopt.optimizers.low_rank import _LowRank, with_low_rank
+from memopt.planning.advice import _LowRank, with_low_rank
 from memopt.planning.call_planner import CallPlanner
 from tests.smallest import smallest_gb
 

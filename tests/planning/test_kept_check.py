@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.disk_cache import warn_not_kept
+from memopt.disk_cache import opened, sealed, warn_not_kept
 from memopt.planning.plan_cache import is_sound
 from memopt.run.session import session_of
-from memopt.saved_values import opened, sealed
 from tests.planned import ACCOUNT, captured, make_plan, region
 from tests.planning.test_plan_cache import batch, gradients, make
 

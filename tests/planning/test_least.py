@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.errors import BudgetError
-from memopt.planning.least import Needs, least_plan, leaving_free, leaving_room
+from memopt.planning.derived import StepBytes, least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from tests.planned import ACCOUNT, captured, make_plan, region
 
@@ -34,11 +34,11 @@ def test_a_plan_with_much_room_beside_it_stays(plan: Plan) -> None:
 
 
 def test_needs_are_between_the_least_and_all(plan: Plan) -> None:
-    needs = Needs.of(plan)
+    needs = StepBytes.of(plan)
     assert needs.least_held <= needs.held
     assert needs.least_peak <= needs.peak
     assert needs.lasting + needs.peak == plan.plain.peak_bytes
-    assert needs.holding(10**9).least_peak == needs.least_held + 10**9
+    assert needs.with_callers_code(10**9).least_peak == needs.least_held + 10**9
 
 
 def test_as_much_is_spared_as_there_is_room_for(plan: Plan) -> None:

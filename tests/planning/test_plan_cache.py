@@ -19,9 +19,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
-from memopt.disk_cache import warn_not_kept
+from memopt.disk_cache import opened, sealed, warn_not_kept
 from memopt.planning import plan_cache
-from memopt.saved_values import opened, sealed
 from memopt.solver import Portfolio
 from tests.marks import slow
 

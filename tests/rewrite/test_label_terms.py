@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.rewrite.label_terms import Amounts, LabelTerms
-from memopt.solver.max_flow import ONE, ZERO, LabelNetwork
+from memopt.rewrite.label_terms import Amounts, _LabelTerms
+from memopt.solver.max_flow import ONE, ZERO, _LabelNetwork
 
 
-def random_terms(number: int) -> tuple[LabelTerms, list[int]]:
+def random_terms(number: int) -> tuple[_LabelTerms, list[int]]:
     """Up to five labels with costs of their own, of differing, and of copies that several of them share."""
     state = random.Random(number)
-    terms = LabelTerms()
+    terms = _LabelTerms()
     labels = [terms.label() for _ in range(state.randint(1, 5))]
 
     def amounts() -> Amounts:
@@ -33,7 +33,7 @@ def random_terms(number: int) -> tuple[LabelTerms, list[int]]:
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 2.0]))
 def test_the_cut_has_the_least_total_of_all_choices(number: int, price: float) -> None:
     terms, labels = random_terms(number)
-    found = LabelNetwork(terms.problem(price)).cut(0.0)
+    found = _LabelNetwork(terms.problem(price)).cut(0.0)
     totals = []
     for choice in itertools.product([False, True], repeat=len(labels)):
         total = terms.total(terms.complete(dict(zip(labels, choice, strict=True))))
@@ -53,7 +53,7 @@ def test_flipping_is_the_difference_of_totals(number: int) -> None:
 
 
 def test_a_cast_is_paid_once_for_all_that_read_it() -> None:
-    terms = LabelTerms()
+    terms = _LabelTerms()
     value, *readers = (terms.label() for _ in range(4))
     terms.shared(True, readers, value, Amounts(seconds=1.0))
     low = dict.fromkeys(readers, True)

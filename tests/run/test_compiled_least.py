@@ -55,7 +55,7 @@ def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
     asked_ahead_gb = plan.smallest_gb()
     least_gb = refused_gb(model, batch, 1e-6)
     assert least_gb == asked_ahead_gb
-    assert isinstance(plan.source, kept_plans.CompiledStep)
+    assert isinstance(plan.source, kept_plans._CompiledStep)
     assert least_gb > plan.source.own.smallest_bytes(plan) / GIB
     assert refused_gb(model, batch, 0.995 * least_gb) == least_gb
     memopt.optimize(model, least_gb, example_inputs=batch, **MODE)

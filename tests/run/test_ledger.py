@@ -30,7 +30,7 @@ def at_most(moment: Moment, enough: int = 0) -> Found | None:
 
 
 def about(moment: Moment) -> int:
-    return Ledger.of(moment.entry).about(moment)
+    return Ledger.of(moment.entry).latest_elsewhere(moment)
 
 
 def test_what_belongs_to_the_model_and_its_call_is_not_elsewhere() -> None:

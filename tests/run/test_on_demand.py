@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memopt
 from memopt.compat.operators import TorchDispatchMode
 from memopt.run.on_demand import OnDemand
-from tests.capture.test_withheld import CLASSES, ROWS, WIDTH, Model, X
+from tests.capture.test_deferred_outputs import CLASSES, ROWS, WIDTH, Model, X
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 

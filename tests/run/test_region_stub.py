@@ -18,7 +18,7 @@ class Eager:
     def __init__(self) -> None:
         self.runs: list[RecordedRegion] = []
 
-    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+    def run_region(self, region: RecordedRegion, *inputs: Any) -> Any:
         self.runs.append(region)
         return region.graph_module(*inputs)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.run.executable import Value, names_in, values_of
+from memopt.run.executable import _Value, names_in, values_of
 
 Region = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def values(region: Region, rows: int, width: int = 8) -> tuple[Value, ...]:
+def values(region: Region, rows: int, width: int = 8) -> tuple[_Value, ...]:
     inputs = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width, width)
     joint: Any = SimpleNamespace(module=make_fx(region, tracing_mode="fake")(*inputs))
     return values_of(joint)

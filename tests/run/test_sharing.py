@@ -7,33 +7,33 @@ import weakref
 import pytest
 from torch import nn
 
-from memopt.planning.least import Needs
-from memopt.run.beside import Beside, breadth, shared
+from memopt.planning.derived import StepBytes
 from memopt.run.entry import Entry
+from memopt.run.overlaps import Overlap, breadth, room_for_others
 
 
-def entry(needs: Needs) -> Entry:
+def entry(needs: StepBytes) -> Entry:
     found = Entry(nn.Linear(1, 1), 1000, optimizer="adam")
-    found.plain_needs = needs
+    found.plain_step_bytes = needs
     return found
 
 
 def test_the_rest_is_shared_in_proportion() -> None:
-    one, other = entry(Needs(0, 5, 10, 50, 60)), entry(Needs(0, 1, 20, 30, 40))
-    seen = [Beside((), weakref.ref(one)), Beside((weakref.ref(one),), weakref.ref(other))]
-    assert [beside.needs(least=True) for beside in seen] == [10, 25]
-    assert [beside.needs(least=False) for beside in seen] == [60, 90]
-    assert shared(seen, 10, 75, 1000) == 90, "all have room"
-    assert shared(seen, 10, 75, 35) == 25, "there is room for the least alone"
-    assert shared(seen, 10, 75, 35 + 65) == 25 + 65 // 2
-    assert shared([], 10, 75, 100) == 0
+    one, other = entry(StepBytes(0, 5, 10, 50, 60)), entry(StepBytes(0, 1, 20, 30, 40))
+    seen = [Overlap((), weakref.ref(one)), Overlap((weakref.ref(one),), weakref.ref(other))]
+    assert [overlap.held_bytes(least=True) for overlap in seen] == [10, 25]
+    assert [overlap.held_bytes(least=False) for overlap in seen] == [60, 90]
+    assert room_for_others(seen, 10, 75, 1000) == 90, "all have room"
+    assert room_for_others(seen, 10, 75, 35) == 25, "there is room for the least alone"
+    assert room_for_others(seen, 10, 75, 35 + 65) == 25 + 65 // 2
+    assert room_for_others([], 10, 75, 100) == 0
 
 
 def test_entries_that_are_gone_need_nothing() -> None:
-    one = entry(Needs(0, 5, 10, 50, 60))
-    beside = Beside((), weakref.ref(one))
+    one = entry(StepBytes(0, 5, 10, 50, 60))
+    overlap = Overlap((), weakref.ref(one))
     del one
-    assert beside.needs(least=True) == 0
+    assert overlap.held_bytes(least=True) == 0
 
 
 def test_a_model_of_twice_the_layers_is_twice_as_broad() -> None:

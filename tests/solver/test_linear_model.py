@@ -1,10 +1,10 @@
 import pytest
 
-from memopt.solver.stage_model import LinearModel
+from memopt.solver.stage_model import _LinearModel
 
 
 def test_the_cheaper_of_two_variables_covers_a_demand() -> None:
-    model = LinearModel()
+    model = _LinearModel()
     cheap, dear = model.variable(1.0, integral=True), model.variable(2.0, integral=True)
     model.at_most([(cheap, -1.0), (dear, -1.0)], -1.0)
     values, bound, complete = model.solve(10.0, 0.0)
@@ -14,7 +14,7 @@ def test_the_cheaper_of_two_variables_covers_a_demand() -> None:
 
 
 def test_a_variable_is_within_the_sum_of_others_and_at_least_its_lowest() -> None:
-    model = LinearModel()
+    model = _LinearModel()
     first, second = model.variable(1.0), model.variable(3.0)
     bounded = model.variable(lowest=0.5)
     model.within(bounded, [first, second])
@@ -25,14 +25,14 @@ def test_a_variable_is_within_the_sum_of_others_and_at_least_its_lowest() -> Non
 
 
 def test_a_contradiction_has_no_values() -> None:
-    model = LinearModel()
+    model = _LinearModel()
     model.variable(2.0, lowest=1.0)
     model.cost_at_most(1.0)
     assert model.solve(10.0, 0.0) == (None, float("inf"), True)
 
 
 def test_a_model_without_variables_is_solved_at_once() -> None:
-    model = LinearModel()
+    model = _LinearModel()
     assert model.solve(10.0, 0.0)[1:] == (0.0, True)
     model.at_most([], -1.0)
     assert model.solve(10.0, 0.0) == (None, float("inf"), True)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from memopt.solver.arrays import arrays_of
-from memopt.solver.offload import LargerBudgets
+from memopt.solver.offload import _LargerBudgets
 from memopt.solver.offload_search import OffloadSearch
 from memopt.solver.portfolio import Portfolio
 from memopt.solver.problem import Link
@@ -18,7 +18,7 @@ def test_the_plan_of_a_larger_budget_fits_with_an_offload(has_plain: bool, quick
     search = OffloadSearch(arrays, 111, seconds)
     plain = portfolio.solve(111) if has_plain else None
     assert plain is None or plain.added_seconds == 1.0
-    LargerBudgets(problem, arrays, portfolio).improve(search, 111, link, plain, quickly)
+    _LargerBudgets(problem, arrays, portfolio).improve(search, 111, link, plain, quickly)
     assert search.best is not None
     assert tuple(search.best.evaluations) == SAVE_ALL
     assert search.best.added_seconds == 0.5  # the copy back of 4 bytes begins after d

@@ -4,21 +4,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt.solver.native import native
-from memopt.solver.offload_place import Queue, book, earliest_start, empty_queue, latest_start
+from memopt.solver.offload_place import _Queue, book, earliest_start, empty_queue, latest_start
 
 
 @native
-def earliest(queue: Queue, release: float, seconds: float) -> float:
+def earliest(queue: _Queue, release: float, seconds: float) -> float:
     return earliest_start(queue, release, seconds)
 
 
 @native
-def latest(queue: Queue, deadline: float, seconds: float) -> float:
+def latest(queue: _Queue, deadline: float, seconds: float) -> float:
     return latest_start(queue, deadline, seconds)
 
 
 @native
-def booked(queue: Queue, start: float, seconds: float) -> None:
+def booked(queue: _Queue, start: float, seconds: float) -> None:
     book(queue, start, seconds)
 
 

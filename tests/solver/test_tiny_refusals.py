@@ -8,19 +8,19 @@ import pytest
 
 from examples.models.problems import random_problem
 from memopt.solver import Infeasible, Portfolio, floor_bytes
-from memopt.solver.stage_model import LinearModel
+from memopt.solver.stage_model import _LinearModel
 
 
 @pytest.mark.parametrize("seed", [3, 11, 24])
 def test_no_program_that_a_refusal_solves_is_large(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    solve = LinearModel.solve
+    solve = _LinearModel.solve
 
-    def noted(self: LinearModel, *args: object) -> object:
+    def noted(self: _LinearModel, *args: object) -> object:
         sizes.append(self.variables)
         return solve(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LinearModel, "solve", noted)
+    monkeypatch.setattr(_LinearModel, "solve", noted)
     problem = random_problem(random.Random(seed), 24)
     with pytest.raises(Infeasible):
         Portfolio(problem).solve(floor_bytes(problem) - 1)

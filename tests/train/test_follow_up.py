@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from memopt.train.scaling import FollowUp, StepResult, Verdict
+from memopt.train.scaling import FollowUp, StepResult, _Verdict
 
 
 class Scheduler:
@@ -17,14 +17,14 @@ class Scheduler:
         self.steps += 1
 
 
-class Late(Verdict):
+class Late(_Verdict):
     """As one that is still on a GPU."""
 
     on_host = False  # type: ignore[assignment]
 
 
 def result(skipped: bool, loss: float = 1.0, *, late: bool = False) -> StepResult:
-    return StepResult(torch.tensor(loss), torch.tensor(1.0), torch.tensor(1.0), (Late if late else Verdict)(skipped))
+    return StepResult(torch.tensor(loss), torch.tensor(1.0), torch.tensor(1.0), (Late if late else _Verdict)(skipped))
 
 
 def test_schedulers_step_after_steps_only() -> None:

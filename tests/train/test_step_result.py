@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memopt import StepResult
-from memopt.train.scaling import Verdict
+from memopt.train.scaling import _Verdict
 
 LOSS, SCALE, NORM = torch.tensor(1.25), torch.tensor(1024.0), torch.tensor(0.5)
 
@@ -16,12 +16,12 @@ LOSS, SCALE, NORM = torch.tensor(1.25), torch.tensor(1024.0), torch.tensor(0.5)
     [
         (StepResult(LOSS, SCALE), (False, False, False), "loss 1.25, the effective batch goes on"),
         (
-            StepResult(LOSS, SCALE, NORM, Verdict(False)),
+            StepResult(LOSS, SCALE, NORM, _Verdict(False)),
             (True, True, False),
             "loss 1.25, gradient norm 0.5, scale 1024, stepped",
         ),
         (
-            StepResult(LOSS, SCALE, NORM, Verdict(torch.tensor(1.0))),
+            StepResult(LOSS, SCALE, NORM, _Verdict(torch.tensor(1.0))),
             (True, False, True),
             "loss 1.25, gradient norm 0.5, scale 1024, skipped",
         ),
@@ -33,6 +33,6 @@ def test_what_it_says(result: StepResult, flags: tuple[bool, bool, bool], text: 
 
 
 def test_a_verdict_on_the_host_costs_nothing() -> None:
-    assert Verdict(True).on_host
-    assert Verdict(torch.tensor(0.0)).on_host
-    assert not Verdict(torch.zeros((), device="meta")).on_host
+    assert _Verdict(True).on_host
+    assert _Verdict(torch.tensor(0.0)).on_host
+    assert not _Verdict(torch.zeros((), device="meta")).on_host

@@ -98,7 +98,7 @@ def test_counting_tokens_reads_nothing() -> None:
 
 def test_fused_optimizers_read_the_flag_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag remains on the GPU: schedulers step in the next call."""
-    monkeypatch.setattr("memopt.train.scaling.Verdict.on_host", False)
+    monkeypatch.setattr("memopt.train.scaling._Verdict.on_host", False)
     model = regression()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memopt
-from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT, HostMemory, host_memory
+from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT, _HostMemory, host_memory
 
 PAGE = 4096
 
@@ -78,7 +78,7 @@ def test_hooks_on_saved_tensors_are_refused() -> None:
 
 
 def test_blocks_are_used_again() -> None:
-    memory = HostMemory(pinned=False)
+    memory = _HostMemory(pinned=False)
     first, block = memory.lease(10 * PAGE)
     view = first[10:]
     del first
@@ -97,7 +97,7 @@ def test_blocks_are_used_again() -> None:
 
 
 def test_no_more_is_kept_than_was_ever_in_use() -> None:
-    memory = HostMemory(pinned=False)
+    memory = _HostMemory(pinned=False)
     for pages in (1, 4, 16, 64):
         memory.lease(pages * PAGE)
         gc.collect()

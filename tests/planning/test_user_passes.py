@@ -9,7 +9,7 @@ import pytest
 from torch.fx import GraphModule
 
 from memopt.capture.operators import NOTHING
-from memopt.rewrite.user_passes import RunJointPasses, RunPasses, with_passes
+from memopt.planning.terms import _RunJointPasses, _RunPasses, with_passes
 from passes import Pass
 
 
@@ -30,8 +30,8 @@ class OnJoint(OnOperators):
 
 def test_each_pass_runs_on_the_graphs_that_it_is_written_for() -> None:
     found = with_passes(NOTHING, (OnOperators(), OnJoint()))
-    assert found.deciders == (RunPasses((OnOperators(),)),)
-    assert found.joint == RunJointPasses((OnJoint(),))
+    assert found.deciders == (_RunPasses((OnOperators(),)),)
+    assert found.joint == _RunJointPasses((OnJoint(),))
 
 
 def test_without_passes_nothing_changes() -> None:

@@ -1,4 +1,4 @@
-"""Which outputs a region withholds, and what it returns instead."""
+"""Which outputs a region defers, and what it returns instead."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class Hidden(Model):
 
 
 def groups_of(region: RecordedRegion) -> list[tuple[tuple[int, ...], bool, bool]]:
-    """For each group of withheld outputs: its positions, and whether it has a head and a second forward."""
-    assert region.withheld is not None
-    return [(group.positions, group.head is not None, group.forward is not None) for group in region.withheld.groups]
+    """For each group of deferred outputs: its positions, and whether it has a head and a second forward."""
+    assert region.deferred is not None
+    return [(group.positions, group.head is not None, group.forward is not None) for group in region.deferred.groups]
 
 
 @pytest.mark.parametrize("kind", [Model, Capped])
 def test_logits_are_withheld(kind: type[Model]) -> None:
     region = recorded(kind().train(), X)
-    withheld = region.withheld
-    assert withheld is not None
+    deferred = region.deferred
+    assert deferred is not None
     assert groups_of(region) == [((1,), True, True)]
-    assert (withheld.returned, withheld.released) == ((0,), {1})
-    assert (withheld.bytes, withheld.taken_bytes) == (4 * ROWS * CLASSES, 4 * ROWS * WIDTH)
+    assert (deferred.returned, deferred.released) == ((0,), {1})
+    assert (deferred.bytes, deferred.taken_bytes) == (4 * ROWS * CLASSES, 4 * ROWS * WIDTH)
     assert region.undifferentiated == {1}
 
 
@@ -82,8 +82,8 @@ def test_logits_are_withheld(kind: type[Model]) -> None:
 def test_both_ways_give_the_plain_values(kind: type[Model]) -> None:
     model = kind(dropout=0.5).train()
     region = recorded(model, X)
-    assert region.withheld is not None
-    (group,) = region.withheld.groups
+    assert region.deferred is not None
+    (group,) = region.deferred.groups
     named = dict(model.named_parameters())
     torch.manual_seed(1)
     _, expected = model(X)
@@ -112,17 +112,17 @@ def test_other_large_outputs_come_from_a_second_forward() -> None:
 
 def test_batch_statistics_are_not_computed_twice() -> None:
     region = recorded(Model(norm=nn.BatchNorm1d(WIDTH)).train(), X)
-    assert region.withheld is not None
+    assert region.deferred is not None
     assert groups_of(region) == [((1,), True, False)]
-    assert not region.withheld.released, "the hidden states are held as long as the logits"
-    assert recorded(Hidden(norm=nn.BatchNorm1d(WIDTH)).train(), MANY).withheld is None
+    assert not region.deferred.released, "the hidden states are held as long as the logits"
+    assert recorded(Hidden(norm=nn.BatchNorm1d(WIDTH)).train(), MANY).deferred is None
 
 
 @pytest.mark.parametrize(("classes", "options"), [(WIDTH, {}), (CLASSES, {"differentiate_all": True})])
 def test_all_is_returned(classes: int, options: dict[str, Any]) -> None:
     """Small outputs, and those that are differentiated."""
     model = Model(classes)
-    assert recorded(model.train(), X[:WIDTH] if classes == WIDTH else X, **options).withheld is None
+    assert recorded(model.train(), X[:WIDTH] if classes == WIDTH else X, **options).deferred is None
 
 
 def test_without_a_loss_all_is_returned() -> None:
@@ -130,4 +130,4 @@ def test_without_a_loss_all_is_returned() -> None:
         def head(self, hidden: Tensor) -> Any:
             return (self.out(hidden),)
 
-    assert recorded(NoLoss().train(), X).withheld is None
+    assert recorded(NoLoss().train(), X).deferred is None

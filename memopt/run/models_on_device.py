@@ -4,14 +4,15 @@ of another one waits for its backward."""
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 
 import torch
 
 from memopt.account.account import distinct_bytes
 from memopt.compat.tensors import weak_storages
 from memopt.errors import BudgetError
-from memopt.run.beside import Alone, AsPlain, Beside, breadth
 from memopt.run.entry import Entry, Waiting
+from memopt.run.overlaps import Alone, AsPlain, Overlap, breadth
 
 _TRAINS = 1024
 """A model trains no more once so many forwards have begun since its latest one."""
@@ -21,17 +22,13 @@ _MARGIN = 64
 """A budget that is named for the steps of several models is larger by this part."""
 
 
-class Company:
-    """The models in the ledger of one device."""
+class ModelsOnDevice:
+    """The models in the ledger of one device, each with its entry."""
 
     def __init__(self) -> None:
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
 
-    def others(self, entry: Entry) -> list[Entry]:
-        """The other models' entries."""
-        return [other for other in self.entries if other is not entry]
-
-    def company(self, entry: Entry) -> list[Entry]:
+    def others_training(self, entry: Entry) -> list[Entry]:
         """The entries of other optimised models that train now, one for each model; none where the user says what lies
         elsewhere."""
         found: dict[int, Entry] = {}
@@ -49,14 +46,14 @@ class Company:
         """The bytes of gradients and optimiser states that other optimised models will hold from step to step, beside
         what belongs to this one, too; and those of these tensors that are there now."""
         nbytes, now, steppers = 0, list[torch.Tensor](), [entry.optimizer]
-        for other in self.company(entry):
+        for other in self.others_training(entry):
             nbytes += other.gradients_expected(entry)
             now += other.gradients_now(entry)
             if not isinstance(other.optimizer, torch.optim.Optimizer) or other.optimizer not in steppers:
                 nbytes += other.state_expected()
                 now += other.state_now()
             steppers.append(other.optimizer)
-        return max(nbytes, sum(tensor.nbytes for tensor in now)), now
+        return max(nbytes, sum([tensor.nbytes for tensor in now])), now
 
     def begins(self, forward: Waiting) -> None:
         """Note that a forward begins, for those of other models that wait."""
@@ -64,17 +61,19 @@ class Company:
         for position, other in enumerate(waiting):
             if other.entry.model is not forward.entry.model:
                 between = [one for one in waiting[position + 1 :] if one.entry.model is not other.entry.model]
-                other.beside.add(Beside(tuple(weakref.ref(one.entry) for one in between), weakref.ref(forward.entry)))
+                other.overlaps.add(
+                    Overlap(tuple(weakref.ref(one.entry) for one in between), weakref.ref(forward.entry))
+                )
 
     def backward_begins(self, forward: Waiting) -> None:
         """Note that the backward of a forward begins: what ran beside it until then, and what is still there."""
         later = self._later(forward)
         for other in later:
-            other.beside.add(Beside((), weakref.ref(forward.entry), begun_before=True))
+            other.overlaps.add(Overlap((), weakref.ref(forward.entry), begun_before=True))
         seen = forward.entry.seen
-        seen.meanwhile.append(frozenset(forward.beside))
-        seen.backward.append(Beside(tuple(weakref.ref(other.entry) for other in later)))
-        seen.known.update(other.model for other in self.company(forward.entry))
+        seen.meanwhile.append(frozenset(forward.overlaps))
+        seen.backward.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
+        seen.known.update(other.model for other in self.others_training(forward.entry))
 
     def begun_since(self, forward: Waiting) -> int:
         """The bytes that forwards of other models hold which began after a forward, and wait."""
@@ -86,23 +85,23 @@ class Company:
 
     def knows(self, entry: Entry) -> bool:
         """Whether it is known which other models run between the forward and the backward of this one."""
-        return all(other.model in entry.seen.known for other in self.company(entry))
+        return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
         """The bytes that steps of other models take until the backward of this one with nothing recomputed, of all of
         them where it is not known which run then; and how much those that were not called yet are broader than it."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
-            return max((beside.needs(least=False) for beside in seen), default=0), 0.0
-        needs = [(other, other.needs) for other in self.company(entry)]
+            return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
+        needs = [(other, other.step_bytes) for other in self.others_training(entry)]
         wanted = sum(one.peak for _, one in needs if one is not None)
         return wanted, sum(breadth(other.model) for other, one in needs if one is None) / breadth(entry.model)
 
-    def outlived(self, entry: Entry) -> int:
-        """The bytes that the backwards of forwards which wait take beside what these hold, where such a backward ran
-        before the one of a forward of this model."""
+    def intervening_backward_bytes(self, entry: Entry) -> int:
+        """The bytes that the backward of another model takes beside what its forward holds already, where such a
+        backward was seen to run between the forward and the backward of this model; 0 where none was."""
         seen = frozenset().union(*entry.seen.meanwhile)
-        before = [beside.runs() for beside in seen if beside.begun_before and beside.runs]
+        before = [overlap.runs() for overlap in seen if overlap.begun_before and overlap.runs]
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
         return max((other.in_backward_bytes(one.plan) - one.held_bytes for other, one in found), default=0)
 
@@ -111,40 +110,40 @@ class Company:
         if len(self.entries) == 1:
             return []
         found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
-        return sorted(found, key=lambda one: one.number)
+        return sorted(found, key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The refusal of a call, with a budget in which the steps of all optimised models have room at the same time:
         each by the plan that holds least, or as guessed where there is no plan of it yet; but none above what all of
         them need with nothing recomputed. `plain` tells of the call."""
-        company = self.company(entry)
-        if not company:
+        others = self.others_training(entry)
+        if not others:
             return refused
-        own = entry.needs
+        own = entry.step_bytes
         lasting = entry.gradients_expected() + entry.state_expected()
         lasting += distinct_bytes((*entry.model.parameters(), *entry.model.buffers()))
         elsewhere = entry.found.other + self.lasting(entry)[0]
         peak = own.least_peak if own else max(0, refused.smallest_bytes - lasting - elsewhere)
         further = sum(
             max(0, needs.least_peak - other.held_bytes)
-            if (needs := other.needs)
+            if (needs := other.step_bytes)
             else int(_GUESSED * peak * breadth(other.model) / breadth(entry.model))
-            for other in company
+            for other in others
         )
         works = refused.smallest_bytes + further
         works += works // _MARGIN
         if (alone := plain(works)) is not None:
-            works = min(works, max(refused.smallest_bytes, self._nothing_recomputed(entry, company, alone)))
-        names = ", ".join(type(other.model).__name__ for other in company)
-        reason = f"{refused.dominated_by}, and for the steps of {len(company)} more optimised models ({names})"
+            works = min(works, max(refused.smallest_bytes, self._nothing_recomputed(entry, others, alone)))
+        names = ", ".join(type(other.model).__name__ for other in others)
+        reason = f"{refused.dominated_by}, and for the steps of {len(others)} more optimised models ({names})"
         return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.notes, ways=refused.ways)
 
-    def _nothing_recomputed(self, entry: Entry, company: list[Entry], alone: Alone) -> int:
+    def _nothing_recomputed(self, entry: Entry, others: list[Entry], alone: Alone) -> int:
         """The bytes of a step of all optimised models with nothing recomputed: beside the forwards that wait now, the
         call's own peak, and the peak of another one while it waits; of those without a plan yet by their breadth."""
         waiting, peak = 0, alone.peak_bytes
-        for other in company:
-            needs, ratio = other.needs, breadth(other.model) / breadth(entry.model)
+        for other in others:
+            needs, ratio = other.step_bytes, breadth(other.model) / breadth(entry.model)
             if other.held_bytes:  # as much of it is in the call's budget already
                 waiting += max(0, (needs.held if needs else 0) - other.held_bytes)
             peak = max(peak, alone.held_bytes + (needs.peak if needs else int(ratio * alone.peak_bytes)))
@@ -152,11 +151,11 @@ class Company:
 
     def others_held_bytes(self, entry: Entry) -> int:
         """The bytes that forwards of other models hold which wait for their backward."""
-        return sum(other.held_bytes for other in self.others(entry))
+        return sum([other.held_bytes for other in self.entries if other is not entry])
 
     def others_waiting(self, entry: Entry) -> int:
         """The number of planned forwards of other models that wait for their backward."""
-        return sum(len(other.waiting()) for other in self.others(entry))
+        return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
         """The addresses of what waiting forwards of all models hold beside inputs, parameters and buffers, which their

@@ -79,7 +79,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Withheld:
+class DeferredOutputs:
     """The outputs that a region does not return."""
 
     groups: tuple[Group, ...]
@@ -107,12 +107,12 @@ class Withheld:
         return sum(_bytes(_example(node)) for node in self.taken)
 
 
-def withhold(graph_module: fx.GraphModule, detached: Collection[int]) -> Withheld | None:
+def defer_outputs(graph_module: fx.GraphModule, detached: Collection[int]) -> DeferredOutputs | None:
     """Have a region's graph return, instead of large outputs, the smaller values that they are computed from.
 
-    `detached` holds the positions of the outputs that may be withheld, each of them a call of `detach`. An output is
-    withheld where few operators compute it from a value of at most half of its bytes (the logits of a language model
-    from its hidden states and its head's weight). All others are withheld together where they are many and a second run
+    `detached` holds the positions of the outputs that may be deferred, each of them a call of `detach`. An output is
+    deferred where few operators compute it from a value of at most half of its bytes (the logits of a language model
+    from its hidden states and its head's weight). All others are deferred together where they are many and a second run
     of the forward gives them (keys and values of a cache). Edits the graph; returns None, and leaves it as it is, where
     it returns everything.
     """
@@ -144,11 +144,11 @@ def withhold(graph_module: fx.GraphModule, detached: Collection[int]) -> Withhel
         if position in heads:
             _erase_unread(graph_module.graph, large[position])
     graph_module.recompile()
-    return Withheld(tuple(found), returned, taken)
+    return DeferredOutputs(tuple(found), returned, taken)
 
 
 def _worth_a_forward(graph_module: fx.GraphModule, outputs: Mapping[int, fx.Node]) -> bool:
-    """Whether outputs that only a second forward gives are large enough to be withheld."""
+    """Whether outputs that only a second forward gives are large enough to be deferred."""
     given = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
     weights = sum(_bytes(value) for value in given if isinstance(value, nn.Parameter))
     return sum(_bytes(_example(node)) for node in outputs.values()) > SMALL_SHARE * weights

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
-from memopt.planning.least import Needs
+from memopt.planning.derived import StepBytes
 
 _REMEMBERED = 16
 """The number of backwards of a model of which is remembered what came before them."""
@@ -31,57 +31,61 @@ AsPlain: TypeAlias = Callable[[int], Alone | None]
 """Returns for a budget in bytes how a call would run plain; None where it would not, within that budget."""
 
 
-class Needing(Protocol):
+class _WithStepBytes(Protocol):
     """A model of which it is known what its steps need."""
 
     @property
-    def needs(self) -> Needs | None:
+    def step_bytes(self) -> StepBytes | None:
         """What they need; None before the first."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class Overlap:
     """Forwards of other models that were there while a forward waited, or ran through its backward: of these entries,
     in the order in which they began."""
 
-    waiting: tuple[weakref.ref[Needing], ...]
-    runs: weakref.ref[Needing] | None = None
+    waiting: tuple[weakref.ref[_WithStepBytes], ...]
+    runs: weakref.ref[_WithStepBytes] | None = None
     """The entry whose forward or backward ran then; None for the backward of the one that waited."""
     begun_before: bool = False
     """Whether that one had begun before: what it holds was there already."""
 
-    def needs(self, *, least: bool) -> int:
+    def held_bytes(self, *, least: bool) -> int:
         """The bytes that they hold together: by the plans that hold least, or with nothing recomputed."""
-        held = sum(needs.least_held if least else needs.held for needs in _needs(self.waiting))
-        peaks = _needs((self.runs,) if self.runs else ())
+        held = sum(needs.least_held if least else needs.held for needs in _step_bytes_of(self.waiting))
+        peaks = _step_bytes_of((self.runs,) if self.runs else ())
         return held + sum(needs.least_peak if least else needs.peak for needs in peaks)
 
 
-def _needs(entries: Iterable[weakref.ref[Needing]]) -> Iterator[Needs]:
+def _step_bytes_of(entries: Iterable[weakref.ref[_WithStepBytes]]) -> Iterator[StepBytes]:
     for reference in entries:
         entry = reference()
-        if entry is not None and (needs := entry.needs) is not None:
+        if entry is not None and (needs := entry.step_bytes) is not None:
             yield needs
 
 
 @dataclass
-class Seen:
+class SeenOverlaps:
     """What was seen of other models' forwards beside those of one model."""
 
-    meanwhile: deque[frozenset[Beside]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """For each of its backwards what had run since its forward."""
-    backward: deque[Beside] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    backward: deque[Overlap] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """What was there in the backward and had not been in the forward."""
     known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """The models that were there in the latest one."""
 
 
-def shared(seen: Iterable[Beside], own_least: int, own_most: int, room_bytes: int) -> int:
-    """The bytes of `room_bytes` that are left to what was seen: its least, and of the rest a part in the proportion of
-    what each would hold with nothing recomputed. `own_least` and `own_most` are those that the model itself holds."""
+def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:
+    """How many of `room_bytes` a model leaves to forwards of other models that were seen to overlap with its own.
+
+    They get what they hold by the plans that hold least. What is left of the room, once the model has its own least
+    (`own_least`), is divided in proportion to what each of them would hold more with nothing recomputed, the model
+    itself `own_most`.
+    """
     found = list(seen)
-    least = max((one.needs(least=True) for one in found), default=0)
-    most = max((one.needs(least=False) for one in found), default=0)
+    least = max((one.held_bytes(least=True) for one in found), default=0)
+    most = max((one.held_bytes(least=False) for one in found), default=0)
     wanted = most - least + own_most - own_least
     spare = max(0, room_bytes - least - own_least)
     return least + (most - least if spare >= wanted else spare * (most - least) // wanted)

@@ -8,7 +8,7 @@ import torch
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
-from memopt.device.workspace import rehearsal
+from memopt.device.workspace import op_dry_run
 from passes.ops.linear_cross_entropy import with_gradients
 
 MB = 1024**2
@@ -31,7 +31,7 @@ def test_a_chunked_loss_allocates_as_rehearsed(dtype: torch.dtype, softcap: floa
     signs = {"alloc": 1, "free_completed": -1}
     taken = [signs[one["action"]] * rounded_bytes(one["size"]) for one in trace if one["action"] in signs]
     call = describe(torch.ops.memopt.linear_cross_entropy_with_gradients.default, arguments, {}, results)
-    rehearsed = rehearsal(call, "cuda", reported_chip(torch.device("cuda")))
-    assert rehearsed is not None
-    planned = [one.bytes if one.allocates else -one.bytes for one in rehearsed.calls]
+    dry_run = op_dry_run(call, "cuda", reported_chip(torch.device("cuda")))
+    assert dry_run is not None
+    planned = [one.bytes if one.allocates else -one.bytes for one in dry_run.calls]
     assert [nbytes for nbytes in planned if abs(nbytes) > MB] == [nbytes for nbytes in taken if abs(nbytes) > MB]

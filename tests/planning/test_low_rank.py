@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.optimizers.low_rank import _LowRank, with_low_rank
+from memopt.planning.advice import _LowRank, with_low_rank
 
 
 class Model(nn.Module):

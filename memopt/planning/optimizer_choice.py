@@ -26,7 +26,7 @@ _NOT_FUSED = (
 
 
 @dataclass
-class Proposing:
+class OptimizerChoice:
     """The levers on the optimiser for one model on one device."""
 
     terms: ModelTerms

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.capture.rehearsal import without_gradients
+from memopt.capture.dry_run import without_gradients
 from memopt.training_state import undone
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": None}

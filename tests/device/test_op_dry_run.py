@@ -7,7 +7,7 @@ import torch
 
 from memopt.device.hardware import LARGE
 from memopt.device.op_call import OpCall, describe
-from memopt.device.workspace import estimate_workspace, rehearsal
+from memopt.device.workspace import estimate_workspace, op_dry_run
 from passes.ops.chunked_cross_entropy import chunk_rows
 from passes.ops.linear_cross_entropy import weight_gradient, with_gradients
 
@@ -34,16 +34,16 @@ def loss_call(options: str = "mean", dtypes: tuple[torch.dtype, torch.dtype] = (
 def test_blocks_of_a_chunked_loss_in_order() -> None:
     """The weight in the dtype of its input, both gradients, and chunk by chunk the logits in two dtypes, and their
     gradient in the narrow one; then the loss and what it is divided by."""
-    rehearsed = rehearsal(loss_call(), "cuda", LARGE)
-    assert rehearsed is not None
+    dry_run = op_dry_run(loss_call(), "cuda", LARGE)
+    assert dry_run is not None
     cast, of_hidden, of_weight = 2 * WIDTH * CLASSES, 2 * WIDTH * ROWS, 4 * WIDTH * CLASSES
     rows = chunk_rows(ROWS, WIDTH)
     narrow = 2 * CLASSES * rows
     chunk = [narrow, 2 * narrow, -narrow, narrow, -narrow, -2 * narrow]
     expected = [cast, of_hidden, of_weight, *(ROWS // rows) * chunk, BLOCK, BLOCK, -cast]
-    assert [call.bytes if call.allocates else -call.bytes for call in rehearsed.calls] == expected
-    assert [call.block for call in rehearsed.calls[1:3]] == [2, 3]  # the results' numbers
-    small = rehearsed.workspace_bytes - (cast + 3 * narrow)
+    assert [call.bytes if call.allocates else -call.bytes for call in dry_run.calls] == expected
+    assert [call.block for call in dry_run.calls[1:3]] == [2, 3]  # the results' numbers
+    small = dry_run.workspace_bytes - (cast + 3 * narrow)
     assert 0 <= small <= 64 * ROWS
 
 
@@ -53,13 +53,13 @@ def test_workspaces_are_freed_and_are_at_most_those_of_the_rule(
     options: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     call = loss_call(options, dtypes)
-    rehearsed = rehearsal(call, "cuda", LARGE)
-    assert rehearsed is not None
-    allocated = {one.block for one in rehearsed.calls if one.allocates and one.block >= len(call.outputs)}
-    freed = [one.block for one in rehearsed.calls if not one.allocates]
+    dry_run = op_dry_run(call, "cuda", LARGE)
+    assert dry_run is not None
+    allocated = {one.block for one in dry_run.calls if one.allocates and one.block >= len(call.outputs)}
+    freed = [one.block for one in dry_run.calls if not one.allocates]
     assert allocated == set(freed)
     assert len(freed) == len(set(freed))
-    assert 0 < rehearsed.workspace_bytes <= estimate_workspace(call, "cuda")
+    assert 0 < dry_run.workspace_bytes <= estimate_workspace(call, "cuda")
 
 
 def test_the_weight_gradient_in_the_backward() -> None:
@@ -68,13 +68,13 @@ def test_the_weight_gradient_in_the_backward() -> None:
     arguments = (hidden, weight, None, target, None, factor, -100, 0.0, 1.0, 0.0, 0, True, False)
     operator = torch.ops.memopt.linear_cross_entropy_weight_gradient.default
     call = describe(operator, arguments, {}, weight_gradient(*arguments))
-    rehearsed = rehearsal(call, "cuda", LARGE)
-    assert rehearsed is not None
-    results = [one for one in rehearsed.calls if one.block < len(call.outputs)]
+    dry_run = op_dry_run(call, "cuda", LARGE)
+    assert dry_run is not None
+    results = [one for one in dry_run.calls if one.block < len(call.outputs)]
     assert [(one.allocates, one.bytes) for one in results] == [(True, 4 * WIDTH * CLASSES)]
 
 
 def test_other_operators_are_not_rehearsed() -> None:
     matrix = torch.empty(8, 8, device="meta")
     call = describe(torch.ops.aten.mm.default, (matrix, matrix), {}, matrix)
-    assert rehearsal(call, "cuda", LARGE) is None
+    assert op_dry_run(call, "cuda", LARGE) is None

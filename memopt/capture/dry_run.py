@@ -1,4 +1,4 @@
-"""A first run of a training call whose forward breaks into regions: records which regions run, in what order, and the
+"""A dry run of a training call whose forward breaks into regions: records which regions run, in what order, and the
 bytes that the eager code between them holds."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 
 
-class Rehearsal:
+class DryRun:
     """Records the runs of regions while a call's Python code runs once.
 
     Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
@@ -159,14 +159,14 @@ def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
     return weakref.ref(storage) if own else None
 
 
-def rehearse(
+def record_dry_run(
     run: Callable[[], Any],
-    rehearsal: Rehearsal,
+    dry_run: DryRun,
     model: nn.Module,
     reason: str,
     mode: AbstractContextManager[Any] | None = None,
 ) -> CapturedCall:
-    """The captured call whose regions `run()` passes through; `run` must pass each of their runs to `rehearsal`.
+    """The captured call whose regions `run()` passes through; `run` must pass each of their runs to `dry_run`.
 
     The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
     region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where
@@ -177,10 +177,10 @@ def rehearse(
 
     parameters = list(model.parameters())  # now: in a forward that gathers them, the model has others
     try:
-        with without_backward_hooks(model), mode or nullcontext(), rehearsal.between:
+        with without_backward_hooks(model), mode or nullcontext(), dry_run.between:
             outputs = run()
-            rehearsal.differentiate(outputs, parameters)
-            captured = rehearsal.captured(reason) if rehearsal.runs else None
+            dry_run.differentiate(outputs, parameters)
+            captured = dry_run.captured(reason) if dry_run.runs else None
             del outputs  # until now, since the caller may hold them to the step's end
     except Exception as failure:
         if mode is None and not isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak)):

@@ -1,8 +1,8 @@
-from memopt.recent import Recent
+from memopt.lru import LruCache
 
 
 def test_the_value_not_used_for_longest_goes_first() -> None:
-    recent: Recent[str, int] = Recent(2)
+    recent: LruCache[str, int] = LruCache(2)
     recent["a"], recent["b"] = 1, 2
     assert recent["a"] == 1
     recent["c"] = 3
@@ -11,7 +11,7 @@ def test_the_value_not_used_for_longest_goes_first() -> None:
 
 
 def test_clear_leaves_nothing() -> None:
-    recent: Recent[str, int] = Recent(2)
+    recent: LruCache[str, int] = LruCache(2)
     recent["a"] = 1
     recent.clear()
     assert len(recent) == 0

@@ -2,14 +2,14 @@ import math
 
 import pytest
 
-from memopt.solver.offload_bound import Moment
+from memopt.solver.offload_bound import _Position
 from memopt.solver.problem import Link
 from tests.solver.small import small_step
 
 
-def at_d() -> Moment:
+def at_d() -> _Position:
     """The moment of d, which needs 108 bytes; a, of 4 bytes and 1 second, is held, recomputed or on the host then."""
-    return Moment(small_step(), 3, frozenset(), seconds_before=7.0, seconds_after=24.0)
+    return _Position(small_step(), 3, frozenset(), seconds_before=7.0, seconds_after=24.0)
 
 
 @pytest.mark.parametrize(
