@@ -69,13 +69,14 @@ def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarg
         if not enlarged:
             raise
         plan = Session(model, replace(options, budget_bytes=round(_ROOM * refused.smallest_bytes))).plan(example_inputs)
-    plain_bytes = session.plain_bytes(example_inputs)
+    counted = session.plain_bytes(example_inputs)
+    captured = plan.receipt[0].peak_bytes if plan.receipt else plan.plain.peak_bytes
     rows = locked_rows(plan)
     files = {row.source.rpartition(":")[0] for row in rows if row.source}
     return MemoryLock(
         plan.model,
         plan.hardware,
-        plan.receipt[0].peak_bytes if plain_bytes is None else plain_bytes,
+        captured if counted is None else counted,
         plan.predicted_peak_bytes,
         plan.smallest_bytes(),
         plan.added_seconds,

@@ -85,9 +85,9 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
         found["", row, "", ""].subtract(dict.fromkeys(("made", *memories), nbytes))
     for (module, operator, source, code), figures in found.items():
         if any(figures.values()):
-            numbers = [figures[name] for name in ("made", *memories)]
+            made, plain, planned, smallest = (figures[name] for name in ("made", *memories))
             added, calls = seconds[module, operator, source, code], figures["checkpointed"]
-            yield LockedRow((module,), operator, source, code, *numbers, added=added, checkpointed=calls)
+            yield LockedRow((module,), operator, source, code, made, plain, planned, smallest, added, calls)
 
 
 def _alive(memory: StepMemory) -> Counter[int]:

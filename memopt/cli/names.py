@@ -192,9 +192,9 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None for no name and for "cuda", which mean the device of this machine.
+    "rtx4090" it is "rtx-4090". None for no name and for the words in `HERE`, which mean the device of this machine.
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" without such a device.
+    Raises `UsageError` for an unknown name, for one that several cards have, and for such a word without a card.
     """
     if name is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,37 @@ def test_the_rows_add_up_to_the_peaks(folder: Path) -> None:
     assert sum(row.smallest * len(row.modules) for row in memory.rows) == memory.smallest
     assert not LockCheck(memory, memory).grown
     assert not LockCheck(memory, memory).changed
+
+
+def test_a_forward_that_breaks_into_regions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    breaks = TRAIN.replace("logits = self.head(x)", "torch._dynamo.graph_break()\n        logits = self.head(x)")
+    (folder / "train.py").write_text(breaks)
+    linecache.checkcache()
+    assert main(["lock", "train.py:make", *OPTIONS, "--out", "regions.lock"]) == 0
+    assert main(["check", "--lock", "regions.lock"]) == 0
+    (folder / "train.py").write_text(breaks.replace("4 * WIDTH", "6 * WIDTH"))
+    linecache.checkcache()
+    capsys.readouterr()
+    assert main(["check", "--lock", "regions.lock"]) == 1
+    assert "self.up(x)" in capsys.readouterr().out
+
+
+def test_what_changed_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [text for one in ("n_layer=2", "n_embd=64", "n_head=2", "vocab_size=128") for text in ("--set", one)]
+    assert main(["lock", "gpt2", *settings, "--shape", "input_ids=2x64", *OPTIONS]) == 0
+    memory = load(tmp_path / "memory.lock", _LockFile, "lock", "").memory
+    assert set(memory.versions) == {"memopt", "torch", "transformers"}
+    assert not memory.files
+    assert any(row.source.startswith("transformers/models/gpt2/modeling_gpt2.py:") for row in memory.rows)
+    now = memory.versions["transformers"]
+    older = replace(memory, versions={**memory.versions, "transformers": "5.0.0"}, plain=memory.plain // 2)
+    assert LockCheck(older, memory).changed == (f"transformers 5.0.0 → {now}",)
+    assert LockCheck(older, memory).grown == ("plain",)
+    assert f"changed since: transformers 5.0.0 → {now}" in str(LockCheck(older, memory))
 
 
 def test_wrong_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ function drawFrontier() {
       ),
     );
   }
-  for (const at of byteTicks(most + pad, Math.min(6, inner / 80), least - pad))
+  for (const at of byteTicks(most + pad, Math.min(6, inner / 55), least - pad))
     picture.append(svg("text", { x: x(at), y: floor + 20, "text-anchor": "middle" }, size(at)));
   picture.append(
     svg(
