@@ -17,6 +17,8 @@ from memopt.compat.symbols import fixed_float
 from memopt.compat.tensors import is_sharded
 from memopt.errors import CaptureError
 
+AUTHOR_CHECKPOINT = "memopt_author_checkpoint"
+"""The entry of `node.meta["custom"]` of what the author computes under `torch.utils.checkpoint`."""
 _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")
 """Parts of the names of functions that draw random numbers."""
 
@@ -184,11 +186,22 @@ def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
             yield name
 
 
-def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
-    """Whether a block under `torch.utils.checkpoint` writes to one of its inputs."""
+def mark_checkpoints(graph_module: fx.GraphModule) -> None:
+    """Mark what the author computes under `torch.utils.checkpoint`: tracers copy the mark to all that is traced."""
+    for node in _checkpointed(graph_module):
+        node.meta["custom"] = {**node.meta.get("custom", {}), AUTHOR_CHECKPOINT: True}
+
+
+def _checkpointed(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of blocks under `torch.utils.checkpoint`."""
     calls = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
     blocks = (getattr(node.graph.owning_module, str(node.args[0].target)) for node in calls)  # type: ignore[union-attr]
-    return any(_writes(node) for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
+    return (node for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
+
+
+def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
+    """Whether a block under `torch.utils.checkpoint` writes to one of its inputs."""
+    return any(map(_writes, _checkpointed(graph_module)))
 
 
 def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:

@@ -17,7 +17,7 @@ from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
-from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions
+from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
 from memopt.compat.dynamo import capture_settings, tracing_again
@@ -88,6 +88,7 @@ class RecordedRegion:
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)
         inline_guarded_numbers(graph_module)
+        mark_checkpoints(graph_module)
         to_require_grad = prepare_derivatives(graph_module)
         recorded = copy_graph_module(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_loss(graph_module)

@@ -1,28 +1,25 @@
-"""The command `memopt`, and its subcommands that show more than one plan: `frontier`, `max-batch`, `check`, `cards`."""
+"""The command `memopt`, and its subcommands `frontier` and `cards`."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.failures import FAILED, UsageError
-from memopt.cli.job import Job, Prepared, takes_job
+from memopt.cli.check_commands import check, lock
+from memopt.cli.job import Job, takes_job
+from memopt.cli.largest_commands import max_batch, max_length
 from memopt.cli.output import check_file, show, show_json
 from memopt.cli.plan_commands import diff, explain, export, plan, report
 
-if TYPE_CHECKING:
-    from memopt import AccountCheck, Comparison
-
-# Gradients may be this far from the reference, beside twice the error of torch.autocast where that was run.
-_GRADIENT_ERROR = 1e-3
 _EPILOG = """\b
 MODEL is one of
   gpt2, llama, bert, …            a model type of transformers, random weights
   BertForSequenceClassification   a class of transformers, random weights
   path/config.json                a configuration file of transformers
-  package.module:function         a function or class that gives the model
+  bert-base-cased                 a model of the hub, from the local cache
+  package.module:function         a function or class that gives the model, or
+                                  a function that gives it with its inputs
   path/model.py:function          the same in a file
 
 \b
@@ -67,141 +64,6 @@ def frontier(job: Job, points: int, picture: str | None, save: str | None) -> No
         show_json({**figures, "effort": frontier.effort.name})
     else:
         show(*parts(frontier))
-
-
-@click.command("max-batch", short_help="Find the largest batch that fits.")
-@takes_job
-@click.option("--multiple-of", default=1, show_default=True, help="Only multiples of this are tried.")
-@click.option("--at-most", type=int, help="The largest batch to try.")
-@click.option("--max-added-time", type=float, metavar="SHARE", help="The most added time, 0.3 for 30%.")
-def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: float | None) -> None:
-    """Find the largest batch of MODEL that fits the budget. The batch is the first size of the shapes.
-
-    \b
-    Example:
-      memopt max-batch gpt2 --set n_layer=1 --budget-gb 4 --device rtx-3060 --at-most 24 --multiple-of 8
-    """
-    import memopt
-
-    prepared = job.prepare()
-    batch = next(iter(prepared.shapes.values())).sizes[0]
-
-    def make_inputs(size: int) -> Any:
-        shapes = {
-            name: shape.with_batch(size) if shape.sizes[0] == batch else shape
-            for name, shape in prepared.shapes.items()
-        }
-        return prepared.batch(lambda name: shapes[name].meta())
-
-    largest = memopt.max_batch(
-        prepared.model,
-        prepared.budget_gb,
-        make_inputs,
-        multiple_of=multiple_of,
-        at_most=at_most,
-        max_added_time=max_added_time,
-        **prepared.options,
-    )
-    capped = at_most is not None and largest + multiple_of > at_most
-    if job.json:
-        found = {"fits": True, "max_batch": largest, "budget_gb": prepared.budget_gb, "limited_by_at_most": capped}
-        show_json(found)
-    else:
-        rest = ", ".join(f"{name}={shape.with_batch(largest)}" for name, shape in prepared.shapes.items())
-        name = type(prepared.model).__name__
-        within = f"within {prepared.budget_gb:.6g} GB"
-        if capped:
-            show(f"{name}: a batch of {largest} fits {within}, and --at-most asks for no more; more may fit ({rest})")
-        else:
-            show(f"{name}: the largest batch {within} is {largest} ({rest})")
-
-
-@click.command("check", short_help="Train a few steps here, and compare them with the plan and with the plain model.")
-@takes_job
-def check(job: Job) -> int | None:
-    """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
-    account and with the plain model.
-
-    Needs the memory of the plain step beside the budget. Ends with 1 if the step held more than the budget, or if its
-    gradients are further from the exact ones than rounding explains.
-
-    \b
-    Example:
-      memopt check gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 \\
-        --shape input_ids=2x64 --budget-gb 0.1 --precision fp32
-    """
-    prepared = job.prepare()
-    account, comparison = _trained(prepared)
-    held, exact = _within_budget(account, prepared.budget_gb), _exact(comparison)
-    if job.json:
-        show_json(_figures(account, comparison, held, exact))
-    else:
-        show(str(account), "", str(comparison), "", _verdict(held, exact))
-    return None if held and exact else FAILED
-
-
-def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
-    """The checks of the model after it was built with memory and optimised."""
-    import torch
-
-    import memopt
-    from memopt.device import device_here
-
-    device = device_here()
-    options: dict[str, Any] = dict(prepared.options)
-    named = options.pop("device")
-    if named not in (None, device.type):
-        raise UsageError(f"check trains on this machine's {device.type}, not on {named}; leave --device out")
-    if options["optimizer"] is None:
-        raise UsageError("check needs an optimizer; leave --optimizer out, or name one")
-    batch = _random_batch(prepared, device)
-    torch.manual_seed(0)
-    model = prepared.build().to(device).train()
-    memopt.optimize(model, prepared.budget_gb, example_inputs=batch, **options)
-    names = {name.lower(): name for name in dir(torch.optim)}
-    optimizer = getattr(torch.optim, names[options["optimizer"].lower()])(model.parameters())
-    optimizer = memopt.wrap_optimizer(model, optimizer)
-    return memopt.check(model, optimizer, batch), memopt.compare(model, batch)
-
-
-def _random_batch(prepared: Prepared, device: Any) -> Any:
-    import torch
-
-    from memopt.cli.shapes import highest_values
-
-    torch.manual_seed(0)
-    highest = highest_values(prepared.model, prepared.shapes)
-    return prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
-
-
-def _within_budget(account: AccountCheck, budget_gb: float) -> bool:
-    return account.total.measured_bytes <= budget_gb * 1024**3
-
-
-def _exact(comparison: Comparison) -> bool:
-    """Whether the gradients are no further from the reference than rounding in their dtype explains."""
-    known = comparison.accuracies
-    if comparison.bitwise or known is None:
-        return comparison.bitwise
-    autocast = known.autocast.gradient if known.autocast else 0.0
-    return known.optimized.gradient <= max(_GRADIENT_ERROR, 2 * autocast)
-
-
-def _verdict(held: bool, exact: bool) -> str:
-    budget = "The step stayed within the budget" if held else "THE STEP HELD MORE THAN THE BUDGET"
-    return f"{budget}, and {'its gradients are right.' if exact else 'ITS GRADIENTS ARE WRONG.'}"
-
-
-def _figures(account: AccountCheck, comparison: Comparison, held: bool, exact: bool) -> dict[str, Any]:
-    rows = (*account.rows, account.total)
-    return {
-        "within_budget": held,
-        "gradients_right": exact,
-        "bitwise": comparison.bitwise,
-        "loss_error": comparison.loss_error,
-        "rows": {row.name: {"predicted": row.predicted_bytes, "measured": row.measured_bytes} for row in rows},
-        "seconds": {"plain": comparison.plain.seconds, "planned": comparison.optimized.seconds},
-    }
 
 
 @click.command("cards", short_help="List the cards that can be planned for.")
@@ -268,7 +130,7 @@ def _print_version(context: click.Context, _parameter: click.Parameter, wanted: 
 
 @click.command(
     cls=_Subcommands,
-    commands=[plan, explain, diff, frontier, report, export, max_batch, check, cards],
+    commands=[plan, explain, diff, frontier, report, export, max_batch, max_length, lock, check, cards],
     epilog=_EPILOG,
     invoke_without_command=True,
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.cli.early import is_cached, no_model
 from memopt.cli.failures import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
     """A function that builds the architecture of that name with random weights; nothing is downloaded.
 
     Args:
-        name: a model type ("gpt2"), a class of transformers ("BertForSequenceClassification"), or the path of a
-            `config.json` or of its folder.
+        name: a model type ("gpt2"), a class of transformers ("BertForSequenceClassification"), the path of a
+            `config.json` or of its folder, or a model of the hub whose configuration is in the local cache.
         settings: fields of the configuration to change, by name.
 
     Raises `UsageError`.
@@ -85,14 +86,9 @@ def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], An
     kind = getattr(transformers, name, None) if re.fullmatch(r"[A-Z]\w+", name) else None
     if kind is not None and getattr(kind, "config_class", None) is not None:
         return kind.config_class, kind
-    close = difflib.get_close_matches(name.lower(), types, n=3)
-    if close:
-        raise UsageError(f"no model is named {name!r}; did you mean {' or '.join(close)}?")
-    unknown = f"no model is named {name!r}" if name else "MODEL is empty"
-    raise UsageError(
-        f"{unknown}; name a model type of transformers (gpt2, llama, bert, …), a config.json, package.module:function "
-        "or file.py:function"
-    )
+    if name and is_cached(name):
+        return functools.partial(transformers.AutoConfig.from_pretrained, name, local_files_only=True), None
+    raise no_model(name, types)
 
 
 def _plain(name: str) -> str:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from click.shell_completion import CompletionItem
 
+from memopt.cli.early import CARDS, check_early, model_types
 from memopt.cli.failures import UsageError
 from memopt.progress import stage
 
@@ -26,13 +28,17 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
 
 def _cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """The names of cards that complete what was typed, for the shell."""
-    from memopt.device import known_hardware
+    return [name for name in CARDS if name.startswith(incomplete)]
 
-    return [name for name in known_hardware() if name.startswith(incomplete)]
+
+def _models(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The model types that complete what was typed, or else files."""
+    found = [CompletionItem(name) for name in model_types() if name.startswith(incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]
 
 
 _ARGUMENTS = (
-    click.argument("model", metavar="MODEL"),
+    click.argument("model", metavar="MODEL", required=False, shell_complete=_models),
     click.option(
         "--shape", "shapes", multiple=True, metavar="NAME=SIZES:DTYPE",
         help="Shape of one input, such as input_ids=8x1024:int64; repeatable. Language models have defaults, and "
@@ -93,18 +99,20 @@ class Job:
 
     def _prepare(self) -> Prepared:
         from memopt.cli.names import budget_gb, card_named, model_factory, on_meta
-        from memopt.cli.shapes import parse_shapes, with_defaults
+        from memopt.cli.shapes import parse_shapes, shapes_of, with_defaults
         from memopt.planning.options import check_options
 
         card = card_named(self.device)
         budget = budget_gb(self.budget_gb, card)
         options: PlanOptions = {**self.options(), "device": card}
         shapes = parse_shapes(self.shapes)
-        if self.loss is not None and "target" not in shapes:
-            raise UsageError("--loss needs --shape target=SIZES:DTYPE, the shape of its second argument")
         check_options(budget, **options)  # and again by what plans: loading the model takes a while
         build = model_factory(self.model, self.settings)
-        model = on_meta(build)
+        model, inputs = on_meta(build)
+        if not shapes and inputs is not None:
+            shapes = shapes_of(inputs, self.model, with_target=self.loss is not None)
+        if self.loss is not None and "target" not in shapes:
+            raise UsageError("--loss needs --shape target=SIZES:DTYPE, the shape of its second argument")
         return Prepared(build, model, with_defaults(model, shapes), budget, options)
 
     def options(self) -> PlanOptions:
@@ -124,7 +132,7 @@ class Job:
 class Prepared:
     """A model and its inputs, ready to be planned."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], tuple[nn.Module, Any]]
     """Builds the model again, with memory."""
     model: nn.Module
     """On "meta", in training mode."""
@@ -165,7 +173,12 @@ def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
 
     @functools.wraps(command)
     def with_job(**values: Any) -> int | None:
+        if values["model"] is None and not values.get("locked"):
+            context = click.get_current_context()
+            raise click.MissingParameter(ctx=context, param_hint="'MODEL'", param_type="argument")
+        values["model"] = values["model"] or ""
         job = Job(**{name: values.pop(name) for name in shared})
+        check_early(job.model, job.device, job.budget_gb)
         return command(job, **values)
 
     decorated = with_job

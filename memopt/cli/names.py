@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,18 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.cli.early import HERE, gigabytes, known_card
 from memopt.cli.failures import UsageError, one_line
 from memopt.cli.huggingface import architecture
 from memopt.compat.host import HOST
-from memopt.device import Hardware, device_here, hardware, hardware_of, known_hardware
+from memopt.device import Hardware, device_here, hardware, hardware_of
 from memopt.errors import GIB
 
-Factory = Callable[[], nn.Module]
-HERE = ("cuda", "gpu")
+Factory = Callable[[], tuple[nn.Module, Any]]
+"""Makes a model, and its example inputs; None where the command line is to say what they are."""
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
-    """A function that builds the model of that name: see `MODEL` in the help text.
+    """A function that makes the model of that name, and its inputs if it gives some: see `MODEL` in the help text.
 
     Args:
         settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
@@ -41,7 +40,8 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
     if name.endswith(".py"):
         module, colon, attribute = name, ":", ""
     if not colon:
-        return architecture(name, values)
+        plain = architecture(name, values)
+        return lambda: (plain(), None)
     if not module:
         raise UsageError(
             f"{name!r} names no file or module before the colon; write file.py{name} or package.module{name}"
@@ -49,7 +49,7 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
     found = _attribute(_loaded(module), attribute, name)
     _check_arguments(found, values, name)
 
-    def build() -> nn.Module:
+    def build() -> tuple[nn.Module, Any]:
         with _as_usage_error(f"{name} raised %s when it was called"), _own_output():
             return _checked(found(**values) if callable(found) and not isinstance(found, nn.Module) else found, name)
 
@@ -71,16 +71,16 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
         raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 
 
-def on_meta(build: Factory) -> nn.Module:
-    """The model in training mode without memory for its parameters; where a model cannot be built so, it is built on
-    the CPU first, and a line on stderr says so."""
+def on_meta(build: Factory) -> tuple[nn.Module, Any]:
+    """The model in training mode without memory for its parameters, and its inputs; where a model cannot be built so,
+    it is built on the CPU first, and a line on stderr says so."""
     try:
         with torch.device("meta"):
-            model = build()
+            model, inputs = build()
     except UsageError as error:
-        model = build()
+        model, inputs = build()
         print(f"memopt: built on the CPU, since building without memory failed: {error}", file=sys.stderr)
-    return model.to("meta").train()
+    return model.to("meta").train(), inputs
 
 
 def named_function(name: str) -> Callable[..., Any]:
@@ -158,10 +158,13 @@ def _makes_model(value: Any, module: ModuleType) -> bool:
     return kind and value.__module__ == module.__name__
 
 
-def _checked(model: Any, name: str) -> nn.Module:
+def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{name} must give a torch.nn.Module, not {type(model).__name__}")
-    return model
+        raise UsageError(
+            f"{name} must give a torch.nn.Module, not {type(model).__name__}; or a tuple of one and its inputs"
+        )
+    return model, inputs
 
 
 @contextlib.contextmanager
@@ -189,9 +192,9 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None for no name and for "cuda", which mean the device of this machine.
+    "rtx4090" it is "rtx-4090". None for no name and for the words in `HERE`, which mean the device of this machine.
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" without such a device.
+    Raises `UsageError` for an unknown name, for one that several cards have, and for such a word without a card.
     """
     if name is None:
         return None
@@ -199,23 +202,7 @@ def card_named(name: str | None) -> str | None:
         if device_here() == HOST:
             raise UsageError(f"--device {name}: this machine has no CUDA device; name a card, such as rtx-4090")
         return None
-    wanted = _plain(name)
-    plain = {_plain(known): known for known in known_hardware()}
-    if wanted in plain:
-        return plain[wanted]
-    within = [known for short, known in plain.items() if wanted and wanted in short]
-    if len(within) == 1:
-        return within[0]
-    if within:
-        raise UsageError(f"--device {name} may be {' or '.join(within)}; name one of them")
-    close = [plain[short] for short in difflib.get_close_matches(wanted, plain, n=1)]
-    meant = f"; did you mean {close[0]}?" if close else ""
-    raise UsageError(f"no card is named {name!r}{meant or '; known are ' + ', '.join(known_hardware())}")
-
-
-def _plain(name: str) -> str:
-    """The name in small letters and digits, without the words of the maker."""
-    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+    return known_card(name)
 
 
 def card(name: str | None) -> Hardware:
@@ -228,11 +215,3 @@ def card(name: str | None) -> Hardware:
 def budget_gb(written: str | None, name: str | None) -> float:
     """The budget in GB of 1024³ bytes as it is written, by default the memory of the card. Raises `UsageError`."""
     return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)
-
-
-def gigabytes(option: str, written: str) -> float:
-    """The number of gigabytes that is written for an option. Raises `UsageError`."""
-    number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
-    if number is None or float(number[1]) == 0:
-        raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
-    return float(number[1])

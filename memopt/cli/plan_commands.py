@@ -60,13 +60,20 @@ def plan(job: Job, save: str | None) -> None:
 def explain(job: Job, op: str | None) -> None:
     """Say where the bytes of MODEL go, what memopt changed and why, or the story of one op.
 
+    MODEL may also be the file of a plan that was saved, or a snapshot of torch's memory history
+    (torch.cuda.memory._dump_snapshot, *.pickle) of any run, also of one that ran out of memory: what filled the card,
+    and what memopt would do about it.
+
     \b
     Examples:
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op h.0.attn.c_proj
     """
+    from memopt.cli.explained import explain_file
     from memopt.cli.op_story import story_of, values_table
 
+    if explain_file(job, op):
+        return
     plan = planned(job)
     if op is not None:
         figures, tables = story_of(plan, op)
@@ -92,7 +99,7 @@ def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
     ]
     spare = size(plan.budget_bytes - plan.predicted_peak_bytes).replace("–", "nothing")
     rest = f"{plan.model} has room for {spare} more within this budget."
-    receipt: list[RenderableType] = [receipt_table(plan.receipt)] if plan.receipt else []
+    receipt: list[RenderableType] = [receipt_table(plan)] if plan.receipt else []
     notes = [f"note: {note}" for note in plan.notes]
     return [headline(plan), rest, "", bytes_table(plan), "", values, "", *receipt, *levers, "", *notes]
 
@@ -130,7 +137,7 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
       memopt diff gpt2 --set n_layer=2 --device cpu --budget-gb 2.8 --against-budget-gb 3.2
     """
     if against is not None:
-        from memopt.cli.names import gigabytes
+        from memopt.cli.early import gigabytes
 
         gigabytes("--against-budget-gb", against)
     plan = planned(job)

@@ -40,9 +40,9 @@ class Shape:
             return torch.randn(self.sizes, device=device).to(self.dtype)
         return torch.randint(0, 2 if self.dtype is torch.bool else below, self.sizes, device=device).to(self.dtype)
 
-    def with_batch(self, size: int) -> Shape:
-        """The same shape with another first size."""
-        return Shape((size, *self.sizes[1:]), self.dtype)
+    def with_sizes(self, sizes: tuple[int, ...]) -> Shape:
+        """An input of the same dtype with other sizes."""
+        return Shape(sizes, self.dtype)
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.sizes))}:{str(self.dtype).removeprefix('torch.')}"
@@ -82,6 +82,26 @@ def _dtype(written: str | None, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UsageError(f"--shape has no dtype {written!r}; int64, float32, bfloat16 and bool are some of torch's")
     return found
+
+
+def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
+    """The shapes of the example inputs that the function of that name gives with its model: a tensor, or a tuple, list
+    or dict of tensors; `with_target`, a pair of those and of the second argument of the loss. Raises `UsageError`."""
+    rest: Shapes = {}
+    if with_target and isinstance(inputs, (tuple, list)) and len(inputs) == 2:
+        inputs, target = inputs
+        rest = shapes_of({"target": target}, name, with_target=False)
+    inputs = inputs if isinstance(inputs, (tuple, list, Mapping)) else (inputs,)
+    named = inputs.items() if isinstance(inputs, Mapping) else ((str(at), one) for at, one in enumerate(inputs))
+    shapes = {}
+    for key, value in named:
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name} gives {type(value).__name__} as input {key!r}; inputs are a tensor, or a tuple or dict of "
+                "tensors"
+            )
+        shapes[key] = Shape(tuple(value.shape), value.dtype)
+    return {**shapes, **rest}
 
 
 def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
@@ -159,8 +179,7 @@ def _main_input(model: nn.Module) -> Shapes:
             f"forward takes {', '.join(inspect.signature(model.forward).parameters)}"
         )
     if name == "input_ids":
-        longest = getattr(_text(config), "max_position_embeddings", None) or LENGTH
-        return {name: Shape((BATCH, min(LENGTH, longest)), torch.int64)}
+        return {name: Shape((BATCH, min(LENGTH, most_positions(model) or LENGTH)), torch.int64)}
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or 224
@@ -172,6 +191,11 @@ def _main_input(model: nn.Module) -> Shapes:
     if name == "input_values":
         return {name: Shape((BATCH, _AUDIO_SAMPLES), torch.float32)}
     raise UsageError(f"give the shape of {name!r} of {type(model).__name__}: --shape {name}=SIZES:DTYPE")
+
+
+def most_positions(model: nn.Module) -> int | None:
+    """The longest sequence that the configuration of a Hugging Face model allows; None where none is known."""
+    return getattr(_text(getattr(model, "config", None)), "max_position_embeddings", None)
 
 
 def _labels(model: nn.Module, name: str, shapes: Mapping[str, Shape]) -> Shape | None:

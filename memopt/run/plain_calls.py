@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -383,12 +383,23 @@ class PlainCalls:
         hollow = None if step.depends_on_values else on_meta(call)
         return CountedStep(step, room, state, hollow) if room >= 0 else None
 
-    def _needed(self, step: PlainStep, call: Call, situation: Situation) -> tuple[int, int]:
-        """The bytes that a step needs by its count, with nothing elsewhere, and the optimiser's state among them."""
+    def counted_bytes(self, call: Call) -> int | None:
+        """The bytes of the plain model's step for a call, of which only the shapes matter; None where it cannot be
+        counted."""
+        with suppress(ValueIsRead):
+            step = count_plain_step(self.model, self.plain, call, self.planner.terms.card, gradients_held=False)
+            return None if step is None else self._needed(step, call, Situation(), margin=1.0)[0]
+        return None
+
+    def _needed(
+        self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
+    ) -> tuple[int, int]:
+        """The bytes that a step needs by its count, with nothing elsewhere, and the optimiser's state among them;
+        `margin` is the factor for what the count may miss, unless it is to be the usual one."""
         account = self._account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
-        margin = self._margin(depends_on_values=step.depends_on_values)
+        margin = self._margin(depends_on_values=step.depends_on_values) if margin is None else margin
         peak = account.resident_bytes + int(margin * step.peak_bytes)
         return max(peak, account.optimizer_step_bytes(step.output_bytes)), account.optimizer_state
 

@@ -366,6 +366,13 @@ class Session:
         calls, call = self._ahead(example_inputs)
         return estimated_bytes(calls.planner, call)
 
+    def plain_bytes(self, example_inputs: Any) -> int | None:
+        """The peak of a training call's step as the plain model runs it, in bytes, with the activation checkpoints that
+        its author uses: counted from the shapes of all tensors. None where it depends on values."""
+        calls, call = self._ahead(example_inputs)
+        with calls.planner.terms.types():
+            return calls.plain_calls.counted_bytes(call)
+
     def _ahead(self, example_inputs: Any) -> tuple[TrainingCalls, Call]:
         """The training calls that example inputs belong to, and the call that they stand for."""
         calls = self.kinds[-1]

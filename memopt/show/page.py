@@ -54,7 +54,7 @@ def page(
         "plan": _plan(plan),
         "step": step and _step(step, texts),
         "diff": [] if diff is None else _sections(diff, texts),
-        "frontier": _frontier(frontier.recipes if frontier else recipes, frontier),
+        "frontier": _frontier(plan, frontier.recipes if frontier else recipes, frontier),
         "why": WHY,
         "texts": list(texts),
     }
@@ -191,13 +191,23 @@ def _change(change: Change, texts: _Texts) -> list[Any]:
     return [op, module, nbytes, micros, change.times, detail, reason, readers]
 
 
-def _frontier(recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
+def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
+    """The recipes, and the curve with the plan as one of its points: a search for one budget may find more than that of
+    the curve did, and what fits a budget fits every larger one."""
+    points = [
+        (point.budget_gb * GIB, point.peak_gb * GIB, point.added_time, point.bound, point.method)
+        for point in (curve.points if curve else ())
+    ]
+    if curve:
+        points.append((plan.budget_bytes, plan.planned.peak_bytes, plan.added_time, plan.bound, plan.method))
+    best: list[tuple[float, float, float, float, str]] = []
+    for budget, peak, added, bound, method in sorted(points):
+        if best and best[-1][2] < added:
+            _, peak, added, _, method = best[-1]
+        best.append((budget, peak, added, bound, method))
     return {
         "recipes": [[one.name, one.peak_gb * GIB, one.added_time] for one in recipes],
-        "points": [
-            [point.budget_gb * GIB, point.peak_gb * GIB, point.added_time, point.bound, point.method]
-            for point in (curve.points if curve else ())
-        ],
+        "points": best,
         "smallest": curve.smallest_gb * GIB if curve else None,
         "floor": curve.floor_gb * GIB if curve else None,
     }

@@ -6,7 +6,7 @@ import io
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from rich.console import Console, RenderableType
@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
-from memopt.planning.plan import Plan, ReceiptRow
+from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import ModuleRow
 from memopt.units import duration, size
 
@@ -62,7 +62,7 @@ def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
     """The headline and the tables, with at most so many rows of bytes and of modules."""
-    receipt = [receipt_table(plan.receipt)] if plan.levers else []
+    receipt = [receipt_table(plan)] if plan.levers else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
     cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
@@ -97,11 +97,13 @@ def new_table(title: str, *headers: str | Column, right: Iterable[str] = ()) -> 
 
 
 def headline(plan: Plan) -> str:
-    """The plan in one sentence: its peak within the budget, and its added time."""
+    """The plan in one sentence: its peak within the budget, what it was before, and its added time."""
+    before = plan.receipt[0].peak_bytes if plan.receipt else plan.plain.peak_bytes
+    between = f", nothing recomputed {size(plan.plain.peak_bytes)}" * (before != plan.plain.peak_bytes)
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
-        f"{plan.budget_bytes / GIB:.6g} GB (as captured, nothing recomputed: {size(plan.plain.peak_bytes)}), "
+        f"{plan.budget_bytes / GIB:.6g} GB (as captured {size(before)}{between}), "
         f"added time {plan.added_time:.1%} of {duration(plan.step_seconds)} "
         f"(no plan adds less than {plan.bound:.1%})"
     )
@@ -148,9 +150,9 @@ def _host_line(plan: Plan) -> str:
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:
-    """The bytes of each row of the account at the peak, as captured and as planned; those of the smallest in one row
-    where there are more than `most`."""
-    table = new_table("Where every byte goes at the peak", "row", right=("as captured", "planned"))
+    """The bytes of each row of the account at the peak, with nothing recomputed and as planned; those of the smallest
+    in one row where there are more than `most`."""
+    table = new_table("Where every byte goes at the peak", "row", right=("nothing recomputed", "planned"))
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
     names = list(dict.fromkeys([*plain, *planned]))
     by_size = sorted(names, key=lambda name: -max(plain.get(name, 0), planned.get(name, 0)))
@@ -195,12 +197,14 @@ def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
     return table
 
 
-def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
-    """A row per lever: the step's peak and time with it and all levers before it, and the changes that it made."""
+def receipt_table(plan: Plan) -> Table:
+    """A row per lever: the step's peak and time with it and all levers before it, and the changes that it made. Added
+    times are shares of the same step as the plan's own."""
     table = new_table("Levers in use", "lever", right=("peak", "less", "time", "added"))
-    before = rows[0]
-    for row in rows:
-        less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
+    before = plan.receipt[0]
+    for row in plan.receipt:
+        less = before.peak_bytes - row.peak_bytes
+        added = (row.seconds - before.seconds) / (plan.step_seconds or 1.0)
         cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
         table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
         before = row

@@ -100,6 +100,15 @@ def step_of(plan: Plan) -> Step:
     )
 
 
+def smallest_memory(plan: Plan, step: Step) -> StepMemory:
+    """The memory of a plan's step, of which `step` has the operators, within the smallest budget that works."""
+    priced, joined = plan.solved[0], plan.solved[0].problem
+    number = {op.name: at for at, op in enumerate(step.ops)}
+    numbers = [number[name] for name in op_names(priced.traced, joined)]
+    schedule = joined.smallest.schedule
+    return step_memory(joined.problem, schedule, on_card(joined, schedule, plan.account), numbers, None)
+
+
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
     """The nodes of the joint graphs, and what takes memory beside them."""
     nodes: dict[str, tuple[GraphFacts, fx.Node]] = {}

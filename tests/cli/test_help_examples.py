@@ -13,7 +13,14 @@ from memopt.cli.main import main
 from tests.docs.page_examples import PAGES, commands, commands_of
 
 # Examples that take longest.
-SLOW = ("plan gpt2 --budget", "plan vit ", "frontier gpt2", "max-batch gpt2", "report gpt2 --set n_layer=2")
+SLOW = (
+    "plan gpt2 --budget",
+    "plan vit ",
+    "frontier gpt2",
+    "max-batch gpt2",
+    "max-length gpt2",
+    "report gpt2 --set n_layer=2",
+)
 
 
 def in_help(command: str) -> list[str]:

@@ -28,7 +28,11 @@ def test_reference_cycles_are_looked_for_rarely_and_as_before_afterwards(
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("memopt ma", ["max-batch"]), ("memopt plan gpt2 --device rtx-3", ["rtx-3060", "rtx-3090"])],
+    [
+        ("memopt ma", ["max-batch", "max-length"]),
+        ("memopt plan gpt2 --device rtx-3", ["rtx-3060", "rtx-3090"]),
+        ("memopt plan llama4_t", ["llama4_text"]),
+    ],
 )
 def test_the_shell_completes(
     words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -54,7 +54,7 @@ def test_shapes() -> None:
 )
 def test_architectures_and_their_inputs(name: str, kind: str, shapes: dict[str, tuple[int, ...]]) -> None:
     """At full size, which takes no memory."""
-    model = on_meta(model_factory(name, ()))
+    model, _ = on_meta(model_factory(name, ()))
     assert type(model).__name__ == kind
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {key: shape.sizes for key, shape in with_defaults(model, {}).items()} == shapes
@@ -67,7 +67,7 @@ def test_a_configuration_file(tmp_path: Path) -> None:
         tmp_path
     )
     for name in (tmp_path, tmp_path / "config.json"):
-        model = on_meta(model_factory(str(name), ["num_labels=5"]))
+        model, _ = on_meta(model_factory(str(name), ["num_labels=5"]))
         assert type(model).__name__ == "GPT2ForSequenceClassification"
         shapes = with_defaults(model, parse_shapes(["input_ids=2x16"]))
         assert highest_values(model, shapes) == {"input_ids": 50257, "labels": 5}
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_built_without_memory(tmp_path: Path, capsys: pyt
     file.write_text(
         "import torch\n\ndef make():\n    return torch.nn.Linear(int(torch.ones(3).sum()), 2)\n", encoding="utf-8"
     )
-    model = on_meta(model_factory(str(file), ()))
+    model, _ = on_meta(model_factory(str(file), ()))
     assert isinstance(model, nn.Linear)
     assert model.weight.is_meta
     assert model.in_features == 3

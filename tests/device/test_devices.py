@@ -88,7 +88,7 @@ def test_a_third_kind_chooses_its_dtype_and_its_kernels_workspaces() -> None:
 
 
 BY_NAME = {
-    "cli/names.py": "words of the command line for the card of this machine",
+    "cli/early.py": "words of the command line for the card of this machine, and the names of all cards",
     "compat/host.py": "the host's own name, in the one place below memopt/device",
     "run/on_demand.py": "methods of tensors",
     "train/step_state.py": "names in saved states, which older versions wrote",

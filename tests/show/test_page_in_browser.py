@@ -75,6 +75,33 @@ def test_the_figures_are_the_plan_s(page: Any, plan: Plan) -> None:
     assert page.execute_script("return document.querySelectorAll('#frontier circle').length") > 5
 
 
+def test_the_contents_lead_to_every_section(page: Any) -> None:
+    links = page.execute_script(
+        "return [...document.querySelectorAll('#contents a')].map((a) => [a.textContent, a.getAttribute('href')])"
+    )
+    sections = page.execute_script(
+        "return [...document.querySelectorAll('main > section > h2')]"
+        ".map((title) => [title.textContent, '#' + title.parentElement.id])"
+    )
+    assert links == sections
+    assert ["Memory against time", "#memory-and-time"] in links
+
+
+def test_the_curve_of_memory_and_time(page: Any, plan: Plan) -> None:
+    """The axis has several figures, recipes are named, and the plan's dot is on the curve or above it."""
+    texts = page.execute_script("return [...document.querySelectorAll('#frontier text')].map((t) => t.textContent)")
+    assert sum(bool(re.fullmatch(r"[\d.,]+ [kMG]B", one)) for one in texts) >= 3, texts
+    names = page.execute_script("return [...document.querySelectorAll('#frontier .recipe')].map((t) => t.textContent)")
+    assert names
+    assert set(names) <= {recipe.name for recipe in plan.recipes()}
+    figures = json.loads(page.execute_script("return document.getElementById('data').textContent"))
+    points = figures["frontier"]["points"]
+    assert [plan.budget_bytes, plan.predicted_peak_bytes, plan.added_time] in [point[:3] for point in points]
+    added = [point[2] for point in points]
+    assert added == sorted(added, reverse=True)
+    assert all(one >= plan.added_time - 1e-12 for budget, _, one, *_ in points if budget <= plan.budget_bytes)
+
+
 def test_pointing_at_the_timeline_names_the_live_tensors(page: Any, plan: Plan) -> None:
     step = step_of(plan)
     point_at(page, 0.5)

@@ -45,19 +45,19 @@ def test_golden() -> None:
     assert_expected_inline(
         render(plan()).translate(IN_ASCII),
         """\
-Llama[tiny], planned for h100 with min cut, polished: peak 1.68 GB, 84.2% of the budget of 2 GB (as captured,
-nothing recomputed: 3 GB), added time 20.0% of 250 ms (no plan adds less than 16.0%)
+Llama[tiny], planned for h100 with min cut, polished: peak 1.68 GB, 84.2% of the budget of 2 GB (as captured 3
+GB), added time 20.0% of 250 ms (no plan adds less than 16.0%)
 Where every byte goes at the peak
-+========================+==============+=========+
-| row                    |  as captured | planned |
-+========================+==============+=========+
-| saved activations      |         2 GB |       - |
-| parameters             |         1 GB |    1 GB |
-| recomputed activations |            - |  700 MB |
-+========================+==============+=========+
-| peak                   |         3 GB | 1.68 GB |
-| at                     | layers.0.mlp |    mm_7 |
-+========================+==============+=========+
++========================+====================+=========+
+| row                    | nothing recomputed | planned |
++========================+====================+=========+
+| saved activations      |               2 GB |       - |
+| parameters             |               1 GB |    1 GB |
+| recomputed activations |                  - |  700 MB |
++========================+====================+=========+
+| peak                   |               3 GB | 1.68 GB |
+| at                     |       layers.0.mlp |    mm_7 |
++========================+====================+=========+
 What each module saves for the backward, and recomputes
 +====================+=====+=======+================+============+======+=======+
 | module             | ops | saved | ops recomputed | recomputed | time | added |

@@ -10,8 +10,8 @@ function ticks(from, to, wanted, base = 10) {
   return found;
 }
 
-/** Ticks of bytes: round in the unit in which they are written. */
-function byteTicks(most, wanted) {
+/** Ticks of bytes from `least` on: round in the unit in which they are written. */
+function byteTicks(most, wanted, least = 0) {
   const unit = most >= GIB ? GIB : most >= 1024 ** 2 ? 1024 ** 2 : 1024;
-  return ticks(0, most / unit, wanted).map((value) => value * unit);
+  return ticks(least / unit, most / unit, wanted).map((value) => value * unit);
 }

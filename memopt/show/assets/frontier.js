@@ -34,7 +34,7 @@ function drawFrontier() {
       ),
     );
   }
-  for (const at of byteTicks(most, 6).filter((at) => at >= least - pad))
+  for (const at of byteTicks(most + pad, Math.min(6, inner / 55), least - pad))
     picture.append(svg("text", { x: x(at), y: floor + 20, "text-anchor": "middle" }, size(at)));
   picture.append(
     svg(
@@ -84,6 +84,10 @@ function drawFrontier() {
   ];
   for (const [label, peak, added, colour, radius] of dots)
     picture.append(dot(label, x(peak), y(added), colour, radius));
+  nameRecipes(
+    picture,
+    byHand.map(([name, peak, added]) => [name, x(peak), y(added)]),
+  );
   drawOwn(picture, own, x, y);
   place.replaceChildren(picture);
   byId("frontier-lead").textContent =
@@ -98,6 +102,18 @@ function dot(label, x, y, colour, radius) {
   circle.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, label));
   circle.addEventListener("pointerleave", hideTip);
   return circle;
+}
+
+/** The names of the recipes beside their dots, where no other name stands; a dot tells its own when pointed at. */
+function nameRecipes(picture, dots) {
+  const taken = [];
+  for (const [name, x, y] of dots) {
+    const box = [x + 8, y - 9, x + 8 + 6.4 * name.length, y + 5];
+    if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3]))
+      continue;
+    taken.push(box);
+    picture.append(svg("text", { x: box[0], y: y + 4, class: "recipe" }, name));
+  }
 }
 
 function drawOwn(picture, own, x, y) {

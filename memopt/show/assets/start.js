@@ -8,6 +8,11 @@ function start() {
   };
   for (const part of document.querySelectorAll("[data-needs]")) if (!has[part.dataset.needs]) part.remove();
   drawSummary();
+  byId("contents").replaceChildren(
+    ...[...document.querySelectorAll("main > section > h2")].map((title) =>
+      el("a", { href: `#${title.parentElement.id}` }, title.textContent),
+    ),
+  );
   if (step) {
     drawn(["which", "scale"], drawControls);
     drawn(["which", "scale", "zoom"], drawTimeline);

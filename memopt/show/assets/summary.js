@@ -152,7 +152,6 @@ function head(titles, left = 1) {
 }
 
 function levers() {
-  const first = plan.receipt[0];
   const rows = plan.receipt.map(([lever, peak, seconds], at) => {
     const before = plan.receipt[at - 1];
     return el(
@@ -166,7 +165,7 @@ function levers() {
         "td",
         { class: "n" },
         before
-          ? `${seconds >= before[2] ? "+" : "−"}${share(Math.abs(seconds - before[2]) / (first[2] || 1))}`
+          ? `${seconds >= before[2] ? "+" : "−"}${share(Math.abs(seconds - before[2]) / (plan.seconds || 1))}`
           : "",
       ),
     );

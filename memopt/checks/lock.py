@@ -1,0 +1,217 @@
+"""A lock of a step's memory: its figures and the rows behind them, kept in a file; and what grew since, and why."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from memopt.checks.locked_rows import FIGURES, LockedRow, locked_rows
+from memopt.compat.check import check as check_torch
+from memopt.errors import BudgetError
+from memopt.planning.options import Options
+from memopt.run.session import Session
+from memopt.show.page import short_source
+from memopt.show.report import as_text, new_table
+from memopt.units import duration, size
+
+TOLERANCE = 0.01
+"""The share by which a figure may grow; the added time by this share of the step."""
+_NAMES = {
+    "plain": "peak of the plain step",
+    "planned": "peak of the planned step",
+    "smallest": "smallest budget",
+    "added": "added time",
+}
+_PACKAGES = ("memopt", "torch")
+_ROOM = 1.02
+_SHOWN = 6
+_NOTABLE = 0.1
+"""Lines are named that make at least this share of what the one makes that makes most."""
+
+
+@dataclass(frozen=True)
+class MemoryLock:
+    """The figures of a step, and the rows that they are made of."""
+
+    model: str
+    device: str
+    plain: int
+    """Peak of the step as the plain model runs it, in bytes; as captured, where that cannot be counted."""
+    planned: int
+    smallest: int
+    added: float
+    seconds: float
+    """Seconds of the step with nothing recomputed."""
+    versions: Mapping[str, str]
+    """Of torch, memopt, and the packages whose code makes rows."""
+    files: Mapping[str, str]
+    """Digests of the other files whose code makes rows."""
+    rows: tuple[LockedRow, ...]
+
+
+def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
+    """The lock of a training step as `memopt.plan` plans it: nothing runs, and the model may live on "meta".
+
+    Raises `BudgetError` where the step does not fit; with `enlarged`, the budget is then as much larger as it must be.
+    """
+    check_torch()
+    session = Session(model, options)
+    try:
+        plan = session.plan(example_inputs, advise=not enlarged)
+    except BudgetError as refused:
+        if not enlarged:
+            raise
+        plan = Session(model, replace(options, budget_bytes=round(_ROOM * refused.smallest_bytes))).plan(example_inputs)
+    counted = session.plain_bytes(example_inputs)
+    captured = plan.receipt[0].peak_bytes if plan.receipt else plan.plain.peak_bytes
+    rows = locked_rows(plan)
+    files = {row.source.rpartition(":")[0] for row in rows if row.source}
+    return MemoryLock(
+        plan.model,
+        plan.hardware,
+        captured if counted is None else counted,
+        plan.predicted_peak_bytes,
+        plan.smallest_bytes(),
+        plan.added_seconds,
+        plan.step_seconds,
+        {name: _version(name) for name in sorted({*_PACKAGES, *filter(None, map(_package, files))})},
+        {short_source(name): _digest(name) for name in sorted(files) if not _package(name)},
+        tuple(replace(row, source=short_source(row.source)) for row in rows),
+    )
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A line of code by which a step grew, in modules that differ in their numbers only."""
+
+    modules: tuple[str, ...]
+    operators: tuple[str, ...]
+    source: str
+    code: str
+    grown: str
+    """How much more it makes than before, in words."""
+
+    def __str__(self) -> str:
+        where = self.modules[0] or "(model)"
+        if len(self.modules) > 1:
+            where += f" … {self.modules[-1]} ({len(self.modules)} modules)"
+        line = f", {self.source}" if self.source else ""
+        code = f"\n    {self.code}" if self.code else ""
+        return f"{where}{line}: {', '.join(self.operators)}: {self.grown}{code}"
+
+
+@dataclass(frozen=True)
+class LockCheck:
+    """A lock beside what the same step holds now. `str` is a table of the figures, and below it what made them grow."""
+
+    locked: MemoryLock
+    now: MemoryLock
+
+    @property
+    def grown(self) -> tuple[str, ...]:
+        """The figures that grew by more than the tolerance: "plain", "planned", "smallest", "added"."""
+        return tuple(
+            figure
+            for figure in _NAMES
+            if self._growth(figure)
+            > TOLERANCE * (self.locked.seconds if figure == "added" else getattr(self.locked, figure))
+        )
+
+    def _growth(self, figure: str) -> float:
+        return getattr(self.now, figure) - getattr(self.locked, figure)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The packages of other versions, and the files with other contents."""
+        old, new = self.locked, self.now
+        versions = [f"{name} {old.versions.get(name, 'none')} → {now}" for name, now in new.versions.items()]
+        files = [f"{name} (your code)" for name, digest in new.files.items() if old.files.get(name) != digest]
+        return (*(text for text in versions if text.split()[1] != text.split()[3]), *files)
+
+    @property
+    def culprits(self) -> tuple[Culprit, ...]:
+        """The lines that make the step hold more, in the order of the step: those that make more bytes than before or
+        are no longer under activation checkpoints; where there are none, those of which more is
+        alive at the first peak that grew, or is recomputed."""
+        return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
+
+    def __str__(self) -> str:
+        table = new_table(f"{self.now.model} on {self.now.device}", "", right=("locked", "now", "growth"))
+        for figure, name in _NAMES.items():
+            before, growth = getattr(self.locked, figure), self._growth(figure)
+            whole = self.locked.seconds if figure == "added" else before
+            text = duration if figure == "added" else size
+            share = f"{growth / whole:+.1%}" if whole else "–"
+            table.add_row(name, text(before), text(getattr(self.now, figure)), share)
+        lines = [as_text(table)]
+        if self.grown:
+            named = self.culprits
+            lines += ["grown, in the order of the step:", *map(str, named[:_SHOWN])]
+            lines += [f"and {len(named) - _SHOWN} more lines"] * (len(named) > _SHOWN)
+            lines += ["changed since: " + (", ".join(self.changed) or "no file and no version that the lock knows")]
+        return "\n".join(lines)
+
+
+def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[Culprit]:
+    """The culprits of a figure that grew; see `LockCheck.culprits`."""
+    before, after = _sums(old), _sums(new)
+    more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
+    free = {key: after[key]["made"] for key, change in more.items() if change["checkpointed"] < 0 <= change["made"]}
+    made = {key: change["made"] for key, change in more.items() if change["made"] > 0}
+    causes = {**made, **free}
+    weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
+    known = {(module, *_line(row)) for row in old for module in row.modules}
+    lines: dict[tuple[str, str], list[tuple[str, LockedRow, float]]] = defaultdict(list)
+    for row in new:
+        for module in row.modules:
+            key = module, row.operator
+            if key in weights and not (causes and (module, *_line(row)) in known):
+                lines[row.pattern, row.source].append((module, row, weights.pop(key)))
+    largest = max((sum(weight for *_, weight in found) for found in lines.values()), default=0)
+    for found in lines.values():
+        total = sum(weight for *_, weight in found)
+        module, row, _ = found[0]
+        if total >= _NOTABLE * largest or row.operator == "inputs":  # larger inputs are the cause, however small
+            how = "more" if causes else "more at the peak"
+            how = "no longer checkpointed" if (module, row.operator) in free else how
+            text = duration(total) if grown == "added" and not causes else size(round(total))
+            modules, operators = ({one[0]: None for one in found}, {one[1].operator: None for one in found})
+            yield Culprit(tuple(modules), tuple(operators), row.source, row.code, f"{text} {how}")
+
+
+def _line(row: LockedRow) -> tuple[object, ...]:
+    """Equal for rows that one line makes alike, wherever it stands in its file."""
+    return row.operator, row.code, row.made, row.checkpointed
+
+
+def _sums(rows: Iterable[LockedRow]) -> defaultdict[tuple[str, str], Counter[str]]:
+    """The figures by module and operator. Lines are left out, as they are edited."""
+    found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        for module in row.modules:
+            found[module, row.operator].update({name: getattr(row, name) for name in FIGURES})
+    return found
+
+
+def _package(file: str) -> str:
+    """The package that a file was installed with; "" for the user's own."""
+    return file.rpartition("site-packages/")[2].partition("/")[0] if "site-packages/" in file else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _digest(file: str) -> str:
+    path = Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""

@@ -1,0 +1,135 @@
+"""What a step holds by module, operator and line of code: the rows of a memory lock."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from memopt.capture.dynamo_graph import AUTHOR_CHECKPOINT
+from memopt.device.storages import storage_bytes
+from memopt.planning.changes import GraphFacts
+from memopt.planning.plan import Plan
+from memopt.show.step import Step, StepMemory
+from memopt.show.step_of_plan import smallest_memory, step_of
+from passes.graphs.node_facts import is_tangent, module_path
+
+
+@dataclass(frozen=True)
+class LockedRow:
+    """What one line of code makes by calls of one operator, in all modules where it makes the same; bytes and seconds
+    are those of one module. Parameters and inputs stand at the line that reads them first."""
+
+    modules: tuple[str, ...]
+    """Paths that differ in their numbers; "" for what belongs to no module."""
+    operator: str
+    """The operator, or the row of the account for what no operator makes."""
+    source: str = ""
+    """The line as "file:line"; "" where none is known."""
+    code: str = ""
+    made: int = 0
+    """Bytes that it makes in the captured step."""
+    plain: int = 0
+    """Bytes that are alive at the peak of the captured step with nothing recomputed."""
+    planned: int = 0
+    """Bytes that are alive at the peak of the planned step."""
+    smallest: int = 0
+    """Bytes that are alive at the peak within the smallest budget."""
+    added: float = 0.0
+    """Seconds in which it is recomputed."""
+    checkpointed: int = 0
+    """How many of its calls lie under `torch.utils.checkpoint`."""
+
+    @property
+    def pattern(self) -> str:
+        """The path of its modules, with * for numbers."""
+        return re.sub(r"(?<![^.])\d+(?![^.])", "*", self.modules[0])
+
+
+_OWN = {"parameters": "parameters", "inputs": "inputs", "buffers": "inputs", "optimizer state": "optimizer state"}
+"""The rows of the account that the user's code makes, as locks name them: of the others, such as gaps between blocks,
+there may be more at one peak than at another."""
+FIGURES = ("made", "plain", "planned", "smallest", "added", "checkpointed")
+"""The fields of a row that are numbers."""
+
+
+def locked_rows(plan: Plan) -> tuple[LockedRow, ...]:
+    """The rows of a plan with its graphs, in the order of the step. The bytes of each peak add up to it."""
+    return tuple(_alike(_rows(plan, step_of(plan))))
+
+
+def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
+    """A row for each module, operator and line."""
+    memories = {"plain": step.plain, "planned": step.planned, "smallest": smallest_memory(plan, step)}
+    alive = {figure: _alive(memory) for figure, memory in memories.items()}
+    checkpointed = _checkpointed(plan)
+    found: dict[tuple[str, str, str, str], Counter[str]] = defaultdict(Counter)
+    seconds: dict[tuple[str, str, str, str], float] = defaultdict(float)
+    given: Counter[str] = Counter()
+    for row, (module, source, code), nbytes in _given(plan):
+        given[row] += nbytes
+        found[module, row, source, code].update(dict.fromkeys(("made", *memories), nbytes))
+    for number, op in enumerate(step.ops):
+        key = op.module, op.operator or op.name, op.source, op.code
+        held = {figure: nbytes[number] for figure, nbytes in alive.items()}
+        found[key].update(made=op.nbytes * (op.half != "input"), checkpointed=int(op.name in checkpointed), **held)
+        seconds[key] += op.seconds * op.recomputed
+    for row, nbytes in step.plain.resident.items():
+        if row in _OWN:
+            found["", _OWN[row], "", ""]["made"] += nbytes
+    for figure, memory in memories.items():
+        for row, nbytes in memory.rows(memory.peak).items():
+            found["", _OWN.get(row, row), "", ""][figure] += nbytes
+    for row, nbytes in given.items():  # of the rows of the account, what has no module stays
+        found["", row, "", ""].subtract(dict.fromkeys(("made", *memories), nbytes))
+    for (module, operator, source, code), figures in found.items():
+        if any(figures.values()):
+            made, plain, planned, smallest = (figures[name] for name in ("made", *memories))
+            added, calls = seconds[module, operator, source, code], figures["checkpointed"]
+            yield LockedRow((module,), operator, source, code, made, plain, planned, smallest, added, calls)
+
+
+def _alive(memory: StepMemory) -> Counter[int]:
+    """The bytes that are alive at a step's peak, by the number of the op that makes them."""
+    held: Counter[int] = Counter()
+    for kept in memory.live(memory.peak):
+        held[kept.op] += kept.nbytes
+    if memory.peak < len(memory.evaluations):
+        now = memory.evaluations[memory.peak]
+        held[now.op] += now.workspace_bytes
+    return held
+
+
+def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
+    """The parameters and the other inputs of the graphs: the row of the account, the module and the line that reads
+    it first, and its bytes."""
+    for number, region in enumerate(plan.solved[0].traced.regions):
+        graph = region.module.graph
+        facts = GraphFacts(graph, number)
+        inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        for at, node in enumerate(inputs):
+            reader = next(iter(node.users), None)
+            place = ("", "", "") if reader is None else (module_path(reader), *facts.line(reader))
+            row = "parameters" if at in region.parameter_inputs else "inputs"
+            yield row, place, storage_bytes(node.meta.get("val"))
+
+
+def _checkpointed(plan: Plan) -> set[str]:
+    """The names in `Step.ops` of what lies under the author's checkpoints."""
+    regions = plan.solved[0].traced.regions
+    return {
+        f"{number}." * (len(regions) > 1) + node.name
+        for number, region in enumerate(regions)
+        for node in region.module.graph.nodes
+        if AUTHOR_CHECKPOINT in node.meta.get("custom", ())
+    }
+
+
+def _alike(rows: Iterable[LockedRow]) -> Iterator[LockedRow]:
+    """The rows, with those together that differ in the numbers in their module's path alone."""
+    found: dict[tuple[str, LockedRow], list[LockedRow]] = defaultdict(list)
+    for row in rows:
+        found[row.pattern, replace(row, modules=())].append(row)
+    for same in found.values():
+        yield replace(same[0], modules=tuple(row.modules[0] for row in same))

@@ -1,0 +1,134 @@
+"""The commands that check: `memopt check` of real steps, and `memopt lock`, whose file `memopt check --lock` reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.cli.failures import FAILED, UsageError
+from memopt.cli.job import Job, Prepared, takes_job
+from memopt.cli.output import check_file, show, show_json
+
+if TYPE_CHECKING:
+    from memopt import AccountCheck, Comparison
+
+# Gradients may be this far from the reference, beside twice the error of torch.autocast where that was run.
+_GRADIENT_ERROR = 1e-3
+
+
+@click.command("lock", short_help="Keep what a step holds in a file, for `memopt check --lock`.")
+@takes_job
+@click.option("--out", metavar="FILE", default="memory.lock", show_default=True, help="The file to write.")
+def lock(job: Job, out: str) -> None:
+    """Keep what the training step of MODEL holds, by module and line of code, in a file to be committed.
+
+    `memopt check --lock memory.lock` fails later where the step has come to hold more, and names the line. Neither
+    needs a card.
+
+    \b
+    Example:
+      memopt lock gpt2 --set n_layer=1 --device h100 --budget-gb 2 --out memory.lock
+    """
+    check_file("--out", out)
+    from memopt.cli.locking import write_lock
+
+    write_lock(job, out)
+
+
+@click.command("check", short_help="Train a few steps here, and compare them with the plan and with the plain model.")
+@takes_job
+@click.option(
+    "--lock", "locked", metavar="FILE", help="Train nothing: fail where the step of a lock holds more than in the lock."
+)
+def check(job: Job, locked: str | None) -> int | None:
+    """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
+    account and with the plain model.
+
+    Needs the memory of the plain step beside the budget. Ends with 1 if the step held more than the budget, or if its
+    gradients are further from the exact ones than rounding explains.
+
+    With --lock, the step that `memopt lock` wrote is planned again, which needs no card; ends with 1 if a peak, the
+    smallest budget or the added time grew by more than 1%, and names the lines of code that made it grow.
+
+    \b
+    Example:
+      memopt check gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 \\
+        --shape input_ids=2x64 --budget-gb 0.1 --precision fp32
+    """
+    if locked is not None:
+        from memopt.cli.locking import check_lock
+
+        return check_lock(job, locked)
+    prepared = job.prepare()
+    account, comparison = _trained(prepared)
+    held, exact = _within_budget(account, prepared.budget_gb), _exact(comparison)
+    if job.json:
+        show_json(_figures(account, comparison, held, exact))
+    else:
+        show(str(account), "", str(comparison), "", _verdict(held, exact))
+    return None if held and exact else FAILED
+
+
+def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
+    """The checks of the model after it was built with memory and optimised."""
+    import torch
+
+    import memopt
+    from memopt.device import device_here
+
+    device = device_here()
+    options: dict[str, Any] = dict(prepared.options)
+    named = options.pop("device")
+    if named not in (None, device.type):
+        raise UsageError(f"check trains on this machine's {device.type}, not on {named}; leave --device out")
+    if options["optimizer"] is None:
+        raise UsageError("check needs an optimizer; leave --optimizer out, or name one")
+    batch = _random_batch(prepared, device)
+    torch.manual_seed(0)
+    model = prepared.build()[0].to(device).train()
+    memopt.optimize(model, prepared.budget_gb, example_inputs=batch, **options)
+    names = {name.lower(): name for name in dir(torch.optim)}
+    optimizer = getattr(torch.optim, names[options["optimizer"].lower()])(model.parameters())
+    optimizer = memopt.wrap_optimizer(model, optimizer)
+    return memopt.check(model, optimizer, batch), memopt.compare(model, batch)
+
+
+def _random_batch(prepared: Prepared, device: Any) -> Any:
+    import torch
+
+    from memopt.cli.shapes import highest_values
+
+    torch.manual_seed(0)
+    highest = highest_values(prepared.model, prepared.shapes)
+    return prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
+
+
+def _within_budget(account: AccountCheck, budget_gb: float) -> bool:
+    return account.total.measured_bytes <= budget_gb * 1024**3
+
+
+def _exact(comparison: Comparison) -> bool:
+    """Whether the gradients are no further from the reference than rounding in their dtype explains."""
+    known = comparison.accuracies
+    if comparison.bitwise or known is None:
+        return comparison.bitwise
+    autocast = known.autocast.gradient if known.autocast else 0.0
+    return known.optimized.gradient <= max(_GRADIENT_ERROR, 2 * autocast)
+
+
+def _verdict(held: bool, exact: bool) -> str:
+    budget = "The step stayed within the budget" if held else "THE STEP HELD MORE THAN THE BUDGET"
+    return f"{budget}, and {'its gradients are right.' if exact else 'ITS GRADIENTS ARE WRONG.'}"
+
+
+def _figures(account: AccountCheck, comparison: Comparison, held: bool, exact: bool) -> dict[str, Any]:
+    rows = (*account.rows, account.total)
+    return {
+        "within_budget": held,
+        "gradients_right": exact,
+        "bitwise": comparison.bitwise,
+        "loss_error": comparison.loss_error,
+        "rows": {row.name: {"predicted": row.predicted_bytes, "measured": row.measured_bytes} for row in rows},
+        "seconds": {"plain": comparison.plain.seconds, "planned": comparison.optimized.seconds},
+    }

@@ -1,0 +1,82 @@
+"""What `memopt explain` says of a file: of a saved plan, and of a snapshot of torch's memory history."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Column
+
+from memopt.cli.failures import UsageError
+from memopt.cli.job import Job
+from memopt.cli.output import columns, plan_figures, show, show_json
+from memopt.planning.plan import Plan
+from memopt.show.memory_history import MemoryHistory, read_history
+from memopt.show.report import new_table, parts
+from memopt.units import size
+
+_LINES = 15
+
+
+def explain_file(job: Job, op: str | None) -> bool:
+    """Explain what `job` names in place of a model, if it is the file of a saved plan or of a snapshot; whether it is.
+    Raises `PlanFileError` and `SnapshotError`, and `UsageError` for options that say how to plan."""
+    path = Path(job.model)
+    is_plan = path.suffix == ".json" and _is_plan(path)
+    if not is_plan and path.suffix not in (".pickle", ".pkl"):
+        return False
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    if op is not None or replace(job, json=False, debug=False) != Job(job.model):
+        raise UsageError(f"{path} has no graphs to plan: leave out all options but --json")
+    if is_plan:
+        plan = Plan.load(path)
+        show_json(plan_figures(plan)) if job.json else show(*parts(plan, columns()))
+    else:
+        history = read_history(path)
+        show_json(history_figures(history)) if job.json else show(*history_parts(history, job.model))
+    return True
+
+
+def _is_plan(path: Path) -> bool:
+    """Whether a file is a saved plan, and no configuration of a model."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and "format" in values
+
+
+def history_figures(history: MemoryHistory) -> dict[str, Any]:
+    """A memory history as JSON has it."""
+    return {**asdict(history), "rows": history.rows, "advice": history.advice}
+
+
+def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
+    """What filled the card, as sentences and tables: by row, and by function and line; and what memopt would do."""
+    end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
+    if history.missing_bytes is not None:
+        end = f"it died for want of {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"
+    whole = history.peak_bytes or 1
+    rows = new_table("What filled the card", "row", right=("bytes", "share"))
+    for row, nbytes in history.rows.items():
+        rows.add_row(row, size(nbytes), f"{nbytes / whole:.0%}")
+    shown = history.held[:_LINES]
+    headers = Column("function and line", overflow="fold", min_width=20), Column("row", overflow="fold")
+    title = f"The lines that allocated most of it ({len(shown)} of {len(history.held)})"
+    lines = new_table(title, *headers, right=("blocks", "bytes"))
+    for one in shown:
+        lines.add_row(one.place or "(no line outside of torch)", one.row, str(one.blocks), size(one.nbytes))
+    advice = [f"{row}: {text}" for row, text in history.advice.items()]
+    plan = f"how much that saves, and what it costs: memopt plan MODEL --budget-gb GB, with your model for {path}"
+    return [
+        f"GPU {history.device}: at most {size(history.peak_bytes)} in blocks at once; at the end {end}",
+        rows,
+        lines,
+        "What memopt would do about it",
+        *advice,
+        plan,
+    ]

@@ -1,0 +1,220 @@
+"""What filled a card, by a snapshot of torch's memory history (`torch.cuda.memory._dump_snapshot`) of any run.
+
+The format is that of `torch.cuda.memory._snapshot`: segments with their blocks, and the events of each device.
+Snapshots are pickles of strangers: nothing in them is called or imported.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_GAPS = 0.1
+"""The share of the reserved bytes from which gaps between blocks are told."""
+_GAPS_ROW = "gaps between blocks"
+ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, OTHER = (
+    "activations",
+    "gradients and backward",
+    "optimizer state",
+    "optimizer.step()",
+    "parameters and buffers",
+    "no stack was recorded",
+)
+# For each row, the function and the file of a frame by which it is known: the first that any frame of a stack has. The
+# autograd engine's own threads have frames of C++ only.
+_SIGNS = (
+    (STATE, r"(^|\.)_init_group$|(^|\.)init_state$", r"torch/optim/"),
+    (STEP, r"", r"torch/optim/"),
+    (BACKWARD, r"autograd::(Engine|Node|generated)|(^|\.)(backward|_engine_run_backward|grad)$", r""),
+    (ACTIVATIONS, r"(^|\.)_call_impl$", r"torch/nn/modules/module\.py"),
+    (PARAMETERS, r"(^|\.)(_apply|__init__|reset_parameters|load_state_dict|from_pretrained)$", r""),
+)
+_ADVICE = {
+    ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
+    "(chunked_loss), and writes dead results over (reinplace): all on by default",
+    BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
+    'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; temporaries are part of every plan',
+    STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
+    STEP: "fused=True in AdamW and its kin takes no temporaries for all parameters at once",
+    PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
+    _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer; a plan counts what is left of them",
+}
+
+
+class SnapshotError(ValueError):
+    """A file is no snapshot of torch's memory history."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The blocks that one line allocated, at the moment at which most was held."""
+
+    row: str
+    place: str
+    """The function, and "file:line"."""
+    nbytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """The memory of one device, in bytes."""
+
+    device: int
+    reserved_bytes: int
+    """In torch's segments when the snapshot was taken."""
+    allocated_bytes: int
+    """In blocks that were given out then."""
+    peak_bytes: int
+    """The most that was given out at once while events were recorded."""
+    held: tuple[Held, ...]
+    """What was held at that moment, the largest first."""
+    missing_bytes: int | None = None
+    """Of a run that died: the bytes that it could not have; None for others."""
+    free_bytes: int = 0
+    """What was free on the card then."""
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The bytes of each row, the largest first, and the gaps between blocks where they are many."""
+        found: Counter[str] = Counter()
+        for one in self.held:
+            found[one.row] += one.nbytes
+        if (gaps := self.reserved_bytes - self.allocated_bytes) > _GAPS * self.reserved_bytes:
+            found[_GAPS_ROW] = gaps
+        return dict(found.most_common())
+
+    @property
+    def advice(self) -> dict[str, str]:
+        """What memopt would do about each row, by its name."""
+        return {row: _ADVICE[row] for row in self.rows if row in _ADVICE}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes plain containers, strings and numbers, and refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SnapshotError(f"it names {module}.{name}, and a snapshot has plain containers, strings and numbers only")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise SnapshotError(f"it refers to something outside of the file ({str(pid)[:40]!r})")
+
+
+def read_history(path: str | Path) -> MemoryHistory:
+    """The memory history in a file: of the device that ran out of memory, else of the one that held most.
+
+    Raises `SnapshotError` for a file that is no snapshot, and `OSError` where it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            values = _Unpickler(file).load()
+        segments, traces = values["segments"], values["device_traces"]
+        devices = {segment["device"] for segment in segments} | {at for at, trace in enumerate(traces) if trace}
+        found = [
+            _of_device(
+                device,
+                [segment for segment in segments if segment["device"] == device],
+                traces[device] if device < len(traces) else [],
+            )
+            for device in sorted(devices)
+        ]
+        if not found:
+            raise SnapshotError("it has neither blocks nor events; torch.cuda.memory._record_memory_history records")
+        return max(found, key=lambda one: (one.missing_bytes is not None, one.peak_bytes))
+    except OSError:
+        raise
+    except SnapshotError as error:
+        raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory: {error}") from None
+    except (Exception, RecursionError) as error:  # a pickle of a stranger can fail in any way
+        text = f"{type(error).__name__}: {str(error)[:80]}"
+        raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot ({text})") from None
+
+
+Block = tuple[int, str, list[Mapping[str, Any]]]
+"""Bytes, the category that the recorder gave, and the stack."""
+
+
+def _of_device(device: int, segments: list[Any], events: list[Any]) -> MemoryHistory:
+    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
+    end = {block["address"]: (block["size"], "", block.get("frames") or []) for block in blocks}
+    held, peak = _at_the_peak(end, events)
+    failed = [event for event in events if event["action"] == "oom"]
+    return MemoryHistory(
+        device,
+        sum(segment["total_size"] for segment in segments),
+        sum(size for size, *_ in end.values()),
+        peak,
+        tuple(sorted(_by_line(held), key=lambda one: -one.nbytes)),
+        failed[-1]["size"] if failed else None,
+        failed[-1].get("device_free", 0) if failed else 0,
+    )
+
+
+def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Block], int]:
+    """The blocks that are held when most is, and their bytes; `end` are those that are left, by their address."""
+    live = dict(end)
+    for event in reversed(events):  # back to the beginning of the recording
+        if event["action"] == "alloc":
+            live.pop(event["addr"], None)
+        elif event["action"] == "free_completed":
+            live[event["addr"]] = (event["size"], "", [])
+    begin, last = dict(live), 0
+    now = peak = sum(size for size, *_ in live.values())
+    for number, event in enumerate(events, 1):
+        now += _apply(event, live)
+        if now >= peak:
+            peak, last = now, number
+    live = begin
+    for event in events[:last]:
+        _apply(event, live)
+    return live.values(), peak
+
+
+def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
+    """Change the blocks as an event does, and return by how many bytes."""
+    before = live.pop(event["addr"], (0, "", []))[0] if event["action"] in ("alloc", "free_completed") else 0
+    if event["action"] != "alloc":
+        return -before
+    live[event["addr"]] = (event["size"], event.get("category", ""), event.get("frames") or [])
+    return event["size"] - before
+
+
+def _by_line(blocks: Iterable[Block]) -> Iterator[Held]:
+    sums: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for nbytes, category, frames in blocks:
+        key = category or _row(frames), _place(frames)
+        sums[key] += nbytes
+        counts[key] += 1
+    for key, nbytes in sums.items():
+        yield Held(*key, nbytes, counts[key])
+
+
+def _row(frames: list[Mapping[str, Any]]) -> str:
+    """The row of what was allocated under a stack, whose innermost frame comes first."""
+    if not frames:
+        return OTHER
+    for row, function, file in _SIGNS:
+        if any(re.search(function, frame["name"]) and re.search(file, _path(frame)) for frame in frames):
+            return row
+    return "other code"
+
+
+def _place(frames: list[Mapping[str, Any]]) -> str:
+    """The innermost function outside of torch, with its line; "" where there is none."""
+    for frame in frames:
+        path = _path(frame)
+        if path == "memopt":  # a snapshot that memopt exported
+            return str(frame["name"])
+        if path.endswith((".py", ".ipynb")) and not re.search(r"(^|/)torch/|^<", path):
+            return f"{frame['name']}, {'/'.join(path.split('/')[-2:])}:{frame['line']}"
+    return ""
+
+
+def _path(frame: Mapping[str, Any]) -> str:
+    return str(frame["filename"]).replace("\\", "/")
