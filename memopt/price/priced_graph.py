@@ -159,7 +159,7 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
     places = {number: made.index(storage) for number, storage in enumerate(results) if storage in made}
     beyond = len(made) - len(results)
     return tuple(
-        call._replace(block=places.get(call.block, call.block + beyond))
+        BlockCall(call.allocates, places.get(call.block, call.block + beyond), call.bytes)
         for call in calls
         if call.block in places or call.block >= len(results)
     )
