@@ -44,8 +44,11 @@ def named_on_card(document: Document) -> str:
     for name in dict.fromkeys(row["model"] for row in document["rows"]):
         mine = [row for row in document["rows"] if row["model"] == name]
         first, *others, last = mine
-        rows.append((name, _tried(first), ", ".join(map(_tried, others)), _tried(last)))
-    head = ("model", "named at first, and tried", "three other budgets", "named then, and tried")
+        off = [row["predicted_gb"] / row["allocated_gb"] - 1 for row in mine if row.get("allocated_gb")]
+        above = f"{min(off):+.2%} to {max(off):+.2%}" if off else "–"
+        rows.append((name, _tried(first), ", ".join(map(_tried, others)), _tried(last), above))
+    head = ("model", "named at first, and tried", "three other budgets", "named then, and tried",
+            "predicted above allocated")  # fmt: skip
     words = """Vision models at real sizes on a stand-in for an H200 (docs/card.md), in bf16 with the fused AdamW, by
 plain operators: the figure that a refusal names is taken at once, in a process that has no more; then three other
 budgets are trained in, and what a second refusal names. In brackets the steps that ran, of 8."""

@@ -22,6 +22,7 @@ from memopt.price.priced_graph import (
     PricedGraph,
     PricedParameterStep,
     Reduction,
+    numbered_calls,
     place_reductions,
     place_steps,
 )
@@ -241,7 +242,7 @@ class _Pricer:
                 recomputable=recomputable,
                 block=block,
                 attention=is_attention_core(node, path),
-                calls=price.calls,
+                calls=numbered_calls(price.calls, self.storages.of.get(node, ()), made),
             ),
             node.name,
             path,

@@ -150,6 +150,23 @@ class NodePrice:
     they are not known (`Op.calls`)."""
 
 
+def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
+    """The allocator's calls within a node, whose results' blocks are numbered as it returns them, as an op has them: by
+    their place among the storages that it makes. A result that is written over an operand has no block of its own.
+
+    Args:
+        results: the storage of each of the node's results.
+        made: those among them that the node makes.
+    """
+    places = {number: made.index(storage) for number, storage in enumerate(results) if storage in made}
+    beyond = len(made) - len(results)
+    return tuple(
+        BlockCall(call.allocates, places.get(call.block, call.block + beyond), call.bytes)
+        for call in calls
+        if call.block in places or call.block >= len(results)
+    )
+
+
 @dataclass(frozen=True)
 class PassedOn:
     """Of one of the regions of a call, the results that other code takes and the inputs that are outputs of others."""
