@@ -1,5 +1,6 @@
 """Saves activations for the backward in 16 bits, while the forward computes with all of their bits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,13 +44,14 @@ class CastSaved(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
         backward = backward_nodes(graph)
+        place = {node: number for number, node in enumerate(graph.nodes) if node in backward}
         with on_stored_values(graph):
             for value in named_nodes(graph, self.values):
-                self._narrow(value, [node for node in graph.nodes if node in backward])
+                self._narrow(value, place)
         return graph_module
 
-    def _narrow(self, value: Node, backward: list[Node]) -> None:
-        readers = [node for node in backward if value in node.all_input_nodes]
+    def _narrow(self, value: Node, backward: Mapping[Node, int]) -> None:
+        readers = sorted(filter(backward.__contains__, value.users), key=backward.__getitem__)
         if not readers:
             return
         rounded = (user for user in value.users if user.target is _CAST and user.kwargs == {"dtype": self.dtype})

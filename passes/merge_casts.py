@@ -125,10 +125,13 @@ def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
         source = _source(moved)
         if source is not None and not _is_written(source, written) and all(is_cast(user) for user in moved.users):
             groups.setdefault((source, dtype), []).append(node)
+    changed = False
     for (origin, dtype), group in groups.items():
         fewer_here = sum(map(_numel, group)) >= _numel(origin)
         if not fewer_here or origin.meta["val"].dtype == dtype:
             continue
+        if changed and any(_source(node.all_input_nodes[0]) is not origin for node in group):
+            continue  # the origin is a cast that was just moved
         cast_origin = {origin: origin.meta["val"].to(dtype)}
         after = values_after({node: result_of(node.all_input_nodes[0], cast_origin) for node in group})
         if after is None:
@@ -145,12 +148,13 @@ def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
             replace_node(node, again)
             if not moved.users:
                 graph.erase_node(moved)
-        return True
-    return False
+        changed = True
+    return changed
 
 
 def _sink(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
     """Casts the elements that are picked out of a value rather than the whole value, if they are fewer."""
+    changed = False
     for node, source, dtype in _plain_casts(casts, written):
         movers = list(node.users)
         if not movers or any(_source(user) is not node for user in movers):
@@ -171,8 +175,8 @@ def _sink(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool
             mover.replace_all_uses_with(cast)
             cast.update_arg(0, mover)
         graph.erase_node(node)
-        return True
-    return False
+        changed = True
+    return changed
 
 
 def _source(node: Node) -> Node | None:

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from passes import EliminateDeadCode, MergeCasts, Pipeline, diff_graphs, format_graph
+from passes import EliminateDeadCode, MergeCasts, Pipeline, diff_graphs, format_graph, merge_casts
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, with_inputs
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -83,6 +83,29 @@ def test_reads_around_a_write_keep_their_casts() -> None:
     second = sketch.call(aten.to.dtype, x, BF16)
     before = sketch.returns(sketch.call(aten.sub.Tensor, first, second))
     assert not diff_graphs(before, MergeCasts()(before))
+
+
+def test_the_casts_are_gone_through_as_often_for_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[int] = []
+
+    def counting(graph: Graph) -> list[Node]:
+        times[-1] += 1
+        return casts_of(graph)
+
+    casts_of = merge_casts._casts
+    monkeypatch.setattr(merge_casts, "_casts", counting)
+    for blocks in (2, 9):
+        sketch = Sketch()
+        x = sketch.input("x", 1, 4)
+        for _ in range(blocks):
+            low = sketch.call(aten.to.dtype, sketch.call(aten.expand.default, x, [8, 4]), BF16)
+            row = sketch.call(aten.slice.Tensor, sketch.call(aten.to.dtype, sketch.call(aten.neg.default, low), FP32))
+            x = sketch.call(aten.slice.Tensor, sketch.call(aten.exp.default, row), 0, 0, 1)
+        times.append(0)
+        before = sketch.returns(x)
+        assert casts(MERGE(before)) >= blocks
+        assert_bitwise_equal(with_inputs(before), before, MERGE(before))
+    assert times[0] == times[1]
 
 
 def test_casts_of_whole_numbers_stay() -> None:
