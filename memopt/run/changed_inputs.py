@@ -68,5 +68,6 @@ def _returned(graph_module: fx.GraphModule) -> frozenset[int]:
 
 def _memory(node: fx.Node) -> int | None:
     value = node.meta.get("example_value")
-    strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-    return value.untyped_storage()._cdata if strided else None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata
