@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.region import RecordedRegion
-from memopt.compat.tensors import special_kind
+from memopt.compat.tensors import memory_of, special_kind
 from memopt.planning.plan import Plan
 from memopt.run.ledger import Moment
 
@@ -61,13 +61,8 @@ def _returned(graph_module: fx.GraphModule) -> frozenset[int]:
     """Numbers of the inputs in whose memory results lie."""
     (results,) = graph_module.graph.output_node().args
     nodes = [node for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
-    memory = {_memory(node) for node in nodes} - {None}
+    memory = {memory_of(node.meta.get("example_value")) for node in nodes} - {None}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    return frozenset(number for number, node in enumerate(placeholders) if _memory(node) in memory)
-
-
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return value.untyped_storage()._cdata
+    return frozenset(
+        number for number, node in enumerate(placeholders) if memory_of(node.meta.get("example_value")) in memory
+    )
