@@ -76,9 +76,11 @@ class JointGraph:
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the `primals_*` that have other values once the forward is over."""
+        """The numbers of the `primals_*` that have other values once the forward is over, or that callers change."""
         aot = getattr(self.trace, "aot", None)
-        return frozenset() if aot is None else frozenset(map(self.place_of, aot.overwritten))
+        if aot is None:
+            return frozenset()
+        return frozenset(map(self.place_of, aot.overwritten | (self.trace.region.changed or frozenset())))
 
     @property
     def inputs_without_gradients(self) -> frozenset[int]:

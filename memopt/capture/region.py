@@ -59,6 +59,9 @@ class RecordedRegion:
     """Numbers of the inputs that the code calls `requires_grad_()` on, which is done before the region runs."""
     autocast: AutocastState = field(default_factory=AutocastState.now)
     """The autocast around the region, under which it is traced."""
+    changed: frozenset[int] | None = None
+    """Numbers of the inputs that the caller was seen to change in place between a forward and its backward; None before
+    the first backward."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
     failures_under_autocast: dict[torch.dtype, str] = field(default_factory=dict, repr=False)

@@ -238,6 +238,13 @@ class WeakStorage:
         return 0 if self._reference.expired() else self._nbytes  # type: ignore[no-untyped-call]
 
 
+def memory_of(value: object) -> int | None:
+    """A number that tensors in the same memory have in common, fake ones, too; None for what is no strided tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
     """The storages of the tensors among some values; tensors without memory of their own are left out."""
     for value in values:

@@ -35,7 +35,8 @@ class KeptPlans:
     def key(self, recorded: Recorded) -> str | None:
         """The key that plans of a recorded call are kept under; None where they are not kept."""
         graph = recorded.captured.graph
-        if graph is None or not self._keeps():
+        changed = any(region.changed for region in recorded.captured.regions)
+        if graph is None or changed or not self._keeps():
             return None
         return self.planner.job(recorded.call, recorded.situation).key(graph)
 

@@ -145,6 +145,12 @@ class Moment:
             return situation
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
+    def left_before_state(self, plan: Plan) -> int:
+        """The bytes that may take the place of the optimiser's state as long as that is not there."""
+        room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - self.elsewhere_bytes(plan)
+        missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
+        return min(missing, missing + room)
+
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
         enough = plan.budget_bytes // _WORTHWHILE

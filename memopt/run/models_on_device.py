@@ -143,10 +143,16 @@ class ModelsOnDevice:
         call's own peak, and the peak of another one while it waits; of those without a plan yet by their breadth."""
         waiting, peak = 0, alone.peak_bytes
         for other in others:
-            needs, ratio = other.step_bytes, breadth(other.model) / breadth(entry.model)
+            needs = other.step_bytes
+            if needs is None:
+                peak = max(peak, alone.held_bytes + int(alone.peak_bytes * breadth(other.model) / breadth(entry.model)))
+                continue
+            # Where gradients are there, a new one is computed beside its own before it is added.
+            own = needs.peak + max((one.nbytes for one in other.gradients_now(entry)), default=0)
             if other.held_bytes:  # as much of it is in the call's budget already
-                waiting += max(0, (needs.held if needs else 0) - other.held_bytes)
-            peak = max(peak, alone.held_bytes + (needs.peak if needs else int(ratio * alone.peak_bytes)))
+                waiting += max(0, needs.held - other.held_bytes)
+                own -= needs.held
+            peak = max(peak, alone.held_bytes + own)
         return alone.budget_bytes - alone.peak_bytes + peak + waiting
 
     def others_held_bytes(self, entry: Entry) -> int:

@@ -23,11 +23,14 @@ from memopt.compat.autograd import (
     fate_at,
     fate_of_gradient,
     free_saved_tensors,
+    graph_until,
     keeps_graph,
+    saved_by,
     saved_tensors,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
+from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
@@ -63,7 +66,7 @@ class PendingForward:
     given: tuple[WeakStorage, ...] = ()
     """The storages of the call's inputs."""
     outputs: list[WeakStorage] = field(default_factory=list)
-    """The storages of what its regions returned."""
+    """The storages of what its regions returned, and of what code between them returned and saved."""
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
     number: int = 0
@@ -71,6 +74,13 @@ class PendingForward:
     overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
     done: bool = False
+    backward_begins: Callable[[], None] = lambda: None
+    """Called when the first backward begins."""
+    copied_bytes: int = 0
+    """The bytes of copies of its inputs, which are in no plan."""
+    runs_plain_from: Callable[[int, int], int | None] = lambda elsewhere, most: None
+    """Returns the budget with which the call runs plain beside so many bytes elsewhere; None where it is above `most`
+    or not known."""
     before: CallState | None = None
     """The model's random states and buffers before the call."""
     gradients_before: GradientsBefore | None = None
@@ -108,6 +118,17 @@ class PendingForward:
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
 
+    def note_made_between(self, result: Any) -> None:
+        """Note what code between the regions of this forward, which has returned `result`, returned and saved for its
+        backward: the plan has a row for it."""
+        model = self.model()
+        state = () if model is None else (*model.parameters(), *model.buffers())
+        own = {one.address for one in (*weak_storages(state), *self.given)}
+        returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        nodes, _ = graph_until(returned, lambda node: False)
+        saved = (tensor for node in nodes for tensor in saved_by(node))
+        self.outputs.extend(one for one in weak_storages((*returned, *saved)) if one.address not in own)
+
     def held(self) -> list[torch.Tensor]:
         """The tensors that its regions have saved and not freed yet."""
         return [tensor for node in self.nodes for tensor in saved_tensors(node())]
@@ -129,6 +150,7 @@ class PendingForward:
             return
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
+            self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
@@ -156,8 +178,9 @@ class PendingForward:
         room += self.plan.account.tolerance
         if not moment.elsewhere_within(self.plan, room):
             closely = replace(moment, closely=True)
-            if not closely.elsewhere_within(self.plan, room):
-                self._refuse_elsewhere(closely.elsewhere_bytes(self.plan), room)
+            elsewhere_bytes = closely.elsewhere_bytes(self.plan)
+            if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
+                self._refuse_elsewhere(elsewhere_bytes, room)
 
     def _see_what_appeared(self, moment: Moment) -> None:
         """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
@@ -168,15 +191,30 @@ class PendingForward:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
         self.entry.seen_until_backward = True
 
+    def _state_to_come(self, elsewhere_bytes: int) -> int:
+        """The bytes that a backward may hold in place of the optimiser's state which is not there yet, as it was just
+        looked at: what has appeared before the first backward is planned for from the second step on. 0 where the
+        optimiser's own step has no room beside it."""
+        account = self.plan.account
+        if account.caching or any(region.steps for region in self.plan.regions):
+            return 0
+        outputs = sum(one.nbytes for one in self.outputs)
+        in_step = account.optimizer_step_bytes(outputs) - account.elsewhere + elsewhere_bytes
+        missing = max(0, account.optimizer_state - self.entry.found.state - self.copied_bytes)
+        return missing if in_step <= self.plan.budget_bytes else 0
+
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
         # At a budget in which nothing is recomputed beside them they have room in the first step, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
         plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes
         ledger = Ledger.of(self.entry)
+        works = lacking if ledger.others_training(self.entry) else max(lacking, plain)
+        if works > lacking:
+            works = max(lacking, self.runs_plain_from(elsewhere_bytes, works) or works)
         refused = BudgetError(
             self.plan.budget_bytes,
-            lacking if ledger.others_training(self.entry) else max(lacking, plain),
+            works,
             f"elsewhere {size(elsewhere_bytes)}, {size(self.entry.later_bytes)} of which appeared between the forward "
             "and its backward",
             least=False,
@@ -245,6 +283,11 @@ class PendingForward:
         parameters = parameters_in(modules_of(model))
         if self.gathered:
             parameters = [one for one in parameters if one not in self.gathered]
+        step = self.plan.captured
+        if step is not None and step.passed:  # code after the regions has left gradients in this backward
+            in_regions = {one for region in step.regions for one in region.trace.region.parameter_ids.values()}
+            if all(one.grad is None for one in parameters if id(one) in in_regions):
+                return appeared
         return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
 
     def _check_autocast(self) -> None:

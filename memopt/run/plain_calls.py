@@ -247,6 +247,18 @@ class PlainCalls:
         needed += moment.elsewhere_beside(state)
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
+    def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
+        """The smallest budget in bytes with which a call runs plain beside so many bytes elsewhere; None where that is
+        above `most_bytes`, or plans are wanted."""
+        if not (self.allowed and self._nothing_else_wanted()):
+            return None
+        with self._settings.naming():
+            step = self._count_step(call, situation, most_bytes)
+        if step is None:
+            return None
+        needed = self._needed(step, call, situation)[0] + _of_callers_code(step, self.entry) + elsewhere_bytes
+        return needed if needed <= most_bytes else None
+
     def allocation_failed(self) -> None:
         """Have calls planned that hold about as much as the latest one that ran plain."""
         self._most_bytes = tighter(self._ran_bytes)

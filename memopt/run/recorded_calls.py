@@ -31,6 +31,7 @@ from memopt.planning.schedule_parts import RegionSchedule
 from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.rewrite.trace import forward_as_planned
+from memopt.run.changed_inputs import WatchedInputs
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
@@ -256,7 +257,9 @@ class RecordedCalls:
         pending.whole_gradients = gathered.gradient_bytes
         self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
         try:
-            return self._compiled(*in_progress.call[0], **in_progress.call[1])
+            result = self._compiled(*in_progress.call[0], **in_progress.call[1])
+            pending.note_made_between(result)
+            return result
         except CaptureError:
             pending.after_backward()  # it will have none
             raise
@@ -280,6 +283,11 @@ class RecordedCalls:
         if emitted is None:
             return region.graph_module(*inputs)
         pending, own_run = forward.pending, emitted.run
+        if region.changed is None and self._in_progress is not None:
+            watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
+            copies = watched.copies(pending.plan, self._in_progress.moment)
+            inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
+            pending.backward_begins, pending.copied_bytes = watched.look, sum(one.nbytes for one in copies.values())
 
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
@@ -296,6 +304,11 @@ class RecordedCalls:
                 "numbers"
             ) from None
         return hand_out(outputs, pending, replay, region.undifferentiated)
+
+    def _plan_again(self) -> None:
+        """Have calls in one region planned again, after a change of what they were given."""
+        self.regions.forget()
+        self.road.planner.forget_sizes()
 
     def _begun(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> _Forward:
         """The forward of a call in one region, which begins now."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
-from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, tensors_in
+from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
@@ -281,6 +281,8 @@ class Session:
         self.sharded.begin(exchanges)
         forward = self.share.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
+        if not self.share.entry.seen_until_backward:
+            forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
         return forward
 
     def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:

@@ -96,6 +96,12 @@ def actor_and_critics() -> list[Trained]:
     return [Trained.of(mlp(16, 8)), Trained.of(mlp(24, 1)), Trained.of(mlp(24, 1))]
 
 
+def wide_actor_and_critics() -> list[Trained]:
+    """A new gradient takes a good part of a step, beside those that are there when a forward begins."""
+    sizes = ((16, 8), (24, 1), (24, 1))
+    return [Trained.of(mlp(given, returned, layers=2, width=512)) for given, returned in sizes]
+
+
 def two_critics(models: list[Trained]) -> torch.Tensor:
     """As TD3 and SAC: both critics by one loss, then the actor by the first of them."""
     actor, first, second = models
@@ -189,6 +195,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Trained]], Step]] = {
     "gan_generator_first": (generator_and_critic, gan_generator_first),
     "wgan": (generator_and_critic, wgan),
     "two_critics": (actor_and_critics, two_critics),
+    "wide_critics": (wide_actor_and_critics, two_critics),
     "mutual": (two_pupils, mutual),
     "teacher_trained_too": (two_pupils, teacher_trained_too),
     "encoder_and_decoder": (halves, encoder_and_decoder),

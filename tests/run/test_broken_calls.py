@@ -206,3 +206,30 @@ def test_what_a_forward_puts_into_tables_and_lists_is_there_once() -> None:
         assert model(X) == plain(X)
     assert len(model.before._forward_hooks) == 1
     assert model.calls == plain.calls
+
+
+class Listed(nn.Module):
+    """Runs its layers from a loop that breaks, which Dynamo leaves to Python as a whole: but for the layer that is a
+    model of its own, they are in no region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 32), Layer(), nn.Linear(32, 64)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x.sum()
+
+
+def test_what_code_between_regions_has_saved_is_not_counted_again_in_the_backward() -> None:
+    def step(budget_gb: float) -> None:
+        torch.manual_seed(0)
+        model = Listed().train()
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=torch.optim.SGD)
+        model(torch.randn(512, 64)).backward()
+
+    with pytest.raises(BudgetError) as refused:
+        step(0.001)
+    step(refused.value.smallest_gb)

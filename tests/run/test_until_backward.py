@@ -155,3 +155,35 @@ def test_torchs_own_function_is_back_once_the_backward_was_seen() -> None:
     backward_starts(print)
     backward_starts(None)
     assert torch.autograd._engine_run_backward is own
+
+
+def test_what_appears_in_the_first_step_may_take_the_place_of_the_optimizers_state() -> None:
+    """What the caller's code makes and keeps until the backward, as a teacher's answers."""
+
+    def train(budget_gb: float = 0) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        trained = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8))
+        optimizer = torch.optim.Adam(trained.parameters())
+        if budget_gb:
+            memopt.optimize(trained, budget_gb, precision="fp32", allow={"recompute", "reinplace"}, optimizer=optimizer)
+        losses, peaks = [], []
+        for number in range(3):
+            torch.manual_seed(number)
+            batch = torch.randn(2048, 64)
+            with memopt.measure_peak() as peak:
+                made = trained(batch)
+                answers = torch.randn(1 << 18)
+                loss = made.square().mean() + answers.mean()
+                loss.backward()
+                del answers
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+            peaks.append(peak.bytes)
+        return losses, peaks
+
+    expected, plain = train()
+    budget_gb = 0.8 * max(plain) / GIB
+    found, peaks = train(budget_gb)
+    assert max(peaks) <= budget_gb * GIB, [peak / budget_gb / GIB for peak in peaks]
+    assert all(map(torch.equal, found, expected))
