@@ -24,7 +24,8 @@ from memopt.compat.autograd import (
     fate_of_gradient,
     free_saved_tensors,
     keeps_graph,
-    saved_tensors,
+    nodes_since,
+    saved_by,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
@@ -66,6 +67,8 @@ class PendingForward:
     """The storages of what its regions returned."""
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
+    first_node: int | None = None
+    """A number below those of all its autograd nodes, where code between regions may have made some; else None."""
     number: int = 0
     """Its place in the order of all forwards."""
     beside: set[Beside] = field(default_factory=set)
@@ -109,8 +112,11 @@ class PendingForward:
         return outputs
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that its regions have saved and not freed yet."""
-        return [tensor for node in self.nodes for tensor in saved_tensors(node())]
+        """The tensors that its regions, and the code between them, have saved and not freed yet."""
+        nodes = [node for reference in self.nodes if (node := reference()) is not None]
+        if self.first_node is not None:
+            nodes = nodes_since(nodes, self.first_node)
+        return [tensor for node in nodes for tensor in saved_by(node)]
 
     def present(self, device: torch.device) -> dict[int, int]:
         """The bytes on a device, by address, of its inputs, and of what its regions have saved and returned, parameters
