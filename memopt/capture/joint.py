@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,19 @@ class JointGraph:
         if aot is None:
             return frozenset()
         return frozenset(map(self.place_of, aot.overwritten | (self.trace.region.changed or frozenset())))
+
+    @cached_property
+    def statistics(self) -> frozenset[int]:
+        """The numbers of the region's inputs to which a batch normalisation writes its statistics: its kernels do not
+        count that as a change of the tensor (`Tensor._version`), as autograd saves them but does not read them."""
+        written = {
+            node.args[0]
+            for node in self.module.graph.nodes
+            if node.target is torch.ops.aten.copy_.default and _is_of_batch_norm(node.args[1])
+        }
+        primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        places = self.places or range(len(primals))
+        return frozenset(number for number, place in enumerate(places) if primals[place] in written)
 
     @property
     def inputs_without_gradients(self) -> frozenset[int]:
@@ -249,6 +263,14 @@ def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
     except PassError as error:
         name = f"{error.node} in " if error.node else ""
         raise CaptureError(f"{name}the graph that torch traced cannot be planned: {error.problem}") from error
+
+
+def _is_of_batch_norm(value: object) -> bool:
+    """Whether a value is one of the results of a batch normalisation in training mode."""
+    if not (isinstance(value, fx.Node) and value.target is operator.getitem):
+        return False
+    made = value.args[0]
+    return isinstance(made, fx.Node) and _normalises_batch(str(made.target), made.args)
 
 
 def _normalises_batch(name: str, args: tuple[Any, ...]) -> bool:

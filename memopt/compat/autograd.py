@@ -20,6 +20,7 @@ PRIVATE_NAMES = (
     *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
     *private("torch.autograd", "_engine_run_backward", call="outputs"),
     *private("torch.autograd.graph", "Node._input_metadata", needed=False),
+    *private("torch._C._autograd", "_unsafe_set_version_counter"),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
@@ -156,14 +157,23 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
     return any(node._sequence_nr() < number for node in _nodes_of(outputs))
 
 
+def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
+    """Autograd nodes, and those that their backward goes on to, which were made since `next_node_number` returned
+    `number`; without those of leaves."""
+    return list(_reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number))
+
+
 def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """The autograd nodes that tensors depend on, each once; those of leaves among them."""
-    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
-    left: list[Any] = list(nodes)
+    return _reached_from({output.grad_fn for output in outputs if output.grad_fn is not None})
+
+
+def _reached_from(nodes: set[Any], among: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    left = list(nodes)
     while left:
         node = left.pop()
         yield node
-        found = {further for further, _ in node.next_functions if further is not None} - nodes
+        found = {further for further, _ in node.next_functions if further is not None and among(further)} - nodes
         nodes |= found
         left += found
 
@@ -273,14 +283,6 @@ def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
     return [table for table in tables if table]
 
 
-def saved_tensors(node: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that an `autograd.Function`'s node has saved; none for other nodes, and after their backward."""
-    try:
-        return tuple([tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, torch.Tensor)])
-    except RuntimeError:  # freed, or changed since
-        return ()
-
-
 def changed_since_saved(node: Any) -> str:
     """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
     that its backward would stop with torch's error; "" where there is none."""
@@ -290,6 +292,11 @@ def changed_since_saved(node: Any) -> str:
         found = re.search(r"inplace operation: \[(.*?\])", str(error))
         return found[1] if found else ""
     return ""
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Have autograd take tensors for those that they were at these versions (`Tensor._version`)."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def free_saved_tensors(node: Any) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
-from memopt.compat.tracing import boxed, first_runs_as_later_ones
+from memopt.compat.autograd import set_versions
+from memopt.compat.tracing import boxed, first_runs_as_later_ones, mark_boxed
 from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend
 from memopt.emit.partition import Cut, Emitted, exchanges_of, partition
@@ -83,10 +85,43 @@ def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> 
 
     It must be called in the context of the region's trace."""
 
+    versions = _Versions(joint.statistics)
+
     def forward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return boxed(module)
+        return versions.kept_by(boxed(module))
 
     def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return telling(withholding(boxed(module), joint), accumulation)
 
-    return Emitted(joint.trace.aot.compile(cut, forward, backward))
+    return Emitted(versions.noted_by(joint.trace.aot.compile(cut, forward, backward)))
+
+
+class _Versions:
+    """Has the forward of a region write to inputs with these numbers as kernels do that do not count it: AOTAutograd
+    counts each write, and a backward that has saved such an input would be refused after a second forward."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = sorted(numbers)
+        self._before: list[tuple[torch.Tensor, int]] = []
+
+    def noted_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A region that notes the versions of these inputs when it begins."""
+
+        def noting(*inputs: Any) -> Any:
+            self._before = [(inputs[number], inputs[number]._version) for number in self._numbers]
+            try:
+                return run(*inputs)
+            finally:
+                self._before = []
+
+        return noting if self._numbers else run
+
+    def kept_by(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The forward of the region, at whose end they have these versions, before autograd saves any."""
+
+        def keeping(arguments: list[Any]) -> Any:
+            results = forward(arguments)
+            set_versions(*zip(*self._before, strict=True))
+            return results
+
+        return mark_boxed(keeping) if self._numbers else forward

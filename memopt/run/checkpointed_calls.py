@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -47,11 +48,12 @@ class CheckpointedCalls:
         self, call: Call, situation: Situation, moment: Moment, parts: Parts
     ) -> tuple[PlainCalls, CountedStep] | None:
         """The choice by which a call fits the budget, and its step; None where there is none."""
-        for calls in self._calls:
-            fits = calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
-            if fits is not None:
-                self.serve = True
-                return calls, fits
+        for now in dict.fromkeys((moment, replace(moment, closely=True))):
+            for calls in self._calls:
+                fits = calls.step_if_it_fits(call, situation, now, parts, plans_serve_all=False)
+                if fits is not None:
+                    self.serve = True
+                    return calls, fits
         return None
 
     def forget(self) -> None:

@@ -238,6 +238,7 @@ class Entry:
     def add_plain(self, forward: Plain, optimizer_state: int) -> None:
         """Add a forward that begins now and runs plain, with an optimiser state of that size."""
         self._number(forward)
+        self.latest_outputs = forward.outputs
         self.plain.add(forward)
         self.state_bytes = max(self.state_bytes or 0, optimizer_state)
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes

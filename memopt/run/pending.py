@@ -25,8 +25,8 @@ from memopt.compat.autograd import (
     free_saved_tensors,
     graph_until,
     keeps_graph,
+    nodes_since,
     saved_by,
-    saved_tensors,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
@@ -69,6 +69,8 @@ class PendingForward:
     """The storages of what its regions returned, and of what code between them returned and saved."""
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
+    first_node: int | None = None
+    """A number below those of all its autograd nodes, where code between regions may have made some; else None."""
     number: int = 0
     """Its place in the order of all forwards."""
     overlaps: set[Overlap] = field(default_factory=set)
@@ -130,8 +132,11 @@ class PendingForward:
         self.outputs.extend(one for one in weak_storages((*returned, *saved)) if one.address not in own)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that its regions have saved and not freed yet."""
-        return [tensor for node in self.nodes for tensor in saved_tensors(node())]
+        """The tensors that its regions, and the code between them, have saved and not freed yet."""
+        nodes = [node for reference in self.nodes if (node := reference()) is not None]
+        if self.first_node is not None:
+            nodes = nodes_since(nodes, self.first_node)
+        return [tensor for node in nodes for tensor in saved_by(node)]
 
     def present(self, device: torch.device) -> dict[int, int]:
         """The bytes on a device, by address, of its inputs, and of what its regions have saved and returned, parameters

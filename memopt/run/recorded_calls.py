@@ -20,6 +20,7 @@ from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.emit.emit import emit_region
 from memopt.emit.partition import Emitted, check_own_memory
@@ -255,6 +256,7 @@ class RecordedCalls:
         pending = in_progress.begin(planned.plan)
         pending.gathered = gathered = Gathered(self.model)
         pending.whole_gradients = gathered.gradient_bytes
+        pending.first_node = next_node_number()
         self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
         try:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])

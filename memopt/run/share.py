@@ -306,9 +306,6 @@ class Share:
             if found is None:
                 break
             alone, saved = [found.budget_bytes] * len(planned), [found.held_bytes] * len(planned)
-            if any(getattr(module, "running_mean", None) is not None for module in self.model.modules()):
-                # Both run plain: autograd refuses the backward of the first once a planned one has counted its writes.
-                return max(works, found.budget_bytes + sum(saved) + gradients)
         for forward in self.entry.plain_waiting():
             works = max(works, self.entry.budget_bytes - forward.room_bytes + self.entry.found.other + gradients)
         return works

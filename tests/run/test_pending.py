@@ -1,12 +1,18 @@
-"""Values that a forward's outputs are computed from, held until an optimiser has stepped."""
+"""Forwards that wait for their backward: what they hold, and what may change meanwhile."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
+import pytest
 import torch
+from torch import nn
 
+import memopt
+from memopt.compat.autograd import nodes_since
 from memopt.run.pending import hold_over, release_all
+from memopt.run.session import session_of
 
 
 class Value:
@@ -33,3 +39,86 @@ def test_a_value_is_held_no_longer_than_to_the_next_forward() -> None:
     value = held()
     release_all()
     assert value() is None
+
+
+class Normalised(nn.Module):
+    """Batch normalisation, whose running statistics change in each forward; in two regions where `breaks`."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)
+        )
+        self.first, self.breaks = nn.Conv2d(1, 8, 3, padding=1), breaks
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(images)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean((2, 3))
+
+
+IMAGES = torch.rand(4, 8, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def step(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    """The gradients and buffers after a step whose backward goes through several forwards."""
+    torch.stack([call(images) for images in IMAGES]).square().mean().backward()
+    return [*(one.grad for one in model.parameters() if one.grad is not None), *model.buffers()]
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("breaks", [False, True])
+def test_running_statistics_change_between_the_forwards_of_one_backward(breaks: bool) -> None:
+    plain, planned = Normalised(), Normalised(breaks=breaks)
+    optimized = memopt.optimize(planned, 1, precision="fp32", allow={"recompute", "reinplace"})
+    assert all(map(torch.equal, step(optimized, planned), step(plain, plain)))
+
+
+@pytest.mark.plans_always
+def test_a_planned_forward_may_follow_one_that_ran_plain() -> None:
+    plain, planned = Normalised(), Normalised()
+    memopt.optimize(planned, 1, precision="fp32", allow={"recompute", "reinplace"})
+    calls = iter(range(len(IMAGES)))
+
+    def call(images: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = planned(images) if next(calls) % 2 else Normalised.forward(planned, images)
+        return outputs
+
+    assert all(map(torch.equal, step(call, planned), step(plain, plain)))
+
+
+class Between(nn.Module):
+    """Much of it is code between regions, which autograd sees as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(_between(self.first(x)))
+
+
+@torch._dynamo.disable
+def _between(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().cos().tanh()
+
+
+@pytest.mark.plans_always
+def test_what_code_between_regions_saved_belongs_to_the_forward() -> None:
+    model = Between()
+    memopt.optimize(model, 1, precision="fp32", allow={"recompute", "reinplace"})
+    before = torch.randn(16, 32).requires_grad_().sin()
+    loss = model(before).sum()
+    forward = session_of(model).share.entry.latest()
+    held = {tensor.data_ptr() for tensor in forward.held()}
+    node = next(node for node in nodes_since([loss.grad_fn], 0) if type(node).__name__ == "TanhBackward0")
+    values = node._raw_saved_result.data
+    assert values.data_ptr() in held
+    assert before.grad_fn._raw_saved_self.data.data_ptr() not in held
+    with torch.no_grad():
+        values.add_(0)  # autograd counts it, and refuses all that a region has saved
+    assert {tensor.data_ptr() for tensor in forward.held()} == held
