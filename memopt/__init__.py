@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dis
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,10 +53,9 @@ if TYPE_CHECKING:
 def _imports() -> dict[str, str]:
     """The module that defines each public name, read from the imports above as they are compiled: they run for type
     checkers only, and an installation may be without sources."""
-    loader: Any = __spec__.loader
     found: dict[str, str] = {}
     module = ""
-    for step in dis.get_instructions(loader.get_code(__name__)):
+    for step in dis.get_instructions(sys._getframe(1).f_code):
         if step.opname == "IMPORT_NAME":
             module = step.argval
         elif step.opname == "IMPORT_FROM" and module.startswith("memopt."):
