@@ -30,17 +30,8 @@ def test_does_not_fit(assert_fits):
 
 def test_the_fixture(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "memopt.integrations.pytest_plugin",
-        "-p",
-        "no:cacheprovider",
-    ]
-    around = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "memopt.integrations.pytest_plugin"]
+    around = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([*command, "test_memory.py"], cwd=tmp_path, env=around, capture_output=True, text=True)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "a budget of 0.0001 GB is too small for this step: the smallest that works is" in done.stdout
