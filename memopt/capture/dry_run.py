@@ -234,8 +234,7 @@ def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
     `further` is added to the reason."""
     if "storage of Sparse" in reason:
         reason = f"it makes a sparse tensor, as the gradient of an embedding with sparse=True is ({reason})"
-    forward: Any = getattr(type(model), "forward", None)  # TorchScript classes have none that could be read
-    code: Any = getattr(inspect.unwrap(forward), "__code__", None)
+    code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is not None and not re.search(r":\d+, in ", reason):
         reason += f" ({short_path(code.co_filename)}:{code.co_firstlineno}, in {code.co_name})"
     return f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}{further}; {RUN_UNPLANNED}"

@@ -96,8 +96,7 @@ class Settings:
             self._watch(self._modules)
             settings = chain.from_iterable([read(table) for read, table in self._readers])
         kinds: dict[Any, None] = dict.fromkeys(map(type, self._modules))
-        # The class of a TorchScript module has no forward that could be read.
-        codes = [getattr(getattr(kind, "forward", None), "__code__", None) for kind in kinds]
+        codes = [getattr(kind.forward, "__code__", None) for kind in kinds]
         return [*settings, *codes, sum(map(len, self._hook_tables))]
 
     def _note(self, latest: list[Any]) -> None:

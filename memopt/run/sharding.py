@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import distributed, nn
 
 from memopt.capture.dynamo_graph import is_tensor_parallel
@@ -265,6 +266,14 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameters, so there is no training step to plan; "
             "set requires_grad=True on those to train"
+        )
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"{type(model).__name__} has TorchScript modules ({scripted[0] or 'the model itself'} and "
+            f"{len(scripted) - 1} more), whose operators cannot be recorded: build it without torch.jit.script and "
+            "torch.jit.trace (e3nn: e3nn.set_optimization_defaults(jit_script_fx=False); mace: "
+            "mace.tools.compile.prepare)"
         )
     check_sharding(model)
     devices = {parameter.device for parameter in model.parameters()}

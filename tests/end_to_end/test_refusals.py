@@ -257,6 +257,18 @@ def test_parameters_on_several_devices() -> None:
         memopt.optimize(model, 1.0, precision="fp32")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("of", [torch.jit.script, lambda one: torch.jit.trace(one, BATCH[0])], ids=["script", "trace"])
+def test_modules_of_torchscript(of: Any) -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = of(nn.Linear(BATCH[0].shape[-1], 4))
+
+    with pytest.raises(ValueError, match=r"Scripted has TorchScript modules \(inner and 0 more\).*jit_script_fx"):
+        memopt.optimize(Scripted(), 1.0)
+
+
 @pytest.mark.parametrize("inputs", [7, "text", object(), iter(BATCH)], ids=lambda value: type(value).__name__)
 def test_example_inputs_of_a_wrong_kind(inputs: Any) -> None:
     model = make()
