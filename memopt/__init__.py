@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dis
-import sys
+import inspect
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 def _imports() -> dict[str, str]:
     """The module that defines each public name, read from the imports above as they are compiled: they run for type
     checkers only, and an installation may be without sources."""
+    frame: Any = inspect.currentframe()
     found: dict[str, str] = {}
     module = ""
-    for step in dis.get_instructions(sys._getframe(1).f_code):
+    for step in dis.get_instructions(frame.f_back.f_code):
         if step.opname == "IMPORT_NAME":
             module = step.argval
         elif step.opname == "IMPORT_FROM" and module.startswith("memopt."):

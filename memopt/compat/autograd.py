@@ -197,8 +197,16 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an autograd node has saved, without calling hooks on saved tensors: of what a hook has packed,
-    the tensors that it is or consists of."""
+    """The tensors that an autograd node has saved; without calling hooks on saved tensors, but for those that an
+    `autograd.Function` has saved, while none of them was changed in place: of what a hook has packed, the tensors that
+    it is or consists of."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        try:  # reading _raw_saved_tensors of a node that is freed keeps what it depends on alive for good
+            yield from [one for one in node.saved_tensors if isinstance(one, torch.Tensor)]
+            return
+        except RuntimeError as error:
+            if "inplace" not in str(error):  # freed
+                return
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))

@@ -84,7 +84,7 @@ def test_runs_as_planned(way: Callable[[nn.Module], Callable[[], Tensor]]) -> No
 
 def test_compiled_around_many_shapes_and_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
-    monkeypatch.setattr(Session, "_run", lambda *given: planned.append(len(given[-1].call[0][0])))
+    monkeypatch.setattr(Session, "_by_plan", lambda *given: planned.append(len(given[2].call[0][0])))
     model = optimized(make(Layered))
     call = torch.compile(model, backend="aot_eager")
     with warnings_of_memopt() as texts:
