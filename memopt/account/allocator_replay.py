@@ -174,14 +174,17 @@ def replay(
     *,
     expandable_segments: bool,
     limit_bytes: int | None = None,
+    rising: bool = False,
 ) -> AllocatorPeaks:
     """The peaks of the allocator, which may hold `limit_bytes`, while training steps run, until one leaves the
-    allocator as the one before did. `calls` are those of a forward and backward; what they leave allocated lives until
+    allocator as the one before did. `rising` is as for `CachingAllocator`. `calls` are those of a forward and backward; what they leave allocated lives until
     the optimiser is done.
 
     Raises `CardFullError` where the limit is too low.
     """
-    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there)
+    allocator = CachingAllocator(
+        expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there, rising=rising
+    )
     for nbytes in blocks.resident:
         allocator.malloc(nbytes)
     left: list[tuple[int, int, bool]] = []
@@ -225,7 +228,8 @@ def replay_with_spare(
     limit_bytes: int,
 ) -> AllocatorPeaks:
     """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare, for the
-    calls in all `ways` in which a step may make them; the most of the ways.
+    calls in all `ways` in which a step may make them; the most of the ways. With nothing of the spare it passes for
+    either place of new addresses, too.
 
     Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
     of memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
@@ -233,10 +237,13 @@ def replay_with_spare(
     low.
     """
     least = spare.taken_from(limit_bytes)
-    limits = (least, (least + limit_bytes) // 2, limit_bytes)
+    runs = ((least, False), ((least + limit_bytes) // 2, False), (limit_bytes, False), (limit_bytes, True))
     peaks = [
-        [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for calls in ways]
-        for limit in limits
+        [
+            replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit, rising=rising)
+            for calls in ways
+        ]
+        for limit, rising in (runs[:3] if expandable_segments else runs)
     ]
     return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 

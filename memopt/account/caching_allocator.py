@@ -37,9 +37,12 @@ class CardFullError(MemoryError):
 class _Addresses:
     """The addresses of segments, as CUDA's driver gives them out: the first of the smallest holes that are large
     enough, else a new range, in whole windows, at the highest free place. A range without segments is given back. Of
-    two free blocks of one size torch takes the lower."""
+    two free blocks of one size torch takes the lower.
 
-    def __init__(self) -> None:
+    With `rising` a new range lies above all others: which places are free the process does not know."""
+
+    def __init__(self, *, rising: bool) -> None:
+        self._rising = rising
         self._holes: list[tuple[int, int]] = []
         """Address and bytes, by address."""
         self._ranges: dict[int, list[int]] = {}
@@ -74,11 +77,14 @@ class _Addresses:
             self._holes.remove((address, room))
         else:
             room = nbytes + -nbytes % WINDOW_BYTES
-            address = self._highest(room)
+            address = self._above() if self._rising else self._highest(room)
             self._ranges[address] = [room, 0]
         self._ranges[self._range_of(address)][1] += nbytes
         self._add_hole(address + nbytes, room - nbytes)
         return address
+
+    def _above(self) -> int:
+        return max((start + room for start, (room, _) in self._ranges.items()), default=_ABOVE)
 
     def _highest(self, nbytes: int) -> int:
         """The highest free place of a new range."""
@@ -139,12 +145,18 @@ class CachingAllocator:
         limit_bytes: the bytes that it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any
             amount.
         state: the blocks that are there when it begins, of which none but the free ones is handed out or freed.
+        rising: whether new ranges of addresses lie above all others, and not at the highest place that is free.
 
     Raises `CardFullError` where the state is above the limit.
     """
 
     def __init__(
-        self, *, expandable_segments: bool = False, limit_bytes: int | None = None, state: CardState | None = None
+        self,
+        *,
+        expandable_segments: bool = False,
+        limit_bytes: int | None = None,
+        state: CardState | None = None,
+        rising: bool = False,
     ) -> None:
         self.expandable_segments, self.limit_bytes = expandable_segments, limit_bytes
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
@@ -154,7 +166,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: dict[int, _Block] = {}
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}
-        self._addresses, self._ranges = _Addresses(), _ABOVE
+        self._addresses, self._ranges = _Addresses(rising=rising), _ABOVE
         last = self._restore(state or CardState())
         if expandable_segments:
             for small in (True, False):
