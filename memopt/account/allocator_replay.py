@@ -177,8 +177,8 @@ def replay(
     rising: bool = False,
 ) -> AllocatorPeaks:
     """The peaks of the allocator, which may hold `limit_bytes`, while training steps run, until one leaves the
-    allocator as the one before did. `rising` is as for `CachingAllocator`. `calls` are those of a forward and backward; what they leave allocated lives until
-    the optimiser is done.
+    allocator as the one before did. `calls` are those of a forward and backward; what they leave allocated lives until
+    the optimiser is done. `rising` is as for `CachingAllocator`.
 
     Raises `CardFullError` where the limit is too low.
     """
