@@ -154,6 +154,8 @@ class StepBlocks:
     """Allocated in the optimiser's first step, and kept."""
     temporaries: tuple[int, ...] = ()
     """Allocated in each of the optimiser's steps, and freed."""
+    copies: tuple[int, ...] = ()
+    """Copies of the inputs in the first step, which are freed before the state is allocated (`run.changed_inputs`)."""
     there: CardState | None = None
     """The blocks that the allocator has when the replay begins; None: it begins empty."""
 
@@ -189,7 +191,10 @@ def replay(
         allocator.malloc(nbytes)
     left: list[tuple[int, int, bool]] = []
     for step in range(_STEPS):
+        copies = [allocator.malloc(nbytes) for nbytes in blocks.copies if step == 0]
         alive = _run(allocator, calls)
+        for address in copies:
+            allocator.free(address)
         if step == 0:
             for nbytes in blocks.state:
                 allocator.malloc(nbytes)
