@@ -49,12 +49,18 @@ class PlanSource(Protocol):
         """The smallest budget that works."""
 
 
+PLAIN_STEP, CAPTURE = "plain step", "one graph"
+"""The first rows of a receipt: the step as the plain model runs it, in its own precision; and as it is captured, in one
+graph that holds nothing beyond its last use."""
+
+
 @dataclass(frozen=True)
 class ReceiptRow:
     """A row of a plan's receipt: the step with one more lever in use than in the row before."""
 
     lever: str
-    """Name of the lever; empty for the step as captured."""
+    """Name of the lever, or `PLAIN_STEP`, `CAPTURE`; empty for the step as captured where the plain step was not
+    counted."""
     peak_bytes: int
     """Peak of the whole step."""
     seconds: float
@@ -100,7 +106,8 @@ class Plan(PlanViews):
     proposals: tuple[str, ...] = ()
     """Levers in use that change the optimiser: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
-    """The step as captured, then with one more lever per row; recomputation and offload come last."""
+    """The plain step, then with one more lever per row, precision first; recomputation and offload come last. Of plans
+    that training calls made for themselves it begins with the step as captured."""
     host_bytes: int = 0
     """The most host memory that offloaded activations take at a time; not part of the budget."""
     moved_bytes: int = 0

@@ -20,7 +20,7 @@ from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.cluster_step import cluster_step
-from memopt.planning.figures import plan_by, recounted, sweep
+from memopt.planning.figures import plan_by, recounted, sweep, with_rows_of
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
@@ -168,7 +168,7 @@ class StepOfPlan:
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         step = self._freed(plan)
         try:
-            return step.solve(budget_bytes, effort)
+            return with_rows_of(plan, step.solve(budget_bytes, effort))
         except BudgetError as error:
             notes = [note for note in step.step.traced.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
             if not notes:

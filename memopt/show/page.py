@@ -18,6 +18,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff
 from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
+from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
 
 _Texts: TypeAlias = defaultdict[str, int]
@@ -97,7 +98,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "moved": plan.moved_bytes,
         "stall": plan.stall_seconds,
         "notes": list(plan.notes),
-        "receipt": [[row.lever, row.peak_bytes, row.seconds] for row in plan.receipt],
+        "receipt": [[row.lever or AS_CAPTURED, row.peak_bytes, row.seconds] for row in plan.receipt],
         **{
             name: {"peak": peak.peak_bytes, "at": peak.at, "rows": [list(row) for row in peak.rows]}
             for name, peak in (("plain", plan.plain), ("planned", plan.planned))
