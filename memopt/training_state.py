@@ -97,8 +97,7 @@ class TrainingState:
 
 
 def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tensors that hold a buffer's values: without those on "meta", and one of oneDNN's is itself, as nothing writes
-    to it in place."""
+    """The tensors with a buffer's values, but for those on "meta"; one of oneDNN's is never written to in place."""
     if buffer is None or is_wrapper(buffer):
         return [] if buffer is None else [buffer]
     with torch.no_grad():
