@@ -25,6 +25,7 @@ from memopt.solver import Schedule
 if TYPE_CHECKING:
     from networkx import DiGraph
 
+    from memopt.planning.cards import OnCard
     from memopt.planning.joined import Joined
     from memopt.planning.priced_step import PricedStep, TracedStep
 
@@ -44,6 +45,9 @@ class PlanSource(Protocol):
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
         """The peaks and times that checkpointing by hand reaches on this step."""
+
+    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
+        """The step on the other cards of its kind."""
 
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""
@@ -255,6 +259,15 @@ class Plan(PlanViews):
         Raises `ValueError` if loaded.
         """
         return self._source().recipes(self)
+
+    def cards(self) -> tuple[OnCard, ...]:
+        """The same step on each CUDA card that can be named, within all of its memory: whether it fits, in which time,
+        and about how many times the batch fits. Nothing is captured again; it costs the tracing under all levers, where
+        this plan has not tried them, and for each card a part of a second to some seconds.
+
+        Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made.
+        """
+        return self._source().cards(self)
 
     def smallest_gb(self) -> float:
         """The smallest budget in GB that works for this step with the levers of this plan. Through a backend that

@@ -34,7 +34,7 @@ from memopt.planning.figures import beside_plain, plain_step
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
-from memopt.planning.stages import Recorded
+from memopt.planning.stages import Recorded, StepOfPlan
 from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import (
@@ -91,6 +91,8 @@ class Road:
             except BudgetError as refusal:
                 raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
             plan = beside_plain(plan, plain())
+            if not self.planner.terms.options.kept and isinstance(plan.source, StepOfPlan):
+                plan = replace(plan, source=replace(plan.source, tightest=recorded.tightest))
             self.kept.keep(key, plan)
             return self.finished(plan, situation, whole=captured.whole)
 
