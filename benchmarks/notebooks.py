@@ -3,7 +3,8 @@
     python -m benchmarks.notebooks [NOTEBOOK ...]
 
 Each runs in a process of its own with one thread, from its first cell to its last. Of an object in the last line of a
-cell its HTML or SVG is kept, as Jupyter shows it, and its text; of all else what is printed. Lines on stderr are left out.
+cell its HTML or SVG is kept, as Jupyter shows it, and its text; of all else what is printed. Lines on stderr are left
+out.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Comparison:
 
     @property
     def worst(self) -> Difference | None:
-        """The gradient or buffer with the largest relative difference; None without any."""
+        """The gradient or buffer with the largest relative difference; None where the model has neither."""
         differences = (*self.gradients, *self.buffers)
         return max(differences, key=lambda found: (found.relative, not found.bitwise), default=None)
 

@@ -147,7 +147,7 @@ class Plan(PlanViews):
 
     @property
     def joined(self) -> Joined | None:
-        """All regions as one priced problem; None if loaded."""
+        """The step as one problem of the solver, in bytes and seconds, with all captured regions; None if loaded."""
         return None if self.source is None else self.source.priced.problem
 
     @property
