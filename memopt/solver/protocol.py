@@ -86,8 +86,8 @@ class Solver(Protocol):
         ...
 
     def candidates(self, problem: RematProblem, budget_bytes: int) -> Iterable[Schedule]:
-        """The schedules of `problem` that the solver proposes, preferably with a peak of at most `budget_bytes`; none if it
-        finds none. The simulator judges them."""
+        """The schedules of `problem` that the solver proposes, preferably with a peak of at most `budget_bytes`; none
+        if it finds none. The simulator judges them."""
         ...
 
 
