@@ -159,7 +159,8 @@ class GradientMismatchError(ValueError):
 
 
 class StaleOutputError(ValueError):
-    """An output that is computed on demand was looked at after the values that it takes had changed."""
+    """An output that is computed when it is looked at was first looked at after what it is computed from had changed,
+    as parameters do in `optimizer.step()`."""
 
 
 def without_frames(error: Refusal) -> Refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from memopt.compat.tensors import special_kind, storages_of
 from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_of
+from memopt.device.op_call import OpCall
 from memopt.training_state import undone
 
 READS_MARGIN = 4
@@ -50,6 +51,8 @@ class PlainStep:
     reached: frozenset[int] = frozenset()
     """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
     other outputs."""
+    calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
+    """How often each kernel runs."""
     retained: bool = False
     """Whether its graph is kept for a second backward (`retain_graph=True`)."""
 
@@ -227,7 +230,7 @@ def _counted(
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
-    return replace(found, tangent_bytes=tangents)
+    return replace(found, tangent_bytes=tangents, calls=count.calls)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

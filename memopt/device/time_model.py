@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
-from memopt.compat.operators import OpOverload, schema_of
+from memopt.compat.operators import OpOverload, plain_tensors, schema_of
 from memopt.compat.symbols import upper_bound
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware, scaled_rate
-from memopt.device.op_call import flop_formula
+from memopt.device.op_call import OpCall, flop_formula
 from memopt.device.storages import is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned
 
@@ -86,6 +86,27 @@ def _misaligned(node: fx.Node) -> float:
     matrices = [tensor for one in (node, *node.all_input_nodes) for tensor in tensors_of(one) if tensor.dim() > 1]
     rows = [max(one.stride()[-2:]) for one in matrices if one.dtype.itemsize == 2]
     return _MISALIGNED if any(isinstance(row, int) and row % 8 for row in rows) else 1.0
+
+
+def call_seconds(call: OpCall, hardware: Hardware) -> float:
+    """As `node_seconds`, of one call of an operator without a graph around it."""
+    graph = fx.Graph()
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return [given(element) for element in value] if isinstance(value, list) else value
+        node = graph.placeholder("given")
+        node.meta["val"] = value
+        return node
+
+    with plain_tensors(), torch.no_grad():
+        args, kwargs = call.make_arguments("meta")
+        node = graph.call_function(call.op, tuple(map(given, args)), {name: given(kwargs[name]) for name in kwargs})
+        try:
+            node.meta["val"] = call.op(*args, **kwargs)
+        except Exception:  # it has no kernel for "meta", or reads values
+            node.meta["val"] = call.make_results("meta")
+    return node_seconds(node, hardware)
 
 
 def bound_by_arithmetic(node: fx.Node, hardware: Hardware) -> bool:

@@ -13,7 +13,7 @@ from memopt.levers.all import allow_exactly
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
 from memopt.levers.reinplace import REINPLACE
-from memopt.planning.figures import plain_row, schedule_rows, writes_over
+from memopt.planning.figures import plain_row, rows_to, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE
@@ -213,12 +213,13 @@ class PlanSearch:
     def _with_receipt(self, plan: Plan, levers: Rewriting) -> Plan:
         """The plan with its receipt, its levers and all notes."""
         rows = [row for names, row in self._rows.items() if names == levers.levers[: len(names)]]
-        rows += schedule_rows(plan)
+        if plan.proposals:
+            rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
         new = tuple(note for note in self._notes if note not in plan.notes)
         used = tuple(lever for lever in levers.levers if lever not in self._idle)
         used += (REINPLACE.name,) if writes_over(plan) else ()
         used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
-        return replace(plan, levers=used, receipt=tuple(rows), notes=plan.notes + new)
+        return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)
 
 
 def _plain_seconds(priced: Priced) -> float:

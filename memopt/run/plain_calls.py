@@ -26,9 +26,10 @@ from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
 from memopt.device.devices import device_of
+from memopt.device.time_model import call_seconds
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.plan import Plan
+from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
@@ -321,7 +322,8 @@ class PlainCalls:
             except CaptureError as error:
                 raise CaptureError(f"{NOT_SHOWN}: {error}") from error
             try:
-                plan = road.plan(captured, self.latest, situation, advise=False)
+                plain = partial(self.as_row, self.latest, situation)
+                plan = road.plan(captured, self.latest, situation, plain, advise=False)
             except BudgetError as refused:
                 raise refused.adding(NOT_SHOWN) from None
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
@@ -395,12 +397,19 @@ class PlainCalls:
         hollow = None if step.depends_on_values else on_meta(call)
         return CountedStep(step, room, state, hollow) if room >= 0 else None
 
-    def counted_bytes(self, call: Call) -> int | None:
-        """The bytes of the plain model's step for a call, of which only the shapes matter; None where it cannot be
-        counted."""
+    def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
+        """The peak and the seconds of the plain model's step for a call, of which only the shapes matter, as the first
+        row of its plan's levers; None where it cannot be counted."""
+        terms = self.planner.terms
+        if terms.sharding is not None:
+            return None
         with suppress(ValueIsRead):
-            step = count_plain_step(self.model, self.plain, call, self.planner.terms.card, gradients_held=False)
-            return None if step is None else self._needed(step, call, Situation(), margin=1.0)[0]
+            held = situation.gradients_held
+            step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
+            if step is not None:
+                peak = self._needed(step, call, situation, margin=1.0)[0]
+                seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())
+                return ReceiptRow(PLAIN_STEP, peak, seconds)
         return None
 
     def _needed(

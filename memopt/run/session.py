@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memopt.capture.author_modes import AutocastState
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
@@ -353,9 +354,10 @@ class Session:
             if group := self.share.moment(call, situation).group_situation:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             optimizer_choice.check_allowed()
+            own_types = AutocastState.now()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
-                    plan = calls.plan(call, situation, advise=advise)
+                    plan = calls.plan(call, situation, own_types, advise=advise)
                 except BudgetError as refused:
                     whole = self.share.ledger.for_whole_step(self.share.entry, refused)
                     raise (self._log.refused(whole) if self.options.kept else refused) from None
@@ -372,8 +374,8 @@ class Session:
         """The peak of a training call's step as the plain model runs it, in bytes, with the activation checkpoints that
         its author uses: counted from the shapes of all tensors. None where it depends on values."""
         calls, call = self._ahead(example_inputs)
-        with calls.planner.terms.types():
-            return calls.plain_calls.counted_bytes(call)
+        row = calls.plain_calls.as_row(call, Situation(elsewhere=0))
+        return None if row is None else row.peak_bytes
 
     def _ahead(self, example_inputs: Any) -> tuple[TrainingCalls, Call]:
         """The training calls that example inputs belong to, and the call that they stand for."""
