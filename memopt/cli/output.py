@@ -111,4 +111,5 @@ def refusal_figures(error: BudgetError) -> dict[str, Any]:
         "further": list(error.further),
         "ways": [{**dataclasses.asdict(way), "peak_gb": way.peak_bytes / 1024**3} for way in error.ways],
         "allow_also": [list(names) for names in error.proposals],
+        "untried": list(error.untried),
     }
