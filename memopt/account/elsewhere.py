@@ -3,7 +3,7 @@ other half of a GAN, cached tensors, another model's optimiser state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -35,6 +35,8 @@ class Found:
     """The largest tensors of `other`, in words."""
     optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
     """The optimisers that step parameters of the model."""
+    sizes: Mapping[int, int] = field(default_factory=dict, compare=False, repr=False)
+    """The bytes of the tensors of `other` by address, without small ones."""
     looked: bool = field(default=False, compare=False)
     """Whether it was looked for; else the bytes are those that the user gave, or a limit."""
 
@@ -103,7 +105,8 @@ def look(
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
-    return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)), looked=True)
+    sizes = {address: nbytes for address, nbytes in beside.items() if nbytes >= _SMALL}
+    return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)), sizes, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:
@@ -123,5 +126,6 @@ def in_steps(nbytes: int, budget_bytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+_SMALL = 4096
 _SHOWN = 3
 """The number of tensors that a note describes."""

@@ -93,6 +93,11 @@ class Moment:
         return self.later_bytes + self.lasting_bytes
 
     @property
+    def others_train(self) -> bool:
+        """Whether other optimised models train on the device."""
+        return bool(self._ledger.others_training(self.entry))
+
+    @property
     def _ledger(self) -> Ledger:
         return Ledger.of(self.entry)
 

@@ -153,7 +153,7 @@ class PendingForward:
             value.release()
         if self._beside_plan == current_backward():
             return
-        if self._backward != current_backward():
+        if begins := self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
@@ -176,6 +176,8 @@ class PendingForward:
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
+        if not begins:  # gradients on their way to further regions are there, which the plan has
+            return
         moment = self.moment_of(self, gradients)
         if not self.entry.seen_until_backward and self.plan.account.tolerance:
             self._see_what_appeared(replace(moment, closely=True))
@@ -190,10 +192,12 @@ class PendingForward:
     def _see_what_appeared(self, moment: Moment) -> None:
         """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
         forward is planned with it."""
-        ledger = Ledger.of(self.entry)
+        ledger, before = Ledger.of(self.entry), self.entry.found.sizes
         appeared = moment.elsewhere_bytes(self.plan) - self.plan.account.elsewhere - ledger.begun_since(self)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
+            now = self.entry.found.sizes
+            self.entry.appeared = {address: now[address] for address in now if before.get(address) != now[address]}
         self.entry.seen_until_backward = True
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:

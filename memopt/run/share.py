@@ -168,6 +168,8 @@ class Share:
         if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         counted = replace(counted, gradients=gradients)
+        if self.entry.appeared:
+            self.entry.note_staying(self.ledger.now(replace(counted, closely=True)).sizes)
         later = max(self.entry.later_bytes, self._left_later(counted))
         spare = self._spare_bytes(call) if counted.waiting else None
         return replace(counted, later_bytes=later, spare_bytes=spare)

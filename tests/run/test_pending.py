@@ -11,8 +11,12 @@ from torch import nn
 
 import memopt
 from memopt.compat.autograd import nodes_since
+from memopt.errors import round_up
 from memopt.run.pending import hold_over, release_all
 from memopt.run.session import session_of
+from tests.elsewhere import counted
+
+__all__ = ["counted"]
 
 
 class Value:
@@ -122,3 +126,36 @@ def test_what_code_between_regions_saved_belongs_to_the_forward() -> None:
     with torch.no_grad():
         values.add_(0)  # autograd counts it, and refuses all that a region has saved
     assert {tensor.data_ptr() for tensor in forward.held()} == held
+
+
+class _Skip(nn.Module):
+    """Three regions, of which the last one takes what the first one returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.parts[0](x)
+        torch._dynamo.graph_break()
+        second = self.parts[1](first)
+        torch._dynamo.graph_break()
+        return (self.parts[2](second) * first).square().mean()
+
+
+@pytest.mark.usefixtures("counted")
+def test_gradients_on_their_way_to_a_region_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of what the last region of three takes from the first one is there while the second one runs."""
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    torch.manual_seed(0)
+    rows, budget = torch.randn(512, 256), 1e-9
+    for _ in range(2):
+        model = _Skip()
+        memopt.optimize(model, budget, precision="fp32", allow={"recompute", "reinplace"}, optimizer="sgd")
+        try:
+            loss = model(rows)
+        except memopt.BudgetError as refused:
+            budget = float(round_up(refused.smallest_gb))
+    loss.backward()
+    entry = session_of(model).share.entry  # type: ignore[union-attr]
+    assert not entry.later_bytes

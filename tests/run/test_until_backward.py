@@ -187,3 +187,21 @@ def test_what_appears_in_the_first_step_may_take_the_place_of_the_optimizers_sta
     found, peaks = train(budget_gb)
     assert max(peaks) <= budget_gb * GIB, [peak / budget_gb / GIB for peak in peaks]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_appears_and_stays_is_counted_once(stays: bool) -> None:
+    """A caller's variable that is set between a forward and its backward, and replaced in the next step."""
+    trained = memopt.optimize(model(16), 0.1, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    entry, held = session_of(trained).share.entry, None  # type: ignore[union-attr]
+    later = []
+    for _ in range(3):
+        made = trained(torch.randn(ROWS, 128))
+        later.append(entry.later_bytes)
+        held = torch.randn(1 << 18)
+        (made.square().mean() + held.mean()).backward()
+        held = held if stays else None
+    assert held is None or stays
+    assert later[0] == 0
+    assert all(nbytes < 4096 if stays else nbytes >= 1 << 20 for nbytes in later[1:]), later
