@@ -149,6 +149,8 @@ class Entry:
     """The most bytes of outputs for which it was seen."""
     metered: bool = False
     """Whether it was read from a meter, which tells more than a graph."""
+    gradients_stay: bool | None = None
+    """Whether gradients were there when a forward began after a backward; None before the first such forward."""
     keeps_graph: bool = False
     """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False

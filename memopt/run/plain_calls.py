@@ -91,10 +91,10 @@ class CountedStep:
         """Why the call runs plain, in words."""
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
-    def fits(self, moment: Moment) -> bool:
-        """Whether it fits beside other forwards, and what else lies on the device."""
+    def fits(self, moment: Moment, further: int = 0) -> bool:
+        """Whether it fits beside other forwards, what else lies on the device, and so many bytes more."""
         held = self.step.held_bytes
-        room = self.room_bytes - _of_callers_code(self.step, moment.entry)
+        room = self.room_bytes - further - _of_callers_code(self.step, moment.entry)
         fits = moment.leaves(room - moment.reserved_bytes(held), self.optimizer_state)
         return fits and moment.may_hold(held)
 

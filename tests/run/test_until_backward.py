@@ -205,3 +205,37 @@ def test_what_appears_and_stays_is_counted_once(stays: bool) -> None:
     assert held is None or stays
     assert later[0] == 0
     assert all(nbytes < 4096 if stays else nbytes >= 1 << 20 for nbytes in later[1:]), later
+
+
+def test_the_first_step_leaves_room_for_a_teacher() -> None:
+    """What runs before the first backward is not known, but that there is another model which may."""
+
+    def train(budget: float = 0) -> tuple[list[torch.Tensor], list[int]]:
+        student = model(16)
+        teacher = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 16)).requires_grad_(False)
+        if budget:
+            memopt.optimize(student, budget, precision="fp32", allow={"recompute", "reinplace"}, optimizer="sgd")
+
+        def distilled(made: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                taught = teacher(torch.randn(ROWS, 128))
+            return smooth_l1_loss(made, taught)
+
+        return steps(student, distilled, 3, freed_at_the_end=True)
+
+    expected, plain = train()
+    budget = 0.7 * max(plain) / GIB
+    found, peaks = train(budget)
+    assert max(peaks) <= budget * GIB, [peak / budget / GIB for peak in peaks]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_whether_gradients_stay_until_the_next_forward_is_seen(stay: bool) -> None:
+    trained = memopt.optimize(model(16), 1)
+    share = session_of(trained).share  # type: ignore[union-attr]
+    for number in range(3):
+        assert share.gradients_may_stay is (stay or number < 2)
+        if not stay:
+            trained.zero_grad()
+        trained(torch.randn(ROWS, 128)).square().mean().backward()
