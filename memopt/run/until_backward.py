@@ -72,7 +72,7 @@ class UntilBackward:
     def end(self) -> None:
         """Mark where the caller's own code ends: its backward has come to what the forward returned, which may be of
         code behind the last region."""
-        if not self._marked and self.read in PeakMeter.listeners:
+        if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(_END)
 
