@@ -8,9 +8,9 @@ split, no rounding to powers of two, one stream.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from memopt.account.card_state import CardState, HeldSegment
+from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment
 from memopt.device.cuda import BLOCK_BYTES
 
 MB = 1024**2
@@ -21,7 +21,8 @@ SMALL_BYTES = MB
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
 _OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own (kMinLargeAlloc)
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
-_ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of a segment: more than any card has, in whole pages
+_ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of an expandable segment: more than any card has, in whole pages
+_ABOVE = 2**24 * _LARGE_SEGMENT  # where the addresses of other segments begin that are there from the start
 
 
 def rounded_bytes(nbytes: int) -> int:
@@ -31,6 +32,55 @@ def rounded_bytes(nbytes: int) -> int:
 
 class CardFullError(MemoryError):
     """The allocator would have to hold more than its limit, even after it returned what it could."""
+
+
+class _Addresses:
+    """The addresses of segments, as CUDA's driver gives them out: the first of the smallest holes that are large
+    enough, else new ones below all others, in whole windows. Of two free blocks of one size torch takes the lower."""
+
+    def __init__(self) -> None:
+        self._holes: list[tuple[int, int]] = []
+        """Address and bytes, by address."""
+        self._lowest = _ABOVE
+
+    def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
+        """Take the windows in which segments lie, given by address and bytes in order: what is left of them are
+        holes."""
+        end: int | None = None
+        for address, nbytes in segments:
+            begin = address // WINDOW_BYTES * WINDOW_BYTES
+            if end is None or begin > end + -end % WINDOW_BYTES:
+                self._add_hole(end or 0, -(end or 0) % WINDOW_BYTES)
+                end = begin
+            self._add_hole(end, address - end)
+            end = address + nbytes
+        self._add_hole(end or 0, -(end or 0) % WINDOW_BYTES)
+
+    def take(self, nbytes: int) -> int:
+        """The address of a new segment."""
+        fits = [(room, address) for address, room in self._holes if room >= nbytes]
+        if fits:
+            room, address = min(fits)
+            self._holes.remove((address, room))
+        else:
+            room = -(-nbytes // WINDOW_BYTES) * WINDOW_BYTES
+            address = self._lowest = self._lowest - room
+        self._add_hole(address + nbytes, room - nbytes)
+        return address
+
+    def give_back(self, address: int, nbytes: int) -> None:
+        """Make a hole where a segment was, joined with those on both sides."""
+        at = bisect_left(self._holes, (address, 0))
+        if at < len(self._holes) and self._holes[at][0] == address + nbytes:
+            nbytes += self._holes.pop(at)[1]
+        if at and sum(self._holes[at - 1]) == address:
+            address, before = self._holes.pop(at - 1)
+            nbytes += before
+        self._add_hole(address, nbytes)
+
+    def _add_hole(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            insort(self._holes, (address, nbytes))
 
 
 class _Block:
@@ -73,7 +123,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: dict[int, _Block] = {}
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}
-        self._next_address = 0
+        self._addresses, self._ranges = _Addresses(), _ABOVE
         last = self._restore(state or CardState())
         if expandable_segments:
             for small in (True, False):
@@ -117,6 +167,8 @@ class CachingAllocator:
     def _restore(self, state: CardState) -> dict[bool, _Block]:
         """Hold the segments of a state; return the last block of the expandable one of each pool."""
         last: dict[bool, _Block] = {}
+        known = [(_ABOVE + one.address, one.nbytes) for one in state.segments if one.address is not None]
+        self._addresses.occupy(known)
         for segment in state.segments:
             block = self._restore_segment(segment, last.get(segment.small) if segment.expandable else None)
             if segment.expandable:
@@ -132,7 +184,10 @@ class CachingAllocator:
     def _restore_segment(self, segment: HeldSegment, before: _Block | None) -> _Block:
         """Hold a segment, behind the block `before` of the same expandable one; return its last block."""
         expandable = segment.expandable
-        address = self._new_address() if before is None else before.address + before.size
+        if before is not None:
+            address = before.address + before.size
+        else:
+            address = self._new_range() if segment.address is None else _ABOVE + segment.address
         parts = [(False, kind == "free", nbytes) for kind, nbytes in segment.blocks]
         if before is not None and segment.gap_bytes:
             parts.insert(0, (True, True, segment.gap_bytes))
@@ -154,7 +209,7 @@ class CachingAllocator:
 
     def _add_range(self, small: bool, last: _Block | None) -> None:
         """Add the addresses of an expandable segment that nothing is mapped to, behind the last block of what is."""
-        start = self._new_address() if last is None else last.address + last.size
+        start = self._new_range() if last is None else last.address + last.size
         rest = _Block(start, _ADDRESSES, small=small, expandable=True, mapped=False)
         if last is not None:
             last.after, rest.before = rest, last
@@ -182,7 +237,7 @@ class CachingAllocator:
                 raise CardFullError(f"{self.reserved_bytes} bytes are held, and {wanted} more are above the limit")
         if self.expandable_segments:
             return self._map(size, small)
-        block = _Block(self._new_address(), wanted, small=small, expandable=False)
+        block = _Block(self._addresses.take(wanted), wanted, small=small, expandable=False)
         self._blocks[block.address] = block
         self._reserve(wanted)
         return block
@@ -250,6 +305,7 @@ class CachingAllocator:
                 elif block.before is None and block.after is None:
                     self._take(block)
                     del self._blocks[address]
+                    self._addresses.give_back(address, block.size)
                     self.reserved_bytes -= block.size
 
     def _unmap(self, block: _Block, small: bool) -> None:
@@ -313,9 +369,9 @@ class CachingAllocator:
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _new_address(self) -> int:
-        self._next_address += 2 * _ADDRESSES  # so that no two segments touch
-        return self._next_address
+    def _new_range(self) -> int:
+        self._ranges += 2 * _ADDRESSES  # so that no two touch
+        return self._ranges
 
 
 def _whole_pages(size: int, small: bool) -> int:

@@ -12,6 +12,7 @@
 #define PAGE (2 * MIB)            /* what a card maps memory in */
 #define CONTEXT (600 * MIB)       /* taken before torch allocates anything */
 #define ADDRESSES ((size_t)1 << 46)
+#define WINDOW (32 * MIB)         /* what the driver takes addresses in */
 #define MOST_BLOCKS 65536
 
 static struct card card;
@@ -47,7 +48,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t used = CONTEXT;
 static struct { char *start; size_t bytes; } blocks[MOST_BLOCKS];
 static int block_count;
-static char *next_address;
+static struct { char *start; size_t bytes; } holes[MOST_BLOCKS]; /* free addresses between and behind the blocks */
+static int hole_count;
+static char *lowest; /* of the addresses that were given out */
 
 static int take(size_t bytes) {
     if (used + bytes > the_card()->bytes) return 0;
@@ -75,17 +78,48 @@ size_t card_free_bytes(void) {
     return left;
 }
 
+static void add_hole(char *start, size_t bytes) {
+    for (int i = 0; i < hole_count; i++)
+        if (holes[i].start + holes[i].bytes == start || start + bytes == holes[i].start) {
+            start = start < holes[i].start ? start : holes[i].start;
+            bytes += holes[i].bytes;
+            holes[i--] = holes[--hole_count];
+        }
+    holes[hole_count].start = start;
+    holes[hole_count++].bytes = bytes;
+}
+
+/* As a driver was seen to do (docs/card.md): the first of the smallest holes that are large enough, else new addresses
+   below all others, in whole windows. */
+static char *new_address(size_t bytes) {
+    bytes = (bytes + PAGE - 1) / PAGE * PAGE;
+    int best = -1;
+    for (int i = 0; i < hole_count; i++)
+        if (holes[i].bytes >= bytes && (best < 0 || holes[i].bytes < holes[best].bytes ||
+                                        (holes[i].bytes == holes[best].bytes && holes[i].start < holes[best].start)))
+            best = i;
+    if (best < 0) {
+        size_t window = (bytes + WINDOW - 1) / WINDOW * WINDOW;
+        lowest -= window;
+        holes[best = hole_count++].start = lowest;
+        holes[best].bytes = window;
+    }
+    char *found = holes[best].start;
+    holes[best].start += bytes;
+    if (!(holes[best].bytes -= bytes)) holes[best] = holes[--hole_count];
+    return found;
+}
+
 void *card_allocate(size_t bytes) {
     pthread_mutex_lock(&lock);
     char *found = NULL;
-    if (block_count < MOST_BLOCKS && take(bytes)) {
-        if (!next_address) {
+    if (block_count < MOST_BLOCKS && hole_count < MOST_BLOCKS - 2 && take(bytes)) {
+        if (!lowest) {
             char *all = mmap(NULL, ADDRESSES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (all == MAP_FAILED) perror("stand-in: no addresses"), exit(2);
-            next_address = (char *)(((uintptr_t)all + PAGE - 1) / PAGE * PAGE);
+            lowest = (char *)(((uintptr_t)all + ADDRESSES) / WINDOW * WINDOW);
         }
-        found = next_address;
-        next_address += (bytes / PAGE + 1) * PAGE; /* a gap, so that neighbours never look like one block */
+        found = new_address(bytes);
         blocks[block_count].start = found;
         blocks[block_count++].bytes = bytes;
     }
@@ -106,6 +140,7 @@ void card_free(void *address) {
     if (i >= 0) {
         madvise(blocks[i].start, blocks[i].bytes, MADV_DONTNEED);
         used -= blocks[i].bytes;
+        add_hole(blocks[i].start, (blocks[i].bytes + PAGE - 1) / PAGE * PAGE);
         blocks[i] = blocks[--block_count];
     }
     pthread_mutex_unlock(&lock);
