@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
 from operator import attrgetter
@@ -282,13 +282,19 @@ class Entry:
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """The most that the latest plans need; None before the first."""
+        """The most that the latest plans need; None before the first. Where gradients are there now, and no plan was
+        made beside such, a new one is computed beside its own before it is added."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)
         found = [needs for _, (_, needs) in self.plans.items() if needs is not None]
         found += [self.plain_step_bytes] if self.plain_step_bytes else []
-        return reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0) if found else None
+        if not found:
+            return None
+        most = reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0)
+        beside = any(plan.account.gradients_held for _, (plan, _) in self.plans.items())
+        added = 0 if beside else max((one.nbytes for one in self.gradients_now()), default=0)
+        return replace(most, least_peak=most.least_peak + added, peak=most.peak + added)
 
     @cached_property
     def _trained(self) -> tuple[nn.Parameter, ...]:
@@ -306,9 +312,9 @@ class Entry:
         most = distinct_bytes(parameter for parameter in self._trained if id(parameter) not in own)
         return most if self.gradient_bytes is None else min(most, self.gradient_bytes)
 
-    def gradients_now(self, beside: Entry) -> list[torch.Tensor]:
+    def gradients_now(self, beside: Entry | None = None) -> list[torch.Tensor]:
         """The gradients that it holds, without those that it shares with another model."""
-        own = set(map(id, beside.model.parameters()))
+        own = set(map(id, beside.model.parameters())) if beside else ()
         return [one.grad for one in self._trained if one.grad is not None and id(one) not in own]
 
     def state_expected(self) -> int:

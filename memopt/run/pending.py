@@ -172,7 +172,7 @@ class PendingForward:
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
-        if needed > self.plan.budget_bytes:
+        if needed - self.plan.account.tolerance > self.plan.budget_bytes:  # half of it may be taken at the forward
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)

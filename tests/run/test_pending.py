@@ -12,7 +12,7 @@ from torch import nn
 import memopt
 from memopt.compat.autograd import nodes_since
 from memopt.errors import round_up
-from memopt.run.pending import hold_over, release_all
+from memopt.run.pending import PendingForward, hold_over, release_all
 from memopt.run.session import session_of
 from tests.elsewhere import counted
 
@@ -159,3 +159,28 @@ def test_gradients_on_their_way_to_a_region_are_no_growth(monkeypatch: pytest.Mo
     loss.backward()
     entry = session_of(model).share.entry  # type: ignore[union-attr]
     assert not entry.later_bytes
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_a_backward_bears_as_much_as_its_forward(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other forwards hold may be more than the plan has by a part of what it leaves free, as at the forward."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    memopt.optimize(model, 0.01, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    share_of_model = session_of(model).share  # type: ignore[union-attr]
+    monkeypatch.setattr(type(share_of_model), "tolerance_bytes", share_of_model.entry.tolerance_bytes)
+    loss = model(torch.randn(256, 128)).square().mean()
+    (waiting,) = share_of_model.entry.waiting()
+    assert isinstance(waiting, PendingForward)
+    account = waiting.plan.account
+    assert account.tolerance
+    room = waiting.plan.budget_bytes - waiting.plan.ceiling_bytes
+    monkeypatch.setattr(
+        type(share_of_model.entry), "plain_held_bytes", room + account.other_forwards + int(share * account.tolerance)
+    )
+    monkeypatch.setattr(PendingForward, "_see_what_appeared", lambda *_: None)
+    if share < 1:
+        loss.backward()
+    else:
+        with pytest.raises(memopt.BudgetError, match="the other forwards"):
+            loss.backward()
