@@ -357,7 +357,7 @@ class PlainCalls:
         budget_bytes = self.planner.terms.options.budget_bytes
         with self._settings.naming():
             step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
-        return step and self._fitting(step, fitting.call, situation)
+        return None if step is None else self._fitting(step, fitting.call, situation)
 
     def _count(
         self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, *, closely: bool
