@@ -104,7 +104,7 @@ def exactness(known: Known, small: bool) -> Lines:
                 memopt.optimize(model, ROOMY_GB, example_inputs=batch, **options)
                 least = card_bytes.smallest_gb(model, batch, **options)
                 memopt.optimize(model, 1.1 * least, example_inputs=batch, **options)
-                yield key, {"said": str(memopt.compare(model, batch)).splitlines()[0][:300]}
+                yield key, {"said": str(memopt.compare(model, batch))[:600]}
             except (RuntimeError, ValueError) as failure:
                 yield key, {"failure": str(failure)[:300]}
             forget()

@@ -22,7 +22,7 @@ _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; 
 _OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own (kMinLargeAlloc)
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
 _ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of an expandable segment: more than any card has, in whole pages
-_ABOVE = 2**24 * _LARGE_SEGMENT  # where the addresses of other segments begin that are there from the start
+_ABOVE = 2**24 * _LARGE_SEGMENT  # segments that are there from the start lie above, and new ones below
 
 
 def rounded_bytes(nbytes: int) -> int:
@@ -36,25 +36,35 @@ class CardFullError(MemoryError):
 
 class _Addresses:
     """The addresses of segments, as CUDA's driver gives them out: the first of the smallest holes that are large
-    enough, else new ones below all others, in whole windows. Of two free blocks of one size torch takes the lower."""
+    enough, else a new range, in whole windows, at the highest free place. A range without segments is given back. Of
+    two free blocks of one size torch takes the lower."""
 
     def __init__(self) -> None:
         self._holes: list[tuple[int, int]] = []
         """Address and bytes, by address."""
-        self._lowest = _ABOVE
+        self._ranges: dict[int, list[int]] = {}
+        """Bytes, and those in use, by address."""
 
     def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Take the windows in which segments lie, given by address and bytes in order: what is left of them are
-        holes."""
+        """Take the windows in which segments lie, given by address and bytes in order: what is left of them are holes.
+        Windows that follow each other are taken for one range."""
         end: int | None = None
+        begin = 0
         for address, nbytes in segments:
-            begin = address // WINDOW_BYTES * WINDOW_BYTES
-            if end is None or begin > end + -end % WINDOW_BYTES:
-                self._add_hole(end or 0, -(end or 0) % WINDOW_BYTES)
-                end = begin
+            window = address // WINDOW_BYTES * WINDOW_BYTES
+            if end is None or window > end + -end % WINDOW_BYTES:
+                self._end_range(begin, end)
+                begin = end = window
+                self._ranges[begin] = [0, 0]
             self._add_hole(end, address - end)
+            self._ranges[begin][1] += nbytes
             end = address + nbytes
-        self._add_hole(end or 0, -(end or 0) % WINDOW_BYTES)
+        self._end_range(begin, end)
+
+    def _end_range(self, begin: int, end: int | None) -> None:
+        if end is not None:
+            self._add_hole(end, -end % WINDOW_BYTES)
+            self._ranges[begin][0] = end + -end % WINDOW_BYTES - begin
 
     def take(self, nbytes: int) -> int:
         """The address of a new segment."""
@@ -63,17 +73,38 @@ class _Addresses:
             room, address = min(fits)
             self._holes.remove((address, room))
         else:
-            room = -(-nbytes // WINDOW_BYTES) * WINDOW_BYTES
-            address = self._lowest = self._lowest - room
+            room = nbytes + -nbytes % WINDOW_BYTES
+            address = self._highest(room)
+            self._ranges[address] = [room, 0]
+        self._ranges[self._range_of(address)][1] += nbytes
         self._add_hole(address + nbytes, room - nbytes)
         return address
 
+    def _highest(self, nbytes: int) -> int:
+        """The highest free place of a new range."""
+        above = _ABOVE
+        for start in sorted(self._ranges, reverse=True):
+            if start + self._ranges[start][0] + nbytes <= above:
+                break
+            above = min(above, start)
+        return above - nbytes
+
+    def _range_of(self, address: int) -> int:
+        return max(start for start in self._ranges if start <= address)
+
     def give_back(self, address: int, nbytes: int) -> None:
         """Make a hole where a segment was, joined with those on both sides."""
+        start = self._range_of(address)
+        room, used = self._ranges[start]
+        if used == nbytes:
+            self._holes = [hole for hole in self._holes if not start <= hole[0] < start + room]
+            del self._ranges[start]
+            return
+        self._ranges[start][1] -= nbytes
         at = bisect_left(self._holes, (address, 0))
-        if at < len(self._holes) and self._holes[at][0] == address + nbytes:
+        if at < len(self._holes) and self._holes[at][0] == address + nbytes < start + room:
             nbytes += self._holes.pop(at)[1]
-        if at and sum(self._holes[at - 1]) == address:
+        if at and sum(self._holes[at - 1]) == address > start:
             address, before = self._holes.pop(at - 1)
             nbytes += before
         self._add_hole(address, nbytes)
@@ -167,8 +198,7 @@ class CachingAllocator:
     def _restore(self, state: CardState) -> dict[bool, _Block]:
         """Hold the segments of a state; return the last block of the expandable one of each pool."""
         last: dict[bool, _Block] = {}
-        known = [(_ABOVE + one.address, one.nbytes) for one in state.segments if one.address is not None]
-        self._addresses.occupy(known)
+        self._addresses.occupy((_ABOVE + one.address, one.nbytes) for one in state.segments if one.address is not None)
         for segment in state.segments:
             block = self._restore_segment(segment, last.get(segment.small) if segment.expandable else None)
             if segment.expandable:
@@ -186,8 +216,10 @@ class CachingAllocator:
         expandable = segment.expandable
         if before is not None:
             address = before.address + before.size
+        elif expandable:
+            address = self._new_range()
         else:
-            address = self._new_range() if segment.address is None else _ABOVE + segment.address
+            address = self._addresses.take(segment.nbytes) if segment.address is None else _ABOVE + segment.address
         parts = [(False, kind == "free", nbytes) for kind, nbytes in segment.blocks]
         if before is not None and segment.gap_bytes:
             parts.insert(0, (True, True, segment.gap_bytes))

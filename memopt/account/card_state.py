@@ -30,7 +30,7 @@ class HeldSegment:
     gap_bytes: int = 0
     """The bytes of addresses that are not mapped between the mapped part before this one and this one."""
     address: int | None = None
-    """Where it lies, counted from some window of addresses (`WINDOW_BYTES`); None: behind all others."""
+    """Where it lies, counted from some window of addresses (`WINDOW_BYTES`); None: where a new one would."""
 
     def __post_init__(self) -> None:
         sizes = [nbytes for _, nbytes in self.blocks]

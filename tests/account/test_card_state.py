@@ -182,7 +182,7 @@ def test_an_allocator_that_begins_with_the_state_of_another_goes_on_as_that_one(
     used._release()
     restored = CachingAllocator(expandable_segments=expandable, state=CardState(tuple(segments_of(used))))
     assert (restored.allocated_bytes, restored.reserved_bytes) == (used.allocated_bytes, used.reserved_bytes)
-    # Whole windows of addresses that are free are in no state.
+    # Which windows were taken at once is in no state.
     restored._addresses = deepcopy(used._addresses)
     for one in (used, restored):
         run(one, after)
@@ -223,9 +223,19 @@ def test_new_segments_get_the_smallest_hole_or_addresses_below_all_others() -> N
     assert (second - first, third - second) == (-32 * MB, -64 * MB)
     assert allocator.malloc(14 * MB) == third + 50 * MB
     assert allocator.malloc(12 * MB) == second + 20 * MB
-    allocator.free(first)
-    allocator.free(second)
+    assert allocator.malloc(300 * MB) == third - 320 * MB
+    for block in (first, second):
+        allocator.free(block)
     assert allocator.malloc(20 * MB) == second
+
+
+def test_ranges_without_segments_are_given_back_and_taken_again_from_above() -> None:
+    allocator = CachingAllocator(limit_bytes=120 * MB)
+    first, second, third = (allocator.malloc(nbytes * MB) for nbytes in (20, 40, 30))
+    allocator.free(second)
+    assert allocator.malloc(60 * MB) == second
+    assert allocator.releases == 1
+    assert (allocator.malloc(10 * MB), third) == (first + 20 * MB, second - 32 * MB)
 
 
 def test_a_state_has_the_addresses_of_its_segments_from_the_lowest_window_without_empty_ones() -> None:

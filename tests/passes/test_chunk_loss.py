@@ -369,16 +369,17 @@ def test_gradients_accumulate_over_two_steps_under_a_loss_scale() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_rows_that_begin_at_aligned_addresses_change_no_value(dtype: torch.dtype, bias: bool) -> None:
-    """On a card products of 16 bits with a number of classes that is no multiple of 8 are laid out with gaps."""
+def test_classes_that_are_padded_change_no_value(dtype: torch.dtype, bias: bool) -> None:
+    """On a card products of 16 bits have a multiple of 8 classes."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(24, 16).to(dtype), torch.randn(45, 16).to(dtype)
-    given = torch.randn(45).to(dtype) if bias else None
+    hidden, weight = torch.randn(24, 16).to(dtype), torch.randn(45, 16)
+    given = torch.randn(45) if bias else None
     target = torch.randint(0, 45, (24,)).index_fill(0, torch.tensor([3, 7]), -100)
     found = []
-    for pads in (False, True):
+    for padding in (0, 3):
         chunks = ChunkedCrossEntropy(hidden, weight, given, target, None, Options(softcap=2.0, rows=10))
-        chunks.pads = pads
+        chunks.padding = padding
+        chunks.weight, chunks.bias = (one if one is None else chunks._padded(one) for one in (weight, given))
         result = chunks.run(hidden=True, weight=True, bias=bias)
         found.append((result.loss, result.hidden, result.weight, result.bias))
     for plain, padded in zip(*found, strict=True):
