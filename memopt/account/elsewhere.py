@@ -3,7 +3,7 @@ other half of a GAN, cached tensors, another model's optimiser state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -37,8 +37,6 @@ class Found:
     """The optimisers that step parameters of the model."""
     parameters: int = field(default=0, compare=False)
     """The bytes of parameters among `other`, as those of a teacher are."""
-    sizes: Mapping[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """The bytes of the tensors of `other` by address, without small ones."""
     looked: bool = field(default=False, compare=False)
     """Whether it was looked for; else the bytes are those that the user gave, or a limit."""
 
@@ -107,11 +105,10 @@ def look(
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
-    sizes = {address: nbytes for address, nbytes in beside.items() if nbytes >= _SMALL}
     of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
     in_modules = sum(beside[address] for address in of_modules)
     live = tuple(map(LiveOptimizer.of, optimizers))
-    return Found(other, state_bytes, largest, live, in_modules, sizes, looked=True)
+    return Found(other, state_bytes, largest, live, in_modules, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:
@@ -131,6 +128,5 @@ def in_steps(nbytes: int, budget_bytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-_SMALL = 4096
 _SHOWN = 3
 """The number of tensors that a note describes."""

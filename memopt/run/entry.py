@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
@@ -140,8 +140,9 @@ class Entry:
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
     """The most bytes elsewhere that were found to appear between a forward and its backward."""
-    appeared: Mapping[int, int] = field(default_factory=dict)
-    """The bytes of that by address, until the next forward tells what of it stays."""
+    reached_bytes: int | None = None
+    """The bytes elsewhere that were found in the backward then; None before. What stays until the next forward is found
+    there, and not to come again."""
     meanwhile: int | None = None
     """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
     outputs; None where that was not seen."""
@@ -226,11 +227,13 @@ class Entry:
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
 
-    def note_staying(self, sizes: Mapping[int, int]) -> None:
-        """Note what lies elsewhere in the first forward after a backward, in bytes by address: what appeared until that
-        backward and is still there is no more to come, as the caller's code replaces it."""
-        staying = sum([nbytes for address, nbytes in self.appeared.items() if sizes.get(address) == nbytes])
-        self.later_bytes, self.appeared = max(0, self.later_bytes - staying), {}
+    def to_appear(self, elsewhere: int) -> int:
+        """The bytes that are to appear until a backward, where so many lie elsewhere in its forward."""
+        return (
+            self.later_bytes
+            if self.reached_bytes is None
+            else min(self.later_bytes, max(0, self.reached_bytes - elsewhere))
+        )
 
     def add(self, forward: _Forward) -> None:
         """Add a planned forward that begins now."""

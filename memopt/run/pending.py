@@ -192,12 +192,12 @@ class PendingForward:
     def _see_what_appeared(self, moment: Moment) -> None:
         """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
         forward is planned with it."""
-        ledger, before = Ledger.of(self.entry), self.entry.found.sizes
+        ledger = Ledger.of(self.entry)
         appeared = moment.elsewhere_bytes(self.plan) - self.plan.account.elsewhere - ledger.begun_since(self)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
-            now = self.entry.found.sizes
-            self.entry.appeared = {address: now[address] for address in now if before.get(address) != now[address]}
+            if not ledger.others_training(self.entry):  # what those hold changes from call to call
+                self.entry.reached_bytes = self.entry.found.other
         self.entry.seen_until_backward = True
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
@@ -214,6 +214,7 @@ class PendingForward:
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
+        self.entry.reached_bytes = None
         # At a budget in which nothing is recomputed beside them they have room in the first step, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
         plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes

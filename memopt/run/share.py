@@ -178,11 +178,9 @@ class Share:
         if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         counted = replace(counted, gradients=gradients)
-        if self.entry.appeared:
-            self.entry.note_staying(self.ledger.now(replace(counted, closely=True)).sizes)
-        later = max(self.entry.later_bytes, self._left_later(counted))
+        later = self._left_later(counted)
         spare = self._spare_bytes(call) if counted.waiting else None
-        return replace(counted, later_bytes=later, spare_bytes=spare)
+        return replace(counted, appears=True, later_bytes=later, spare_bytes=spare)
 
     def others_may_run(self, moment: Moment) -> bool:
         """Whether there were models on the device at the first call that are not optimised, and no backward was seen
