@@ -239,9 +239,11 @@ class Road:
         if first.account.caching:  # a budget that is named for a card has been replayed itself
             return refusal
         _, guessed = recorded.trace(first.levers).callers_code
+        held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
 
         def least(spared: int) -> int:
-            later = replace(situation, gradients_held=True, for_other_models=(situation.for_other_models or 0) + spared)
+            others = (situation.for_other_models or 0) + spared
+            later = replace(situation, gradients_held=held, for_other_models=others)
             return min(priced.smallest()[0] for priced in replace(recorded, situation=later).candidates())
 
         # The smallest plans that are found need not hold more where more is to be left free.

@@ -163,14 +163,12 @@ class Session:
             if names := modes_of_the_user():
                 return self._within_modes(calls, call, situation, moment, names, parts)
             one_graph = not calls.recorded.breaks
-            if fits := calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
-                self._enter(State.PLAIN, fits.reason)
-                calls.recorded.size_bounds.see(call)
-                calls.planner.accounts.note_reached(fits.step.reached)
-                plain = partial(calls.plain_calls.run, call, fits, situation, moment)
+            fits = calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph)
+            unsure = fits is not None and self.parallel.wrapper is None and self.share.others_may_run(moment)
+            tight = fits is not None and unsure and not fits.fits(moment, fits.step.held_bytes)
+            if fits is not None and not tight:
                 try:
-                    needed = self.options.budget_bytes - fits.room_bytes
-                    return self._safety_net.run_plain(plain, tensors_in(call), needed)
+                    return self._run_plain(calls, call, fits, situation, moment)
                 except StepMemoryError as failed:  # else it is planned now
                     if not failed.undone or self.parallel.wrapper is not None:
                         raise
@@ -180,7 +178,24 @@ class Session:
                 return self._run_checkpointed(calls, call, *fitting, situation, moment)
             situation = replace(situation, for_other_models=self.share.for_other_models(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
-            return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
+            in_progress = CallInProgress(call, situation, moment, begin)
+            try:
+                return self._by_plan_or_in_eager_mode(calls, in_progress, parts, waiting)
+            except (BudgetError, CaptureError) as refused:
+                if fits is None or not tight or not getattr(refused, "undone", True):
+                    raise
+            return self._run_plain(calls, call, fits, situation, moment)
+
+    def _run_plain(
+        self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment
+    ) -> Any:
+        """Run a call whose step fits as the plain model does. Raises `StepMemoryError`."""
+        self._enter(State.PLAIN, fits.reason)
+        calls.recorded.size_bounds.see(call)
+        calls.planner.accounts.note_reached(fits.step.reached)
+        plain = partial(calls.plain_calls.run, call, fits, situation, moment)
+        needed = self.options.budget_bytes - fits.room_bytes
+        return self._safety_net.run_plain(plain, tensors_in(call), needed)
 
     def _within_modes(
         self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
