@@ -42,7 +42,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
 
     def take_joint(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
         _tag_forward(joint.graph, num_fwd_outputs)
-        _lay_out_again(joint.graph)
+        lay_out_again(joint.graph)
         found.append((joint, num_fwd_outputs))
         raise _JointGraphTraced
 
@@ -68,7 +68,7 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
         seen.update(node.all_input_nodes)
 
 
-def _lay_out_again(graph: fx.Graph) -> None:
+def lay_out_again(graph: fx.Graph) -> None:
     """Correct the stored values of calls that read a tensor with gaps, and of what reads those. On a CUDA card inductor
     pads matrix products whose kernels are faster then (`shape_padding`), and takes from the result a slice in the place
     of the product, but leaves the values behind it as they were."""
@@ -81,7 +81,7 @@ def _lay_out_again(graph: fx.Graph) -> None:
             stored = node.meta.get("val")
             try:
                 refresh(node)
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 if node.target is not torch.ops.aten.view.default:
                     raise
                 node.target = torch.ops.aten.reshape.default  # as inductor lowers a view
