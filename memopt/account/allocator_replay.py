@@ -234,7 +234,7 @@ def replay_with_spare(
 ) -> AllocatorPeaks:
     """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare, for the
     calls in all `ways` in which a step may make them; the most of the ways. With nothing of the spare it passes for
-    either place of new addresses, too.
+    either place of new addresses, too, and with copies of the inputs and without: a region's first run has them.
 
     Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
     of memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
@@ -242,13 +242,20 @@ def replay_with_spare(
     low.
     """
     least = spare.taken_from(limit_bytes)
-    runs = ((least, False), ((least + limit_bytes) // 2, False), (limit_bytes, False), (limit_bytes, True))
+    bare = replace(blocks, copies=())
+    runs = [
+        (least, blocks, False),
+        ((least + limit_bytes) // 2, bare, False),
+        (limit_bytes, blocks, False),
+        *([(limit_bytes, bare, False)] if blocks.copies else []),
+        *([] if expandable_segments else [(limit_bytes, bare, True)]),
+    ]
     peaks = [
         [
-            replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit, rising=rising)
+            replay(calls, held, expandable_segments=expandable_segments, limit_bytes=limit, rising=rising)
             for calls in ways
         ]
-        for limit, rising in (runs[:3] if expandable_segments else runs)
+        for limit, held, rising in runs
     ]
     return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 
