@@ -18,8 +18,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 from torch._C import DispatchKey
+from torch._decomp.decompositions import upsample_compute_output_size
 
-from memopt.compat.fakes import FakeTensor
+from memopt.compat.fakes import FakeTensor, know_resizing_gradients
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.operators import plain_tensors, tree_leaves, without_torch_functions
 from memopt.compat.symbols import is_symbolic
@@ -30,6 +31,7 @@ PRIVATE_NAMES = (
     *private("torch._ops", "OpOverload.py_kernels OpOverload._dispatch_cache OpOverload._op_dk", needed=False),
     *private("torch._C", "DispatchKey _dispatch_get_all_op_names _get_mkldnn_enabled _set_mkldnn_enabled"),
     *private("torch._inductor.config", "fallback_random"),
+    *private("torch._decomp.decompositions", "upsample_compute_output_size"),
     *private("transformers.masking_utils", "find_packed_sequence_indices", call="position_ids", needed=False),
     *private("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa", needed=False),
     *private(
@@ -52,11 +54,12 @@ _PART = 4_096
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Context in which operators on fixed sizes are differentiated by eager mode's kernels.
+    """Context in which operators are differentiated by eager mode's kernels, on symbolic sizes where these take them.
 
     Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces, so that sizes may be
     symbols, by Python functions that sum or round in another order and may hold more memory.
     """
+    know_resizing_gradients()
     replaced = {(operator, key): operator.py_kernels[key] for operator, key in _replaced_operators()}
     for (operator, key), python in replaced.items():
         _set_kernel(operator, key, _eager_kernel(operator, key, python))
@@ -99,16 +102,21 @@ def _replaced_operators() -> tuple[tuple[Any, DispatchKey], ...]:
 
 
 def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs what eager mode runs for an operator, or with symbolic sizes torch's replacement of it."""
+    """A function that runs what eager mode runs for an operator, or torch's replacement of it with symbolic sizes that
+    eager mode's kernel does not take."""
     if operator is aten.dropout.default:
         return _dropout
 
     # oneDNN's LSTM saves a workspace whose size only a run tells, and must not run on made-up values.
     by_cells = operator.overloadpacket is aten.lstm
+    resizes = "upsample" in operator.__name__
 
     def eager(*args: Any, **kwargs: Any) -> Any:
         if not by_cells and any(map(is_symbolic, tree_leaves((args, kwargs)))):
-            return python(*args, **kwargs)
+            if not resizes:
+                return python(*args, **kwargs)
+            if operator._overloadname == "vec":
+                return _resized(operator.overloadpacket.default, *args)
         ours = operator.py_kernels.pop(key)
         operator._dispatch_cache.clear()
         try:
@@ -118,6 +126,17 @@ def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -
             _set_kernel(operator, key, ours)
 
     return eager
+
+
+def _resized(operator: Any, value: torch.Tensor, sizes: Any, *settings: Any) -> torch.Tensor:
+    """The result of a resizing operator by its `vec` arguments: of the sizes and the scales one is None.
+
+    The kernel of `vec` itself takes no symbols, that of the operator with sizes does.
+    """
+    *aligned, scales = settings
+    if sizes is None:
+        sizes = upsample_compute_output_size(value.shape, None, scales)
+    return operator(value, sizes, *aligned, *(scales or ()))
 
 
 @contextmanager

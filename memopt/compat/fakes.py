@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -33,6 +34,7 @@ PRIVATE_NAMES = (
     ),
     *private("torch._subclasses.fake_tensor", "FakeTensor.__init__", call="self, mode, meta, device, constant"),
     *private("torch._subclasses.fake_impls", "op_implementations_dict"),
+    *private("torch._prims_common", "suggest_memory_format"),
     *private("torch._guards", "TracingContext.get"),
     *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
     *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
@@ -76,6 +78,31 @@ def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return own(mode, func, value.expand(shape), mask)
 
     return masked_select
+
+
+@cache
+def know_resizing_gradients() -> None:
+    """Tell fake modes the results of resizing operators' backwards with symbolic sizes, which torch tells for fixed
+    sizes, or in two dimensions only."""
+    from torch._subclasses.fake_impls import op_implementations_dict as implementations
+
+    linear, nearest = "linear1d bilinear2d trilinear3d bicubic2d", "nearest1d nearest3d"
+    names = [f"upsample_{kind}" for kind in f"{linear} {nearest}".split()]
+    for name in (*names, "_upsample_nearest_exact1d", "_upsample_nearest_exact3d"):
+        operator = getattr(torch.ops.aten, f"{name}_backward").default
+        implementations.setdefault(operator, _resizing_gradient)
+
+
+def _resizing_gradient(
+    _mode: Any, func: Any, gradient: torch.Tensor, _sizes: Any, input_sizes: Any, *_settings: Any, **_named: Any
+) -> Any:
+    """The gradient with respect to a value that was resized; two kinds keep the memory format of the result's."""
+    if not any(isinstance(size, torch.SymInt) for size in (*gradient.shape, *input_sizes)):
+        return NotImplemented
+    made = gradient.new_empty(input_sizes)
+    if func.__name__.startswith(("upsample_bilinear2d", "upsample_trilinear3d")):
+        return made.to(memory_format=suggest_memory_format(gradient))
+    return made
 
 
 def to_fake(
