@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.blocks import Run, argument_key, constant_key, sources_of, value_key
+from memopt.capture.blocks import TEMPLATE, Run, argument_key, constant_key, sources_of, value_key
 from memopt.capture.operators import traced_from
 from memopt.compat.tensors import storage_key
 from passes.graphs.node_facts import is_tangent, tensors
@@ -91,7 +91,9 @@ def standing_blocks(
 
 def _set_places(found: Standing) -> bool:
     """Find the place of each node of the joint graph; false where a half of a block is not in one piece, or they come
-    in another order. A sum of gradients belongs to what made the last of them."""
+    in another order. A sum of gradients belongs to what made the last of them, arithmetic on sizes that other code
+    reads, too, to no block: false where it begins in the first block behind the missing ones, which is another one in
+    the whole."""
     owner = {
         node.name: (number, block)
         for number, run in enumerate(found.runs)
@@ -113,12 +115,30 @@ def _set_places(found: Standing) -> bool:
             found.place[node] = Place(*key, len(found.pieces[key]))
             found.pieces[key].append(node)
         before = key
+    if not all(_take_sizes_out(found, key) for key in found.pieces):
+        return False
     for number in range(len(found.runs)):
         forward = [block for run, backward, block in order if run == number and not backward]
         back = [block for run, backward, block in order if run == number and backward]
         if forward != sorted(set(forward)) or back != sorted(set(back), reverse=True):
             return False
     return True
+
+
+def _take_sizes_out(found: Standing, key: tuple[int, bool, int]) -> bool:
+    """Leave numbers that a half of a block makes, and that other blocks or other code read, without a place; false for
+    the half that is traced first behind the missing blocks."""
+    run, backward, block = key
+    own = {*found.half(run, False, block), *found.half(run, True, block)}
+    numbers = [node for node in found.pieces[key] if not list(tensors(node.meta.get("val")))]
+    shared = {node for node in numbers if not own.issuperset(node.users)}
+    for node in shared:
+        del found.place[node]
+    if shared:
+        found.pieces[key] = [node for node in found.pieces[key] if node not in shared]
+        for number, node in enumerate(found.pieces[key]):
+            found.place[node] = Place(run, backward, block, number)
+    return not shared or block != (TEMPLATE if backward else TEMPLATE + 1)
 
 
 @dataclass(frozen=True)

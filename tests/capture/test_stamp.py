@@ -272,11 +272,12 @@ def test_blocks_that_differ_are_traced_whole(make: Callable[[], Made]) -> None:
         assert not find_runs(module, region.inputs, region.written)
 
 
-def test_sizes_may_be_symbols() -> None:
-    model, _ = blocks(*[0] * 8)
-    batch = torch.randn(5, 16)
-    with marked_changing([(batch, 0)]):
-        region = recorded(model.train(), batch, symbols=True)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), "dropout", "shared"])
+def test_sizes_may_be_symbols(name: str) -> None:
+    """Of GPT-2, arithmetic on the number of rows in the first block serves the others, too."""
+    model, inputs = MODELS[name]()
+    with marked_changing([(inputs[0], 0)]):
+        region = recorded(model.train(), *inputs, symbols=True)
     assert region.changing
     for _, module in modules(region):
         with region.tracing():
