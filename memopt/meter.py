@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
 
+from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
 from memopt.compat.tensors import is_wrapper, storages_of
@@ -164,12 +165,30 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
     its views. Fake and meta tensors hold none."""
     blocks: dict[int, int] = {}
     with plain_tensors(), torch.no_grad():
-        for tensor in _with_gradients(tensors):
-            for storage in _storages(tensor, device):
-                address, nbytes = _address(storage), storage.nbytes()
-                if address and nbytes:  # storages made by numpy or in shared memory may alias one block
-                    blocks[address] = max(blocks.get(address, 0), nbytes)
+        for _, address, nbytes in _blocks(tensors, device):
+            blocks[address] = max(blocks.get(address, 0), nbytes)
     return blocks
+
+
+def largest_at(
+    addresses: Collection[int], tensors: Iterable[torch.Tensor], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """By the addresses of memory blocks the largest tensor in each, among tensors and their gradients."""
+    found: dict[int, torch.Tensor] = {}
+    with plain_tensors(), torch.no_grad():
+        for tensor, address, _ in _blocks(tensors, device) if addresses else ():
+            if address in addresses and (address not in found or tensor.nbytes > found[address].nbytes):
+                found[address] = tensor
+    return found
+
+
+def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Tensors and their gradients with the address and the bytes of each block that they hold on a device."""
+    for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
+        for storage in _storages(tensor, device):
+            address, nbytes = _address(storage), storage.nbytes()
+            if address and nbytes:  # storages made by numpy or in shared memory may alias one block
+                yield tensor, address, nbytes
 
 
 def live_objects(*kinds: type) -> list[Any]:

@@ -3,7 +3,7 @@ other half of a GAN, cached tensors, another model's optimiser state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -16,7 +16,7 @@ from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import LiveOptimizer, steps_any
 from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
-from memopt.meter import blocks_of, live_objects
+from memopt.meter import blocks_of, largest_at, live_objects
 from memopt.units import size
 
 _STEPS = 128
@@ -104,22 +104,22 @@ def look(
         bucket_rest = max(0, bucket_bytes - in_buckets)  # which gradients are no views of
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
-    largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
+    largest = _in_words(tensors, beside, device)
     of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
     in_modules = sum(beside[address] for address in of_modules)
     live = tuple(map(LiveOptimizer.of, optimizers))
     return Found(other, state_bytes, largest, live, in_modules, looked=True)
 
 
-def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:
-    """The dtypes, shapes and bytes of the tensors at these addresses, the largest tensor at each."""
-    words: dict[int, tuple[int, str]] = {}
-    for tensor in tensors:
-        for address, nbytes in blocks_of((tensor,), device).items() if tensor.device == device else ():
-            if address in addresses and tensor.nbytes > words.get(address, (0, ""))[0]:
-                kind = str(tensor.dtype).removeprefix("torch.")
-                words[address] = tensor.nbytes, f"{kind} {list(tensor.shape)} of {size(nbytes)}"
-    return tuple(words[address][1] for address in addresses if address in words)
+def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device: torch.device) -> tuple[str, ...]:
+    """The dtypes, shapes and bytes of the tensors in the largest of these blocks, the largest tensor in each."""
+    addresses = nlargest(_SHOWN, blocks, key=blocks.__getitem__)
+    largest = largest_at(addresses, tensors, device)
+    described = [(largest[address], blocks[address]) for address in addresses if address in largest]
+    return tuple(
+        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} of {size(nbytes)}"
+        for tensor, nbytes in described
+    )
 
 
 def in_steps(nbytes: int, budget_bytes: int) -> int:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.operators import plain_tensors, schema_of, tree_leaves, tree_map, without_torch_functions
-from memopt.compat.symbols import is_symbolic
+from memopt.compat.symbols import hint_of, is_symbolic
 from passes.compat import private
 
 PRIVATE_NAMES = (
@@ -27,14 +27,16 @@ _SMALL = 4
 
 
 class _SmallOperands:
-    """The arguments of a call with small sizes in place of large ones, equal ones for equal ones.
+    """The arguments of a call with small sizes in place of large ones, equal ones for equal ones; in place of symbols
+    stand sizes as for the values that they had when they were made.
 
-    No size of the call may be symbolic.
+    No size of the call may depend on data.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._arguments = args, kwargs
-        sizes = {size for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) for size in leaf.shape}
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        sizes = {size for tensor in tensors for size in _as_seen(tensor.shape)}
         large = sorted(size for size in sizes if size > _SMALL)
         self._numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
 
@@ -42,7 +44,9 @@ class _SmallOperands:
         """Positional and keyword arguments; `make` makes an operand from a tensor on "meta" that is laid out so."""
 
         def small(leaf: Any) -> Any:
-            return make(_small_like(leaf, self._numbers)) if isinstance(leaf, torch.Tensor) else leaf
+            if isinstance(leaf, torch.Tensor):
+                return make(_small_like(leaf, self._numbers))
+            return hint_of(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
         positional, named = tree_map(small, self._arguments)
         return [_small_sizes(argument, self._numbers) for argument in positional], named
@@ -50,26 +54,33 @@ class _SmallOperands:
 
 def order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost to the innermost in memory."""
-    strides: tuple[int, ...] = tensor.stride()
+    strides = _as_seen(tensor.stride())
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[int]:
+    """Sizes, with the values that symbols had when they were made. None may depend on data."""
+    seen = list(map(hint_of, sizes))
+    return [size for size in seen if size is not None]
 
 
 def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
     """A tensor on "meta" with fewer elements and its dimensions in the same order; expanded ones stay so."""
-    strides = [0] * tensor.dim()
+    strides, seen = [0] * tensor.dim(), _as_seen(tensor.stride())
+    shape = [numbers.get(size, size) for size in _as_seen(tensor.shape)]
     step = 1
     for dim in reversed(order(tensor)):
-        if tensor.stride(dim) > 0:
+        if seen[dim] > 0:
             strides[dim] = step
-            step *= numbers.get(tensor.shape[dim], tensor.shape[dim])
-    shape = [numbers.get(size, size) for size in tensor.shape]
+            step *= shape[dim]
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
 
 
 def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
     """An argument with its sizes replaced where it is a list of numbers."""
     if isinstance(argument, (list, tuple)):
-        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in argument)
+        seen = (hint_of(entry) if isinstance(entry, torch.SymInt) else entry for entry in argument)
+        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in seen)
     return argument
 
 
@@ -176,13 +187,22 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
     """Whether these operands and results are such that the operator has to be tried."""
     if not all(_is_number(tensor.dtype) for tensor in inputs):
         return False
-    numbers = (number for tensor in inputs for number in (*tensor.shape, *tensor.stride()))
-    if any(map(is_symbolic, inputs)) or any(isinstance(number, torch.SymInt) for number in numbers):
+    if any(hint_of(number) is None for tensor in inputs for number in (*tensor.shape, *tensor.stride())):
         return False
-    in_order = all(tensor.is_contiguous() for tensor in inputs)
+    in_order = all(map(_is_contiguous, inputs))
     floats = {tensor.dtype for tensor in inputs} - {torch.bool}
-    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and not is_symbolic(leaf)]
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
     return (not in_order and any(leaf.dim() > 1 for leaf in results)) or (len(floats) > 1 and bool(results))
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, with symbolic sizes as they were seen: torch's answer would be a guard."""
+    step = 1
+    for size, stride in zip(reversed(_as_seen(tensor.shape)), reversed(_as_seen(tensor.stride())), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= max(size, 1)
+    return True
 
 
 def _is_number(dtype: torch.dtype) -> bool:
@@ -191,7 +211,7 @@ def _is_number(dtype: torch.dtype) -> bool:
 
 def _key(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+        return tuple(_as_seen(leaf.shape)), tuple(_as_seen(leaf.stride())), leaf.dtype, leaf.device
     return type(leaf), repr(leaf)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
 from memopt.compat.operators import tree_leaves
@@ -60,6 +62,21 @@ def test_strides_are_those_of_the_kernel(call: Callable[[Tensor], Any], x: Tenso
             assert found.shape == real.shape
             assert found.stride() == real.stride()
             assert found.dtype == real.dtype
+
+
+@pytest.mark.parametrize("call", [normalised, softplus_backward, layer_norm, summed])
+@pytest.mark.parametrize("x", [WIDE, TURNED], ids=["wide", "turned"])
+def test_strides_are_those_of_the_kernel_where_the_rows_are_a_symbol(call: Callable[[Tensor], Any], x: Tensor) -> None:
+    mode = new_fake_mode()
+    correct_strides(mode)
+    mode.allow_non_fake_inputs = True
+    assert mode.shape_env is not None
+    symbols = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC])
+    value = mode.from_tensor(x, symbolic_context=symbols, source=ConstantSource("x"))
+    with mode:
+        results = [leaf for leaf in tree_leaves(call(value)) if isinstance(leaf, Tensor)]
+    for found, real in zip(results, tree_leaves(call(x)), strict=True):
+        assert [int(size) for size in found.stride()] == list(real.stride())
 
 
 @pytest.mark.parametrize("call", [normalised, normalised_backward, softplus_backward])
