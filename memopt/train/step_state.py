@@ -1,29 +1,23 @@
-"""The state of a `TrainStep`: everything but the model's own state that a resumed run needs; and that of a whole run as
-`torch.distributed.checkpoint` saves it, each rank its part, for any number of ranks."""
+"""The state of a `TrainStep`: everything but the model's own state that a resumed run needs."""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from memopt.compat.ddp import unwrapped
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
-from memopt.optimizers.parameterwise import Parameterwise
-from memopt.train.effective_batch import EffectiveBatch, groups_of
+from memopt.train.effective_batch import EffectiveBatch
 from memopt.train.scaling import Scaling
 from memopt.training_state import generator_states, set_generators
 from passes.ops.fp8_formats import histories_state, load_histories
-
-if TYPE_CHECKING:
-    from memopt.train.train_step import TrainStep
 
 _HOST, _CARDS = "cpu", "cuda"
 """Names in saved states, of whatever cards they are."""
@@ -198,80 +192,3 @@ def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) 
     if (state["scaler"] is not None) != step.scaling.adapts:
         had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
         raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it as it was")
-
-
-MODEL, OPTIMIZERS, LOOP = "model", "optimizers", "loop"
-
-
-class RunState:
-    """The state of a `TrainStep` with its model and optimisers, for `torch.distributed.checkpoint`.
-
-    `dcp.save({"run": RunState(step)}, checkpoint_id=folder)` and `dcp.load({"run": RunState(step)},
-    checkpoint_id=folder)`, called on all ranks, save and restore a run under FSDP2, `DistributedDataParallel` or on one
-    device. It may be resumed on another number of ranks, or wrapped otherwise: parameters and the optimisers' state go
-    by the names of parameters. On as many ranks each rank's random generators are restored too, and the run is bitwise
-    as if it had never stopped; on another number each rank goes on with the generators that it has.
-
-    Raises `ValueError` where it is saved or loaded within an effective batch, for a state of another run, and for
-    optimisers that levers have changed.
-    """
-
-    def __init__(self, step: TrainStep) -> None:
-        if changed := next((one for one in step.optimizers if isinstance(one, Parameterwise)), None):
-            raise ValueError(
-                f"the state of {type(changed).__name__} cannot be spread over ranks; save step.state_dict() and the "
-                "model's on each rank with torch.save, or leave the levers on the optimizer out"
-            )
-        self.step = step
-
-    def state_dict(self) -> StateDict:
-        """The state, to be saved or loaded into; parameters and optimiser state as the ranks have them."""
-        from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
-
-        if calls := self.step.effective_batch.calls:
-            raise ValueError(
-                f"the run is within an effective batch, after {calls} of {self.step.accumulate} calls: save and load "
-                "after a call whose result is complete"
-            )
-        self.step.settle()
-        model, optimizers = get_state_dict(unwrapped(self.step.model), list(self.step.optimizers))
-        file = io.BytesIO()  # one value, so that a checkpoint with another number of ranks has the same names
-        torch.save({**loop_state(self.step), "generators": self._generators()}, file)
-        return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Set model, optimisers and the rest to a state that `torch.distributed.checkpoint` has loaded."""
-        from torch.distributed.checkpoint.state_dict import set_state_dict  # it takes a second to import
-
-        saved = state[LOOP]
-        if not isinstance(saved, bytes):
-            raise ValueError(f"the checkpoint has no state of a TrainStep, but a {type(saved).__name__} in its place")
-        loop = torch.load(io.BytesIO(saved), weights_only=True)
-        generators = loop.pop("generators")
-        set_state_dict(
-            unwrapped(self.step.model),
-            list(self.step.optimizers),
-            model_state_dict=state[MODEL],
-            optim_state_dict=state[OPTIMIZERS],
-        )
-        self.step.follow_up.forget()
-        rank, ranks = self._place()
-        set_loop_state(self.step, {**loop, "generators": generators[rank] if len(generators) == ranks else None})
-
-    def _generators(self) -> list[Any]:
-        """The states of the random generators of all ranks."""
-        found: list[Any] = [generators_of(self.step)]
-        for group in groups_of(self.step.model):
-            gathered: list[Any] = [None] * distributed.get_world_size(group)
-            distributed.all_gather_object(gathered, found, group=group)
-            found = [one for of_rank in gathered for one in of_rank]
-        return found
-
-    def _place(self) -> tuple[int, int]:
-        """This rank's position in `_generators`, and the number of ranks."""
-        position, ranks = 0, 1
-        for group in groups_of(self.step.model):
-            size = distributed.get_world_size(group)
-            position += ranks * distributed.get_rank(group)
-            ranks *= size
-        return position, ranks
