@@ -105,8 +105,7 @@ def optimize(
             trusting its data sheet. The times are kept on disk for the card, its driver and this version of torch, in
             `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
         effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": improves
-            the plan of "default" until it meets the lower bound, the time is over, or nothing better is found for long;
-            the first two are deterministic.
+            the plan of "default" until it meets the lower bound or the time is over; the first two are deterministic.
         limit_seconds: wall time of each search with `effort="best"`, 60 if not given; not for the other efforts.
 
     Raises:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.models.exact import solve_exactly
 from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Infeasible, Portfolio, Schedule, floor_bytes, simulate
+from memopt.solver.exact import solve_exactly
 from memopt.solver.problem import RematProblem
 from tests.solver.reference import optimum, revolve
 
@@ -128,6 +128,12 @@ def test_the_portfolio_is_as_good_on_many_graphs() -> None:
     assert tally.equal >= 0.9 * tally.proven
     assert tally.worst_points <= 1.0
     assert not tally.missed
+
+
+def test_a_program_above_the_size_asked_for_is_left_unsolved() -> None:
+    problem = chain(12)
+    assert solve_exactly(problem, 40, variables=10).schedule is None
+    assert not solve_exactly(problem, 40, variables=10).proven
 
 
 def test_the_gap_is_a_share_of_the_step_whatever_the_seconds() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from examples.models.stage_model import _LinearModel
+from memopt.solver.stage_model import _LinearModel
 
 
 def test_the_cheaper_of_two_variables_covers_a_demand() -> None:

@@ -57,10 +57,10 @@ class _LinearModel:
         """Add the constraint that the cost is at most `most`."""
         self.at_most([(v, cost) for v, cost in enumerate(self._cost) if cost], most)
 
-    def solve(self, seconds: float, relative_gap: float) -> tuple[Floats | None, float, bool]:
+    def solve(self, seconds: float, relative_gap: float, nodes: int | None = None) -> tuple[Floats | None, float, bool]:
         """The best values found (None without any), a lower bound on the cost, and whether the search was completed.
 
-        The search ends after `seconds` of wall time or within `relative_gap`.
+        The search ends after `seconds` of wall time, after `nodes` nodes of its tree, or within `relative_gap`.
         """
         if not self._cost:
             return (np.zeros(0), 0.0, True) if min(self._most, default=0.0) >= 0 else (None, float("inf"), True)
@@ -71,7 +71,11 @@ class _LinearModel:
             integrality=np.array(self._integral),
             bounds=Bounds(np.array(self._lowest), np.ones(len(self._cost))),
             constraints=LinearConstraint(matrix, -np.inf, np.array(self._most)),
-            options={"time_limit": seconds, "mip_rel_gap": relative_gap},
+            options={
+                "time_limit": seconds,
+                "mip_rel_gap": relative_gap,
+                **({} if nodes is None else {"node_limit": nodes}),
+            },
         )
         if result.status == 2:
             return None, float("inf"), True
@@ -91,7 +95,9 @@ class StageModel:
     whether the storage is in memory there.
     """
 
-    def __init__(self, problem: RematProblem, budget_bytes: int) -> None:
+    def __init__(self, problem: RematProblem, budget_bytes: int, entering: frozenset[int] | None = None) -> None:
+        """`entering` are the storages in memory when the backward begins. If they are given, the forward is taken as
+        over, and its memory is not limited."""
         self.model = _LinearModel()
         self.impossible = False
         """True if some op exceeds the budget even without the movable storages that it reads."""
@@ -103,12 +109,15 @@ class StageModel:
         # The model counts bytes in units that keep its coefficients between 0 and 1.
         self._unit = float(max(self._allowed, 1))
         self._readers = [self._forward_readers(s) for s in range(len(problem.storages))]
-        self._first_stage = problem.forward_ops if self._forward_fits() else 0
+        self._first_stage = problem.forward_ops if entering is not None or self._forward_fits() else 0
         self._stages = list(range(self._first_stage, len(problem.ops)))
         self._useful = self._useful_from_each_stage()
         self._held: list[dict[int, int]] = [self._new_held(k) for k in range(len(self._stages))]
         self._again: list[dict[int, int]] = [self._new_again(k) for k in range(len(self._stages))]
-        if self._first_stage:
+        if entering is not None:
+            absent = [variable for storage, variable in self._held[0].items() if storage not in entering]
+            self.model.at_most([(variable, 1.0) for variable in absent], 0.0)
+        elif self._first_stage:
             self._limit_first_pass()
         for k in range(len(self._stages)):
             self._add_stage(k)
