@@ -115,7 +115,7 @@ def optimize(
     check_torch()
     found = None if budget_gb is not None else free_budget(model)
     checked = check_options(budget_gb if found is None else found.gb, **options)
-    session = Session(model, replace(checked, kept=True, budget_note="" if found is None else found.note))
+    session = Session(model, replace(checked, to_train=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
     with session.from_captures(session_of(model)):

@@ -54,7 +54,8 @@ class CrossedByDerivative(CaptureError):
 
 @dataclass(frozen=True)
 class Passed:
-    """The results of a region's halves that are gone by the end of the step, and what it is given by other regions."""
+    """What one region hands to the code around it and to other regions within a step: which of its outputs and input
+    gradients are freed before the step ends, and which of its inputs are outputs of an earlier run."""
 
     outputs: frozenset[int] = frozenset()
     """Positions of outputs that nobody holds any more once the region's backward begins."""

@@ -71,7 +71,8 @@ OPTIMIZERS = (
 
 
 def check_early(model: str, device: str | None, budget: str | None) -> None:
-    """Raise `UsageError` for a card, a number of gigabytes or a model that cannot be meant."""
+    """Raise `UsageError` for a device that is not in the table, a budget that is no number of gigabytes, or a name that
+    cannot be that of a model."""
     if device is not None and device.lower() not in HERE:
         known_card(device)
     if budget is not None:

@@ -202,17 +202,18 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True), ends
 
 
-def saved_by(node: Any) -> Iterator[torch.Tensor]:
+def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that an autograd node has saved; without calling hooks on saved tensors, but for those that an
     `autograd.Function` has saved, while none of them was changed in place: of what a hook has packed, the tensors that
     it is or consists of."""
+    saved: list[torch.Tensor] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         try:  # reading _raw_saved_tensors of a node that is freed keeps what it depends on alive for good
-            yield from [one for one in node.saved_tensors if isinstance(one, torch.Tensor)]
-            return
+            saved += [one for one in node.saved_tensors if isinstance(one, torch.Tensor)]
+            return saved
         except RuntimeError as error:
             if "inplace" not in str(error):  # freed
-                return
+                return saved
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
@@ -223,7 +224,8 @@ def saved_by(node: Any) -> Iterator[torch.Tensor]:
         except RuntimeError:  # freed
             continue
         for part in parts:
-            yield from (one for one in (part if isinstance(part, tuple) else (part,)) if isinstance(one, torch.Tensor))
+            saved += [one for one in (part if isinstance(part, tuple) else (part,)) if isinstance(one, torch.Tensor)]
+    return saved
 
 
 _SAVED: dict[type, tuple[str, ...]] = {}

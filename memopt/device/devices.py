@@ -54,10 +54,11 @@ def hardware_of(device: torch.device) -> Hardware:
 
     Raises ValueError for a device that the table does not list: `measure_hardware` serves any.
     """
-    kind, names = device_of(device), ", ".join(known_hardware())
+    kind = device_of(device)
     found = kind.hardware(device)
     if found is not None:
         return found
+    names = ", ".join(known_hardware())
     if not kind.cards():
         raise ValueError(f"no hardware table for device {str(device)!r}; name one of {names}")
     raise ValueError(

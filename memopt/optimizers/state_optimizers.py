@@ -252,7 +252,8 @@ def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def check_update(optimizer: Any, update: Any) -> None:
-    """Raise `ValueError` for another `update`, or an optimiser that cannot be stepped there."""
+    """Raise `ValueError` where `update` is not one of the places that `Where` lists, or the optimiser cannot be stepped
+    in that place."""
     if update not in get_args(Where):
         raise ValueError(f"update must be one of {', '.join(get_args(Where))}, not {update!r}")
     groups = optimizer.param_groups if isinstance(optimizer, optim.Optimizer) else []

@@ -78,8 +78,8 @@ def with_rows_of(other: Plan, plan: Plan) -> Plan:
 
 
 def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
-    """All rows of a plan, those of the levers `before` its schedule first. The last one is the plan's peak: without a
-    schedule's rows, the replay of the allocator may differ from it by some rounding."""
+    """The rows of a plan's receipt: those `before`, of the levers that come before its schedule, and those of the
+    schedule. The last one shows the plan's own peak, from which a replay of the allocator may differ by rounding."""
     *rows, last = (*before, *schedule_rows(plan))
     return (*rows, replace(last, peak_bytes=plan.predicted_peak_bytes))
 

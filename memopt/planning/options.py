@@ -246,8 +246,9 @@ class Options:
     """The cluster to plan for; None for one card."""
     budget_note: str = ""
     """Where the budget comes from, if the user gave none."""
-    kept: bool = False
-    """Whether plans are kept on disk, and looked up there."""
+    to_train: bool = False
+    """Whether the model is trained by the plans, as after `optimize`: they are kept on disk then, and looked up there.
+    The plans of `memopt.plan` are only shown."""
     one_by_one: bool = False
     """Whether each backward is that of a single forward, though several wait, as those of a pipeline's stage are."""
 

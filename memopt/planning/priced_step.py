@@ -210,8 +210,9 @@ class PricedStep:
         return self.traced.price(replace(self.settings, **changes))
 
     def stepping_as(self, steps: Sequence[Sequence[int]]) -> PricedStep:
-        """The same step with only the inputs of `steps`, one sequence of input numbers per region, stepped earlier than
-        at the end of their region's backward."""
+        """The same step where the optimiser steps only the parameters of `steps` as soon as their gradients are
+        complete, and all others at the end of their region's backward. `steps` has the input numbers of parameters by
+        region."""
         if self.settings.stepping is None:
             return self
         inside = {number for numbers_of_region in steps for number in numbers_of_region}

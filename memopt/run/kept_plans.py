@@ -117,7 +117,7 @@ class KeptPlans:
         return kept if key is None else agreed(f"{key}-{lowering_bytes}", kept)
 
     def _keeps(self) -> bool:
-        return self.planner.terms.options.kept and plan_cache.is_on()
+        return self.planner.terms.options.to_train and plan_cache.is_on()
 
     def _sketch(self, call: Call, situation: Situation) -> str | None:
         """The key on disk of a call that is not captured yet; None where plans are not kept."""

@@ -282,7 +282,7 @@ class PlannedSchedule:
             outputs="loss" if last else "all",
             forwards=forwards,
             elsewhere_bytes=elsewhere + facts.elsewhere_bytes,
-            kept=True,
+            to_train=True,
             one_by_one=True,
         )
         call = Session(self._modules[facts.number], own)

@@ -222,7 +222,8 @@ class DataParallel:
         return hooks.nbytes, hooks.addresses
 
     def note_buckets(self) -> None:
-        """In a backward: note at its end where the wrapper's buckets lie that gradients are views of."""
+        """Have the memory of the wrapper's buckets, of which gradients are views, looked up when the backward that runs
+        now ends."""
         wrapper = self.wrapper
         if wrapper is not None:
             reducer_hooks(wrapper).note_at_end()

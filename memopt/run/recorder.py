@@ -205,7 +205,7 @@ class Recorder:
         has none and will not run."""
         if self.planner.optimizer_choice.narrowed is not None or not all(map(is_real, self.model.parameters())):
             return True
-        runs_later = self.options.kept and not self.planner.screens
+        runs_later = self.options.to_train and not self.planner.screens
         return not runs_later and not all(map(is_real, tensors_in(call)))
 
     def declared(self, call: Call) -> dict[Place, int | None]:
@@ -219,7 +219,7 @@ class Recorder:
         are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
         only_fakes = not real or self.planner.optimizer_choice.narrowed is not None
-        if not real or not self.options.kept:
+        if not real or not self.options.to_train:
             try:
                 on_fakes = self.planner.capture_on_fakes(call, self.planner.optimizer_choice.narrowed)
             except CaptureError:

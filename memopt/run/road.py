@@ -91,7 +91,7 @@ class Road:
             except BudgetError as refusal:
                 raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
             plan = beside_plain(plan, plain())
-            if not self.planner.terms.options.kept and isinstance(plan.source, StepOfPlan):
+            if not self.planner.terms.options.to_train and isinstance(plan.source, StepOfPlan):
                 plan = replace(plan, source=replace(plan.source, tightest=recorded.tightest))
             self.kept.keep(key, plan)
             return self.finished(plan, situation, whole=captured.whole)
@@ -119,8 +119,8 @@ class Road:
                     device = self.planner.terms.device()
                     device_of(device).start_libraries(device)
                     # A plan made ahead is kept already, but for one with proposals: they are part of the key in use.
-                    settled = planned is not None and not planned.proposals and not self.planner.terms.fuses
-                    key = None if settled else self.kept.key(recorded)
+                    on_disk = planned is not None and not planned.proposals and not self.planner.terms.fuses
+                    key = None if on_disk else self.kept.key(recorded)
                     emitted = self._emitted_as_kept(key, recorded)
                     if emitted is None:
                         emitted = self._planned_and_emitted(recorded, planned)

@@ -358,7 +358,7 @@ class Session:
         Raises `BudgetError`, `CaptureError`, `RankError`.
         """
         calls, call = self._ahead(example_inputs)
-        together = self._together(calls, ahead=True) if self.options.kept else nullcontext()
+        together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
         with stage("planning"), together:
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
@@ -375,7 +375,7 @@ class Session:
                     plan = calls.plan(call, situation, own_types, advise=advise)
                 except BudgetError as refused:
                     whole = self.share.ledger.for_whole_step(self.share.entry, refused)
-                    raise (self._log.refused(whole) if self.options.kept else refused) from None
+                    raise (self._log.refused(whole) if self.options.to_train else refused) from None
                 self._planned(plan, call, time.perf_counter() - started)
             return plan
 

@@ -137,7 +137,7 @@ class TrainingCalls:
     def largest(self, call: Call) -> Call:
         """The call with the largest sizes that the user declares, where it is planned on fakes and its values do not
         matter; else the call."""
-        if not self.options.kept or self.recorded.needs_fakes(call):
+        if not self.options.to_train or self.recorded.needs_fakes(call):
             return at_largest(call, self.recorded.declared(call))
         return call
 

@@ -12,7 +12,6 @@ too.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from memopt.solver.polish import polish
 from memopt.solver.portfolio import Portfolio
 from memopt.solver.problem import Link, Offload, RematProblem, Schedule
 from memopt.solver.protocol import Effort, Infeasible, Solution, Solver
-from memopt.solver.search import LENGTH_EXPONENTS, Candidate, candidate
+from memopt.solver.search import Candidate, candidate
 from memopt.solver.simulator import simulate
 
 _BISECTIONS = 7
@@ -67,7 +66,6 @@ class _LargerBudgets:
             search.consider("three-way cut", polish(self._arrays, evaluations, peak_bytes(self._arrays, evaluations)))
         above = self._portfolio.solve(larger_bytes, "default" if self._is_small else "fast")
         search.consider(f"{above.method}, offloaded", to_array(above.schedule))
-        self._look_around(search, [*seeds, _as_candidate(self._arrays, above)], budget_bytes, larger_bytes)
 
     def _seeds(self, search: OffloadSearch, plain: Solution | None) -> list[Candidate]:
         """The plans without offloads to start from: those of the hull and, last, `plain` or the smallest."""
@@ -116,17 +114,6 @@ class _LargerBudgets:
         for plan in others:
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return goes_on or search.best is not before
-
-    def _look_around(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int, larger_bytes: int) -> None:
-        """Offer polishes of the fastest seeds under caps around the budget at which the bisection ended."""
-        exponents = LENGTH_EXPONENTS if self._is_small else (0.5,)
-        for share in np.linspace(0.75, 1.15, 9 if self._is_small else 3):
-            cap_bytes = int(budget_bytes + share * (larger_bytes - budget_bytes))
-            fitting = sorted((p for p in seeds if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
-            for plan, exponent in itertools.product(fitting[:3], exponents):
-                search.consider(
-                    f"{plan.method}, offloaded", polish(self._arrays, plan.evaluations, cap_bytes, exponent)
-                )
 
     @property
     def _is_small(self) -> bool:
