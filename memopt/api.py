@@ -29,6 +29,7 @@ from memopt.planning.options import (
     positive_int,
 )
 from memopt.planning.plan import Plan
+from memopt.run.hosted import bring_back
 from memopt.run.session import Session, session_of
 from memopt.run.status import State, Status, unwatch
 
@@ -115,6 +116,7 @@ def optimize(
     check_torch()
     found = None if budget_gb is not None else free_budget(model)
     checked = check_options(budget_gb if found is None else found.gb, **options)
+    bring_back(model)
     session = Session(model, replace(checked, kept=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")

@@ -15,6 +15,7 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
 from memopt.compat.tensors import is_wrapper, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
+from passes.ops.offload_ops import host_memory
 
 GB = 1024**3
 
@@ -167,7 +168,8 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
         for tensor in _with_gradients(tensors):
             for storage in _storages(tensor, device):
                 address, nbytes = _address(storage), storage.nbytes()
-                if address and nbytes:  # storages made by numpy or in shared memory may alias one block
+                # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
+                if address and nbytes and not (device.type == HOST.type and host_memory(HOST.type).holds(address)):
                     blocks[address] = max(blocks.get(address, 0), nbytes)
     return blocks
 

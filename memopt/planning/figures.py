@@ -12,6 +12,7 @@ from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.errors import GIB
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.recompute import RECOMPUTE
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.cluster_step import cluster_step
@@ -41,7 +42,8 @@ def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations."""
+    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations,
+    offload_parameters."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):
@@ -51,7 +53,11 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
         recomputed = breakdown(step.seen.problem, replace(schedule, offloads=()), plan.account)
         rows.append(ReceiptRow(RECOMPUTE.name, recomputed.peak_bytes, seconds - plan.stall_seconds))
     if plan.moved_bytes:
-        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS.name, plan.predicted_peak_bytes, seconds))
+        there = [offload for offload in schedule.offloads if not step.seen.problem.storages[offload.storage].home]
+        moved = breakdown(step.seen.problem, replace(schedule, offloads=tuple(there)), plan.account)
+        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS.name, moved.peak_bytes, seconds))
+    if plan.hosted_bytes:
+        rows.append(ReceiptRow(OFFLOAD_PARAMETERS.name, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
 
 
@@ -117,10 +123,12 @@ def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
     """The plan's fields about the host; none for a schedule that offloads nothing."""
     if not isinstance(solution, OffloadSolution):
         return {}
-    storages = joined.problem.storages
+    moved = [joined.problem.storages[offload.storage] for offload in solution.schedule.offloads]
     return {
         "host_bytes": solution.host_bytes,
-        "moved_bytes": sum(storages[offload.storage].bytes for offload in solution.schedule.offloads),
+        "moved_bytes": sum(storage.bytes for storage in moved if not storage.home),
+        "hosted_bytes": joined.problem.home_bytes,
+        "brought_bytes": sum(storage.bytes for storage in moved if storage.home),
         "stall_seconds": solution.stall_seconds,
     }
 

@@ -102,9 +102,13 @@ class Plan(PlanViews):
     receipt: tuple[ReceiptRow, ...] = ()
     """The step as captured, then with one more lever per row; recomputation and offload come last."""
     host_bytes: int = 0
-    """The most host memory that offloaded activations take at a time; not part of the budget."""
+    """The most host memory that the step takes at a time, for activations and parameters; not part of the budget."""
     moved_bytes: int = 0
     """Bytes that one step copies to the host, and back."""
+    hosted_bytes: int = 0
+    """Bytes of the frozen parameters that lie on the host."""
+    brought_bytes: int = 0
+    """Bytes of these that one step copies to the device."""
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0
@@ -145,6 +149,14 @@ class Plan(PlanViews):
         source = self._source()
         assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
         return source.priced, self.schedule
+
+    @property
+    def hosted(self) -> frozenset[int]:
+        """The `id`s of the model's parameters that lie on the host; none if loaded."""
+        (region, *_) = self.regions
+        if not region.hosted or self.captured is None:
+            return frozenset()
+        return frozenset(self.captured.regions[0].frozen_ids[number] for number in region.hosted)
 
     @property
     def predicted_peak_bytes(self) -> int:

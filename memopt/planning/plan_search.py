@@ -11,6 +11,7 @@ from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.figures import plain_row, schedule_rows, writes_over
@@ -218,6 +219,7 @@ class PlanSearch:
         used = tuple(lever for lever in levers.levers if lever not in self._idle)
         used += (REINPLACE.name,) if writes_over(plan) else ()
         used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
+        used += (OFFLOAD_PARAMETERS.name,) if plan.hosted_bytes else ()
         return replace(plan, levers=used, receipt=tuple(rows), notes=plan.notes + new)
 
 

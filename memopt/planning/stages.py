@@ -8,7 +8,7 @@ only the search for it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from memopt.planning.call_planner import CallPlanner
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.figures import plan_by, recounted, sweep
 from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.hosting import hosting_all, solve_hosting
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
@@ -120,12 +121,25 @@ class Priced:
         """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
 
+    def hosting(self, numbers: Collection[int]) -> Priced:
+        """The same step with the inputs of these numbers, and no others, on the host."""
+        step = self.step.priced_for(hosted=frozenset(numbers))
+        lying = (one.problem.problem.home_bytes for one in (self.step, step))
+        before, now = lying
+        return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
+
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
         """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError`.
 
-        With `offload`, activations may go to the host where there is a link to it and that is faster than
-        recomputation.
+        With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
+        faster than recomputation.
         """
+        if self.step.settings.hosted or not self.step.hostable:
+            return self.solve_as_is(budget_bytes, effort, offload=offload)
+        return solve_hosting(self, budget_bytes, effort, offload=offload)
+
+    def solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
+        """As `solve`, with no other inputs on the host than there are."""
         with stage("loading the solver"):
             warm_up()
         with stage("solving") as tell:
@@ -148,7 +162,9 @@ class Priced:
 
     def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
         """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
-        return smallest(self.step.problem, self.account, expandable=expandable)
+        as_is = smallest(self.step.problem, self.account, expandable=expandable)
+        everything = None if self.step.settings.hosted else hosting_all(self)
+        return as_is if everything is None else min(as_is, everything.smallest(expandable=expandable))
 
 
 @dataclass(frozen=True)
@@ -189,7 +205,7 @@ class StepOfPlan:
     def _freed(self, plan: Plan) -> Priced:
         """The step with the plan's account, and all blocks freed after their forward."""
         step = self.priced if self.freed is None else self.freed.solved[0]
-        return Priced(step, replace((self.freed or plan).account, kept=0))
+        return Priced(step, replace((self.freed or plan).account, kept=0)).hosting(())
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:
