@@ -123,11 +123,15 @@ def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
     """The plan's fields about the host; none for a schedule that offloads nothing."""
     if not isinstance(solution, OffloadSolution):
         return {}
+    room = None if joined.link is None else joined.link.host_bytes
     moved = [joined.problem.storages[offload.storage] for offload in solution.schedule.offloads]
     return {
         "host_bytes": solution.host_bytes,
         "moved_bytes": sum(storage.bytes for storage in moved if not storage.home),
         "hosted_bytes": joined.problem.home_bytes,
+        "host_room_bytes": None
+        if joined.link is None or joined.link.host_bytes is None
+        else int(joined.link.host_bytes),
         "brought_bytes": sum(storage.bytes for storage in moved if storage.home),
         "stall_seconds": solution.stall_seconds,
     }

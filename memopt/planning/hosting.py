@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memopt.errors import BudgetError
 from memopt.planning.options import Effort
 from memopt.planning.planner import NEGLIGIBLE
+from memopt.units import size
 
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan
@@ -31,10 +32,10 @@ def solve_hosting(priced: Priced, budget_bytes: int, effort: Effort, *, offload:
         everything = hosting_all(priced)
         hosted = (refused.smallest_bytes, "") if everything is None else everything.smallest()
         if hosted[0] >= refused.smallest_bytes:
-            raise refused
+            raise refused.adding(*_lacking(priced))
         fits = hosted[0] <= budget_bytes
         least = (refused.smallest_bytes, refused.dominated_by) if fits else hosted
-        raise BudgetError(budget_bytes, *least, least=not fits)
+        raise BudgetError(budget_bytes, *least, least=not fits, further=_lacking(priced))
     chosen: Collection[int] = ()
     fastest = found
     for numbers in _choices(priced):
@@ -44,7 +45,7 @@ def solve_hosting(priced: Priced, budget_bytes: int, effort: Effort, *, offload:
             fastest, chosen = plan, numbers
     if fastest is None:
         assert refused is not None
-        raise refused
+        raise refused.adding(*_lacking(priced))
     return priced.hosting(chosen).solve_as_is(budget_bytes, effort) if chosen else fastest
 
 
@@ -52,6 +53,18 @@ def hosting_all(priced: Priced) -> Priced | None:
     """The step with as much on the host as may lie there; None where nothing may."""
     choices = _choices(priced)
     return priced.hosting(choices[-1]) if choices else None
+
+
+def _lacking(priced: Priced) -> tuple[str, ...]:
+    """A note where the host has no room for all that may lie there; else nothing."""
+    total, link = sum(priced.step.hostable.values()), priced.step.settings.link
+    room = None if link is None else link.host_bytes
+    if room is None or total <= room:
+        return ()
+    return (
+        f"the host has room for {size(int(room))} of the {size(total)} of frozen parameters that may lie there: give "
+        "host_gb where it has more",
+    )
 
 
 def _choices(priced: Priced) -> list[tuple[int, ...]]:

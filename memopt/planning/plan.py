@@ -109,6 +109,8 @@ class Plan(PlanViews):
     """Bytes of the frozen parameters that lie on the host."""
     brought_bytes: int = 0
     """Bytes of these that one step copies to the device."""
+    host_room_bytes: int | None = None
+    """The most host memory that it may take (`host_gb`); None where nothing goes there, or for no limit."""
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0

@@ -162,7 +162,7 @@ class PlanSearch:
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
-            further=[*self._notes, *notes],
+            further=[*self._notes, *least.notes, *notes],
             ways=[*proposed, *advised],
             proposals=tuple(chosen.names for chosen, _ in helpful),
             smallest_with=found,

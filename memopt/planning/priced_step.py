@@ -280,7 +280,7 @@ def _priced_region(
         use = GraphUse(
             accumulated=region.parameter_gradients if settings.accumulating and sharded is None else (),
             fused=region.fused_away,
-            least_moved_bytes=settings.hardware.least_moved_bytes if settings.activations else sys.maxsize,
+            least_moved_bytes=_least_moved_bytes(settings, as_seen=as_seen),
             hosted=settings.hosted,
             block_bytes=device_of(settings.hardware).block_bytes,
             steps=_steps(traced, settings.stepping, region, left),
@@ -296,6 +296,12 @@ def _priced_region(
             region.module, region.forward_outputs, traced.node_prices(number, settings, as_seen=as_seen), use
         )
     return with_eager(priced, number, traced.eager) if traced.eager else priced
+
+
+def _least_moved_bytes(settings: PriceSettings, *, as_seen: bool) -> int:
+    """The bytes of the smallest activations that may be moved. At the sizes of the batch at hand, which may be smaller
+    than those that are planned for, what is moved is given."""
+    return sys.maxsize if not settings.activations else 0 if as_seen else settings.hardware.least_moved_bytes
 
 
 def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memopt.account.account import Account
 from memopt.capture.inputs import Call
@@ -120,6 +121,10 @@ class Priced:
     def under(self, account: Account) -> Priced:
         """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
+
+    def opened(self, **settings: Any) -> Priced:
+        """The same step priced by other settings of what the host may hold: fields of `PriceSettings`."""
+        return Priced(self.step.priced_for(**settings), self.account)
 
     def hosting(self, numbers: Collection[int]) -> Priced:
         """The same step with the inputs of these numbers, and no others, on the host."""
