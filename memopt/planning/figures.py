@@ -129,9 +129,7 @@ def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
         "host_bytes": solution.host_bytes,
         "moved_bytes": sum(storage.bytes for storage in moved if not storage.home),
         "hosted_bytes": joined.problem.home_bytes,
-        "host_room_bytes": None
-        if joined.link is None or joined.link.host_bytes is None
-        else int(joined.link.host_bytes),
+        "host_room_bytes": None if room is None else int(room),
         "brought_bytes": sum(storage.bytes for storage in moved if storage.home),
         "stall_seconds": solution.stall_seconds,
     }
