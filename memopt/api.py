@@ -99,6 +99,8 @@ def optimize(
             default they are found when a plan is made, and when they have grown (on the CPU among Python's tensors, on
             CUDA also from the allocator); a number takes their place, 0 leaves them out of the budget. A plan for
             another device counts none unless told.
+        host_gb: the most of the host's memory, in GB, that offloaded activations and parameters may take; by default
+            twice the card's memory, or 90% of what the host has free where that is less.
         forwards: the number of forwards of the model that run before the first backward, 1 by default. More are
             noticed by themselves (two views, chosen and rejected answers) and planned for from the next step on; where
             the budget is tight the first such step is refused unless the number is given.

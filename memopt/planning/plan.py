@@ -153,14 +153,6 @@ class Plan(PlanViews):
         return source.priced, self.schedule
 
     @property
-    def hosted(self) -> frozenset[int]:
-        """The `id`s of the model's parameters that lie on the host; none if loaded."""
-        (region, *_) = self.regions
-        if not region.hosted or self.captured is None:
-            return frozenset()
-        return frozenset(self.captured.regions[0].frozen_ids[number] for number in region.hosted)
-
-    @property
     def predicted_peak_bytes(self) -> int:
         """The most that the step holds at once, in bytes."""
         return self.planned.peak_bytes

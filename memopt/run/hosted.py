@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt.compat.operators import TorchDispatchMode, schema_of, tree_map
+from memopt.planning.plan import Plan
 from passes.ops.offload_ops import bring, lend
 
 
@@ -91,8 +92,11 @@ def bring_back(model: nn.Module) -> None:
         del _homes[parameter]
 
 
-def place(model: nn.Module, parameters: Collection[int]) -> None:
-    """Have the parameters of a model with these `id`s, and no others, lie on the host."""
+def place(model: nn.Module, plan: Plan) -> None:
+    """Have the parameters of a model lie on the host that do by its plan, which has its graphs, and no others."""
+    numbers = plan.regions[0].hosted
+    captured = plan.captured if numbers else None
+    parameters = {captured.regions[0].frozen_ids[number] for number in numbers} if captured else ()
     there = {id(parameter): home for parameter, home in _lying(model)}
     for parameter in model.parameters():
         if id(parameter) in parameters and id(parameter) not in there:

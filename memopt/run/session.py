@@ -427,7 +427,7 @@ class Session:
         for calls in self.kinds:
             calls.planner.optimizer_choice.decide(self.latest.proposals if self.latest else ())
         if self.status.plan is not None:
-            place(self.model, self.status.plan.hosted)
+            place(self.model, self.status.plan)
         self.share.join()
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
