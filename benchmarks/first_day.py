@@ -66,10 +66,13 @@ def lines_of(subject: str, known: dict[str, dict[str, Any]], small: bool, until:
 def run_all(to: Path, minutes: float, *, small: bool, only: list[str]) -> None:
     """Run the subjects that are not done, in order, until the minutes are over."""
     from benchmarks.first_day_lines import SUBJECTS
+    from benchmarks.stamp import stamp
 
     until = time.monotonic() + 60 * minutes
     to.mkdir(parents=True, exist_ok=True)
     path = to / "first_day.jsonl"
+    if not path.exists():
+        path.write_text(json.dumps({"subject": "stamp", "key": DONE, **stamp()}) + "\n", encoding="utf-8")
     for subject in only or SUBJECTS:
         known = {line["key"]: line for line in known_lines(path) if line["subject"] == subject}
         if DONE in known:

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from benchmarks.first_day_timing import (
 from benchmarks.gpu_methods import adamw, peers
 from benchmarks.gpu_models import Candidate, candidates, gpt2, made
 from examples.models.card import temporary_bytes
+from memopt.account.caching_allocator import CachingAllocator
 from memopt.device import measure_hardware
 from memopt.device.context_probe import measure_context_bytes
 from memopt.device.cuda_libraries import library_run
-from memopt.device.hardware import Hardware, reported_chip
+from memopt.device.hardware import assumed_context, reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import estimate_workspace
 from passes.ops.fp8_kernels import has_units
@@ -50,14 +51,17 @@ aten = torch.ops.aten
 
 
 def context(known: Known, small: bool) -> Lines:
-    """Bytes beside torch's allocator, as assumed and as measured, and whether the addresses of new segments rise."""
+    """Bytes beside torch's allocator, as assumed and as measured, and how many pairs of segments lie in the order that
+    the model of the allocator has."""
     device = torch.device("cuda", 0)
-    measured = measure_context_bytes(device)
-    yield "context", {"assumed_mb": Hardware.context_bytes / MB, "measured_mb": measured and measured / MB}
-    blocks = [torch.empty(20 * MB, dtype=torch.uint8, device=device) for _ in range(16)]
-    addresses = [block.data_ptr() for block in blocks]
-    rising = sum(before < after for before, after in pairwise(addresses))
-    yield "addresses", {"segments": len(addresses), "rising": rising + 1}
+    assumed, measured = assumed_context(torch.cuda.get_device_capability(device)[0]), measure_context_bytes(device)
+    yield "context", {"assumed_mb": assumed / MB, "measured_mb": measured and measured / MB}
+    sizes = [MB * size for size in (20, 20, 50, 14, 12, 300, 18, 102, 64, 20, 30, 30, 2, 2)]
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    model = CachingAllocator()
+    both = [(block.data_ptr(), model.malloc(size)) for block, size in zip(blocks, sizes, strict=True)]
+    pairs = [(one[0] < other[0]) == (one[1] < other[1]) for one, other in combinations(both, 2)]
+    yield "addresses", {"segments": len(sizes), "pairs": len(pairs), "as_modelled": sum(pairs)}
 
 
 def workspaces(known: Known, small: bool) -> Lines:
@@ -100,7 +104,7 @@ def exactness(known: Known, small: bool) -> Lines:
                 memopt.optimize(model, ROOMY_GB, example_inputs=batch, **options)
                 least = card_bytes.smallest_gb(model, batch, **options)
                 memopt.optimize(model, 1.1 * least, example_inputs=batch, **options)
-                yield key, {"said": str(memopt.compare(model, batch)).splitlines()[0][:300]}
+                yield key, {"said": str(memopt.compare(model, batch))[:600]}
             except (RuntimeError, ValueError) as failure:
                 yield key, {"failure": str(failure)[:300]}
             forget()
@@ -173,6 +177,7 @@ def overlap(known: Known, small: bool) -> Lines:
         compute()
         torch.cuda.current_stream().wait_stream(other)
 
+    both()  # the first products choose their kernels
     alone, moved, together = (by_events(run) for run in (compute, copy, both))
     yield "copy out", {"compute_ms": alone, "copy_ms": moved, "both_ms": together, "gb_per_s": nbytes / moved / 1e6}
 

@@ -15,7 +15,7 @@ import memopt
 from benchmarks.gpu_methods import Method, adamw
 from benchmarks.gpu_models import Candidate, made
 from memopt.account.account import distinct_bytes
-from memopt.device.hardware import Hardware
+from memopt.device.hardware import assumed_context
 from memopt.errors import GIB
 
 STEPS, WARM = 20, 3
@@ -28,7 +28,7 @@ TIGHT = 0.9
 def budgets_beside(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The budgets in GB in which memopt is timed, by name, from the figures of the ways in `BESIDE` that trained."""
     trained = {name: found[name] for name in BESIDE if "reserved_gb" in found.get(name, {})}
-    context_gb = Hardware.context_bytes / GIB
+    context_gb = assumed_context(torch.cuda.get_device_capability()[0]) / GIB
     budgets = {name: figures["reserved_gb"] + context_gb for name, figures in trained.items()}
     if "compile" in budgets:
         compiled = trained["compile"]

@@ -32,7 +32,7 @@ from benchmarks.gpu_methods import Method, adamw, peers, within
 from benchmarks.gpu_models import Candidate, candidates
 from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
-from memopt.device import Hardware
+from memopt.device.hardware import assumed_context
 from memopt.errors import GIB
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +41,7 @@ BATCH_RECIPES = ("eager", "eager, per block", "compile", "compile, per block")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = "half of compile's"
 # What memopt's budgets count and torch's allocator does not.
-UNSEEN = Hardware.context_bytes if DEVICE == "cuda" else 0
+UNSEEN = assumed_context(torch.cuda.get_device_capability()[0]) if DEVICE == "cuda" else 0
 
 
 @dataclass(frozen=True)

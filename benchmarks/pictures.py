@@ -42,7 +42,7 @@ def planned() -> memopt.Plan:
 
 
 def live_gb(plan: memopt.Plan) -> tuple[Any, Any, Any, Any]:
-    """For the step as captured and as planned: seconds at the end of each evaluation, and GB alive during it."""
+    """With nothing recomputed, and as planned: seconds at the end of each evaluation, and GB alive during it."""
     joined, schedule = plan.joined, plan.schedule
     assert joined is not None
     assert schedule is not None
@@ -63,10 +63,10 @@ def binned(times: Any, values: Any) -> tuple[Any, Any]:
 
 
 def timeline(plan: memopt.Plan) -> Figure:
-    """GB over the step: as captured, as planned, and the budget."""
+    """GB over the step: with nothing recomputed, as planned, and the budget."""
     times, plain, planned_times, held = live_gb(plan)
     figure, axes = blank(8.0, 3.4)
-    for x, y, colour, name in ((times, plain, BEFORE, "as captured"), (planned_times, held, AFTER, "planned")):
+    for x, y, colour, name in ((times, plain, BEFORE, "nothing recomputed"), (planned_times, held, AFTER, "planned")):
         axes.fill_between(x, y, step="pre", alpha=0.12, color=colour, linewidth=0)
         axes.step(x, y, where="pre", color=colour, linewidth=1.1, label=f"{name}, {x[-1]:.1f} s")
     budget = plan.budget_bytes / GIB
@@ -89,7 +89,7 @@ def rows(plan: memopt.Plan) -> Figure:
             axes.barh(height, width, left=left, color=colour, height=0.62, label=name if height else None)
             left += width
         axes.text(left, height, f" {breakdown.peak_bytes / GIB:.2f} GB", va="center", fontsize=8)
-    axes.set_yticks((1, 0), ("as captured", "planned"))
+    axes.set_yticks((1, 0), ("nothing recomputed", "planned"))
     axes.set(xlabel="GB at the peak", xlim=(0, 1.12 * plan.plain_peak_gb))
     axes.legend(frameon=False, fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.45, 1.0))
     return figure

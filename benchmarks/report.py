@@ -268,6 +268,16 @@ def first_use(document: Document) -> str:
     return "\n\n".join(parts)
 
 
+def first_tasks(document: Document) -> str:
+    rows = [
+        (row["who"], row["wants"], number(row["minutes"], 1), number(row["cpu_minutes"], 1), len(row["wrong"]) or "–")
+        for row in document["tasks"].values()
+    ]
+    head = ("who", "what they want", "minutes", "of CPU", "ended otherwise")
+    about = "What newcomers type, from a shell in an empty folder, beside other work on the machine."
+    return f"{about}\n\n{table(head, rows)}\n\n{source(document)}"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Memory and added time": ("frontier", frontier),
     "Against the optimum": ("exact", exact),
@@ -296,6 +306,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "The second start of a job": ("second_start", second_start),
     "The first step": ("first_step", first_step),
     "First use": ("first_use", first_use),
+    "First tasks": ("newcomers", first_tasks),
     "Versions of Python and torch": ("matrix", versions),
 }
 

@@ -52,6 +52,7 @@ class BudgetError(ValueError):
         further: the notes, and the ways as sentences.
         proposals: combinations of names for `allow` that would make this budget work, the fastest first.
         least: whether `smallest_gb` is the smallest budget that works.
+        untried: changes that may help and were not tried, as that takes too long beside a plan: what to type.
         smallest_with: the smallest budget in bytes by combination of proposals, for those combinations that were
             looked at: none, the allowed ones, and ones that might have helped.
     """
@@ -67,6 +68,7 @@ class BudgetError(ValueError):
         ways: Sequence[Way] = (),
         proposals: tuple[tuple[str, ...], ...] = (),
         smallest_with: Mapping[tuple[str, ...], int] | None = None,
+        untried: Sequence[str] = (),
     ) -> None:
         self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
         self.budget_gb = budget_bytes / GIB
@@ -74,6 +76,7 @@ class BudgetError(ValueError):
         self.dominated_by = dominated_by
         self.notes, self.ways = tuple(further), tuple(sorted(ways, key=lambda way: way.cost))
         self.proposals, self.smallest_with = proposals, dict(smallest_with or {})
+        self.untried = tuple(untried)
         figure = f"{round_up(self.smallest_gb)} GB"
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
         self.least = least
@@ -117,6 +120,7 @@ class BudgetError(ValueError):
             ways=self.ways,
             proposals=self.proposals,
             smallest_with=self.smallest_with,
+            untried=self.untried,
         )
 
 
@@ -159,7 +163,8 @@ class GradientMismatchError(ValueError):
 
 
 class StaleOutputError(ValueError):
-    """An output that is computed on demand was looked at after the values that it takes had changed."""
+    """An output that is computed when it is looked at was first looked at after what it is computed from had changed,
+    as parameters do in `optimizer.step()`."""
 
 
 def without_frames(error: Refusal) -> Refusal:

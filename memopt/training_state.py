@@ -97,11 +97,11 @@ class TrainingState:
 
 
 def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tensors that hold a buffer's values; none for one of oneDNN's, which nothing writes to in place."""
+    """The tensors with a buffer's values, but for those on "meta"; one of oneDNN's is never written to in place."""
     if buffer is None or is_wrapper(buffer):
         return [] if buffer is None else [buffer]
     with torch.no_grad():
-        return [part for part in with_memory([buffer]) if not has_no_storage(part)]
+        return [part for part in with_memory([buffer]) if not (has_no_storage(part) or part.is_meta)]
 
 
 class Attributes:

@@ -94,7 +94,8 @@ class Pass(abc.ABC):
         check_structure(graph_module.graph)
 
     def ensures(self, before: GraphModule, after: GraphModule) -> None:
-        """Raises `VerifyError` if the rewrite broke the graph. By default: changed calls run on fake tensors again."""
+        """Raises `VerifyError` if the rewrite broke the graph. By default the calls that it changed are run again on
+        fake tensors, whose shapes and dtypes must be those that the graph has stored."""
         verify(after, before=before, thorough=False)
         if self.keeps_signature:
             check_signature(before, after)

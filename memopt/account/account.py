@@ -146,7 +146,7 @@ def account_of(
     if live is not None:
         optimizer, trained, stepped = live.like(optimizer), live.in_order(trained), live.in_order(stepped)
     optimizer_bytes = count(optimizer, stepped, device.type, idle)
-    home, context = parameters[0].device, card.context_bytes if device.caching else 0
+    home, (reserve, context) = parameters[0].device, _reserve(card)
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
         parameters=distinct_bytes(parameters, block),
@@ -155,12 +155,27 @@ def account_of(
         optimizer_state=optimizer_bytes.state_bytes,
         optimizer_temporaries=optimizer_bytes.step_temporary_bytes + _summed_bytes(trained),
         gradients=distinct_bytes(trained, block),
-        reserve=BOOKKEEPING_BYTES + context + sum(device.library_workspaces(card)),
+        reserve=reserve,
         context=context,
         trained=tuple(parameter.nbytes for parameter in trained),
         state_blocks=optimizer_bytes.state_blocks,
         optimizer_guess=optimizer_bytes.guess,
     )
+
+
+def _reserve(card: Hardware) -> tuple[int, int]:
+    """The rows `reserve` and `context` of an account, which depend on its card alone."""
+    device = device_of(card)
+    context = card.context_bytes if device.caching else 0
+    return BOOKKEEPING_BYTES + context + sum(device.library_workspaces(card)), context
+
+
+def for_card(account: Account, card: Hardware) -> Account:
+    """The account of the same step on another card of the same kind, with nothing beside it there; the allocator's
+    overhead is 0, as in `account_of`."""
+    alone = replace(account, elsewhere=0, tolerance=0, unforeseen=0, rounding=0, fragmentation=0, card_state=None)
+    reserve, context = _reserve(card)
+    return replace(alone, reserve=reserve, context=context)
 
 
 def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:

@@ -154,6 +154,8 @@ class StepBlocks:
     """Allocated in the optimiser's first step, and kept."""
     temporaries: tuple[int, ...] = ()
     """Allocated in each of the optimiser's steps, and freed."""
+    copies: tuple[int, ...] = ()
+    """Copies of the inputs in the first step, which are freed before the state is allocated (`run.changed_inputs`)."""
     there: CardState | None = None
     """The blocks that the allocator has when the replay begins; None: it begins empty."""
 
@@ -174,19 +176,25 @@ def replay(
     *,
     expandable_segments: bool,
     limit_bytes: int | None = None,
+    rising: bool = False,
 ) -> AllocatorPeaks:
     """The peaks of the allocator, which may hold `limit_bytes`, while training steps run, until one leaves the
     allocator as the one before did. `calls` are those of a forward and backward; what they leave allocated lives until
-    the optimiser is done.
+    the optimiser is done. `rising` is as for `CachingAllocator`.
 
     Raises `CardFullError` where the limit is too low.
     """
-    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there)
+    allocator = CachingAllocator(
+        expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there, rising=rising
+    )
     for nbytes in blocks.resident:
         allocator.malloc(nbytes)
     left: list[tuple[int, int, bool]] = []
     for step in range(_STEPS):
+        copies = [allocator.malloc(nbytes) for nbytes in blocks.copies if step == 0]
         alive = _run(allocator, calls)
+        for address in copies:
+            allocator.free(address)
         if step == 0:
             for nbytes in blocks.state:
                 allocator.malloc(nbytes)
@@ -225,7 +233,8 @@ def replay_with_spare(
     limit_bytes: int,
 ) -> AllocatorPeaks:
     """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare, for the
-    calls in all `ways` in which a step may make them; the most of the ways.
+    calls in all `ways` in which a step may make them; the most of the ways. With nothing of the spare it passes for
+    either place of new addresses, too, and with copies of the inputs and without: a region's first run has them.
 
     Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
     of memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
@@ -233,10 +242,20 @@ def replay_with_spare(
     low.
     """
     least = spare.taken_from(limit_bytes)
-    limits = (least, (least + limit_bytes) // 2, limit_bytes)
+    bare = replace(blocks, copies=())
+    runs = [
+        (least, blocks, False),
+        ((least + limit_bytes) // 2, bare, False),
+        (limit_bytes, blocks, False),
+        *([(limit_bytes, bare, False)] if blocks.copies else []),
+        *([] if expandable_segments else [(limit_bytes, bare, True)]),
+    ]
     peaks = [
-        [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for calls in ways]
-        for limit in limits
+        [
+            replay(calls, held, expandable_segments=expandable_segments, limit_bytes=limit, rising=rising)
+            for calls in ways
+        ]
+        for limit, held, rising in runs
     ]
     return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 

@@ -8,9 +8,9 @@ split, no rounding to powers of two, one stream.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from memopt.account.card_state import CardState, HeldSegment
+from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment
 from memopt.device.cuda import BLOCK_BYTES
 
 MB = 1024**2
@@ -21,7 +21,8 @@ SMALL_BYTES = MB
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
 _OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own (kMinLargeAlloc)
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
-_ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of a segment: more than any card has, in whole pages
+_ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of an expandable segment: more than any card has, in whole pages
+_ABOVE = 2**24 * _LARGE_SEGMENT  # segments that are there from the start lie above, and new ones below
 
 
 def rounded_bytes(nbytes: int) -> int:
@@ -31,6 +32,92 @@ def rounded_bytes(nbytes: int) -> int:
 
 class CardFullError(MemoryError):
     """The allocator would have to hold more than its limit, even after it returned what it could."""
+
+
+class _Addresses:
+    """The addresses of segments, as CUDA's driver gives them out: the first of the smallest holes that are large
+    enough, else a new range, in whole windows, at the highest free place. A range without segments is given back. Of
+    two free blocks of one size torch takes the lower.
+
+    With `rising` a new range lies above all others: which places are free the process does not know."""
+
+    def __init__(self, *, rising: bool) -> None:
+        self._rising = rising
+        self._holes: list[tuple[int, int]] = []
+        """Address and bytes, by address."""
+        self._ranges: dict[int, list[int]] = {}
+        """Bytes, and those in use, by address."""
+
+    def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
+        """Take the windows in which segments lie, given by address and bytes in order: what is left of them are holes.
+        Windows that follow each other are taken for one range."""
+        end: int | None = None
+        begin = 0
+        for address, nbytes in segments:
+            window = address // WINDOW_BYTES * WINDOW_BYTES
+            if end is None or window > end + -end % WINDOW_BYTES:
+                self._end_range(begin, end)
+                begin = end = window
+                self._ranges[begin] = [0, 0]
+            self._add_hole(end, address - end)
+            self._ranges[begin][1] += nbytes
+            end = address + nbytes
+        self._end_range(begin, end)
+
+    def _end_range(self, begin: int, end: int | None) -> None:
+        if end is not None:
+            self._add_hole(end, -end % WINDOW_BYTES)
+            self._ranges[begin][0] = end + -end % WINDOW_BYTES - begin
+
+    def take(self, nbytes: int) -> int:
+        """The address of a new segment."""
+        fits = [(room, address) for address, room in self._holes if room >= nbytes]
+        if fits:
+            room, address = min(fits)
+            self._holes.remove((address, room))
+        else:
+            room = nbytes + -nbytes % WINDOW_BYTES
+            address = self._above() if self._rising else self._highest(room)
+            self._ranges[address] = [room, 0]
+        self._ranges[self._range_of(address)][1] += nbytes
+        self._add_hole(address + nbytes, room - nbytes)
+        return address
+
+    def _above(self) -> int:
+        return max((start + room for start, (room, _) in self._ranges.items()), default=_ABOVE)
+
+    def _highest(self, nbytes: int) -> int:
+        """The highest free place of a new range."""
+        above = _ABOVE
+        for start in sorted(self._ranges, reverse=True):
+            if start + self._ranges[start][0] + nbytes <= above:
+                break
+            above = min(above, start)
+        return above - nbytes
+
+    def _range_of(self, address: int) -> int:
+        return max(start for start in self._ranges if start <= address)
+
+    def give_back(self, address: int, nbytes: int) -> None:
+        """Make a hole where a segment was, joined with those on both sides."""
+        start = self._range_of(address)
+        room, used = self._ranges[start]
+        if used == nbytes:
+            self._holes = [hole for hole in self._holes if not start <= hole[0] < start + room]
+            del self._ranges[start]
+            return
+        self._ranges[start][1] -= nbytes
+        at = bisect_left(self._holes, (address, 0))
+        if at < len(self._holes) and self._holes[at][0] == address + nbytes < start + room:
+            nbytes += self._holes.pop(at)[1]
+        if at and sum(self._holes[at - 1]) == address > start:
+            address, before = self._holes.pop(at - 1)
+            nbytes += before
+        self._add_hole(address, nbytes)
+
+    def _add_hole(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            insort(self._holes, (address, nbytes))
 
 
 class _Block:
@@ -58,12 +145,18 @@ class CachingAllocator:
         limit_bytes: the bytes that it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any
             amount.
         state: the blocks that are there when it begins, of which none but the free ones is handed out or freed.
+        rising: whether new ranges of addresses lie above all others, and not at the highest place that is free.
 
     Raises `CardFullError` where the state is above the limit.
     """
 
     def __init__(
-        self, *, expandable_segments: bool = False, limit_bytes: int | None = None, state: CardState | None = None
+        self,
+        *,
+        expandable_segments: bool = False,
+        limit_bytes: int | None = None,
+        state: CardState | None = None,
+        rising: bool = False,
     ) -> None:
         self.expandable_segments, self.limit_bytes = expandable_segments, limit_bytes
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
@@ -73,7 +166,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: dict[int, _Block] = {}
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}
-        self._next_address = 0
+        self._addresses, self._ranges = _Addresses(rising=rising), _ABOVE
         last = self._restore(state or CardState())
         if expandable_segments:
             for small in (True, False):
@@ -117,6 +210,7 @@ class CachingAllocator:
     def _restore(self, state: CardState) -> dict[bool, _Block]:
         """Hold the segments of a state; return the last block of the expandable one of each pool."""
         last: dict[bool, _Block] = {}
+        self._addresses.occupy((_ABOVE + one.address, one.nbytes) for one in state.segments if one.address is not None)
         for segment in state.segments:
             block = self._restore_segment(segment, last.get(segment.small) if segment.expandable else None)
             if segment.expandable:
@@ -132,7 +226,12 @@ class CachingAllocator:
     def _restore_segment(self, segment: HeldSegment, before: _Block | None) -> _Block:
         """Hold a segment, behind the block `before` of the same expandable one; return its last block."""
         expandable = segment.expandable
-        address = self._new_address() if before is None else before.address + before.size
+        if before is not None:
+            address = before.address + before.size
+        elif expandable:
+            address = self._new_range()
+        else:
+            address = self._addresses.take(segment.nbytes) if segment.address is None else _ABOVE + segment.address
         parts = [(False, kind == "free", nbytes) for kind, nbytes in segment.blocks]
         if before is not None and segment.gap_bytes:
             parts.insert(0, (True, True, segment.gap_bytes))
@@ -154,7 +253,7 @@ class CachingAllocator:
 
     def _add_range(self, small: bool, last: _Block | None) -> None:
         """Add the addresses of an expandable segment that nothing is mapped to, behind the last block of what is."""
-        start = self._new_address() if last is None else last.address + last.size
+        start = self._new_range() if last is None else last.address + last.size
         rest = _Block(start, _ADDRESSES, small=small, expandable=True, mapped=False)
         if last is not None:
             last.after, rest.before = rest, last
@@ -182,7 +281,7 @@ class CachingAllocator:
                 raise CardFullError(f"{self.reserved_bytes} bytes are held, and {wanted} more are above the limit")
         if self.expandable_segments:
             return self._map(size, small)
-        block = _Block(self._new_address(), wanted, small=small, expandable=False)
+        block = _Block(self._addresses.take(wanted), wanted, small=small, expandable=False)
         self._blocks[block.address] = block
         self._reserve(wanted)
         return block
@@ -250,6 +349,7 @@ class CachingAllocator:
                 elif block.before is None and block.after is None:
                     self._take(block)
                     del self._blocks[address]
+                    self._addresses.give_back(address, block.size)
                     self.reserved_bytes -= block.size
 
     def _unmap(self, block: _Block, small: bool) -> None:
@@ -313,9 +413,9 @@ class CachingAllocator:
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _new_address(self) -> int:
-        self._next_address += 2 * _ADDRESSES  # so that no two segments touch
-        return self._next_address
+    def _new_range(self) -> int:
+        self._ranges += 2 * _ADDRESSES  # so that no two touch
+        return self._ranges
 
 
 def _whole_pages(size: int, small: bool) -> int:

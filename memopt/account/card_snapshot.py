@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.account.caching_allocator import rounded_bytes
-from memopt.account.card_state import CardState, HeldSegment, Kind, merged
+from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment, Kind, merged
 from memopt.account.optimizer_trial import state_tensors, steps_any
 from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
@@ -113,9 +113,9 @@ def state_of(
         gap = segment["address"] - ends[small] if expandable and small in ends else 0
         if expandable:
             ends[small] = segment["address"] + segment["total_size"]
-        held.append(HeldSegment(small, merged(blocks), expandable, gap))
+        held.append(HeldSegment(small, merged(blocks), expandable, gap, None if expandable else segment["address"]))
     return CardState(
-        tuple(held),
+        _near(held),
         counts["given"],
         counts["gradients"],
         counts["state"],
@@ -123,3 +123,19 @@ def state_of(
         apart,
         apart_allocated,
     )
+
+
+def _near(segments: Sequence[HeldSegment]) -> tuple[HeldSegment, ...]:
+    """The segments with their addresses counted from the lowest one's window, and without windows in which nothing
+    lies, but for one where there were any: the same in every process that makes the same allocations."""
+    placed: list[HeldSegment] = []
+    end = shift = 0
+    for segment in segments:
+        if segment.address is not None:
+            begin = segment.address // WINDOW_BYTES
+            shift += max(0, begin - shift - end) if placed else begin
+            address = segment.address - shift * WINDOW_BYTES
+            end = -(-(address + segment.nbytes) // WINDOW_BYTES) + 1
+            segment = replace(segment, address=address)
+        placed.append(segment)
+    return tuple(placed)

@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -147,6 +148,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         """Whether a kernel ran that makes more bytes than its fake results have."""
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
+        self.calls: Counter[OpCall] = Counter()
+        """How often each kernel ran; where it is not computed, without its results."""
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,6 +188,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if any(map(special_kind, tensors)):  # no rule is known: its kernels convert or copy operands at most
             return sum({storage: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}.values())
         call = describe(func, args, kwargs, result)
+        self.calls[call] += 1
         return self.eager_workspace(call)
 
     def eager_workspace(self, call: OpCall) -> int:

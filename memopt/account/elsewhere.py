@@ -35,6 +35,8 @@ class Found:
     """The largest tensors of `other`, in words."""
     optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
     """The optimisers that step parameters of the model."""
+    parameters: int = field(default=0, compare=False)
+    """The bytes of parameters among `other`, as those of a teacher are."""
     looked: bool = field(default=False, compare=False)
     """Whether it was looked for; else the bytes are those that the user gave, or a limit."""
 
@@ -103,7 +105,10 @@ def look(
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
-    return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)), looked=True)
+    of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
+    in_modules = sum(beside[address] for address in of_modules)
+    live = tuple(map(LiveOptimizer.of, optimizers))
+    return Found(other, state_bytes, largest, live, in_modules, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,15 @@ from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
-from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
-from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
+from memopt.compat.autograd import (
+    depends_on_earlier,
+    gradients_kept,
+    has_hooks,
+    leaves_of,
+    next_node_number,
+    not_on_the_way_to,
+)
+from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.host import is_on_host, reads_raise, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
@@ -24,6 +31,7 @@ from memopt.compat.tensors import special_kind, storages_of
 from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_of
+from memopt.device.op_call import OpCall
 from memopt.training_state import undone
 
 READS_MARGIN = 4
@@ -43,6 +51,8 @@ class PlainStep:
     held_bytes: int
     """Held when the forward ends: saved activations and outputs."""
     output_bytes: int
+    is_bound: bool = False
+    """Whether the workspaces of its kernels are upper bounds, which may be far above what the kernels take."""
     depends_on_values: bool = False
     """Whether it was counted on one batch's values, since the code branches on values: others may hold more."""
     tangent_bytes: int = 0
@@ -50,6 +60,8 @@ class PlainStep:
     reached: frozenset[int] = frozenset()
     """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
     other outputs."""
+    calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
+    """How often each kernel runs."""
     retained: bool = False
     """Whether its graph is kept for a second backward (`retain_graph=True`)."""
 
@@ -63,9 +75,11 @@ def count_plain_step(
     gradients_held: bool,
     most_bytes: float = math.inf,
     retained: bool = False,
+    closely: bool = False,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
-    `retained`: its backward runs twice, as with `retain_graph=True` the first time.
+    `retained`: its backward runs twice, as with `retain_graph=True` the first time. `closely`: kernels whose workspace
+    would be the step's peak are measured, which takes longer; else only where their upper bounds exceed `most_bytes`.
 
     None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
     scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
@@ -76,7 +90,7 @@ def count_plain_step(
         return None
     how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "retained": retained}
     with torch.enable_grad(), undone(model), without_backward_hooks(model):
-        if device_of(card).is_host:
+        if device_of(card).is_host and not closely:
             try:
                 step = _count_uncomputed(model, run, call, **how)
             except TensorsTooLarge:
@@ -118,6 +132,7 @@ def _count_uncomputed(
         return None
     finally:
         torch.clear_autocast_cache()
+    step = step and replace(step, is_bound=True)
     if step is None or not count.reads:
         return step
     return replace(step, depends_on_values=True) if READS_MARGIN * step.peak_bytes <= most_bytes else None
@@ -153,6 +168,8 @@ def _count_on_fakes(
             raise ValueIsRead  # its values tell what such a kernel makes
     except ValueIsRead:
         raise
+    except DEPENDS_ON_VALUES:
+        raise ValueIsRead from None
     except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
         return None
     finally:
@@ -160,11 +177,18 @@ def _count_on_fakes(
 
 
 def count_on_values(
-    model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, most_bytes: int, *, retained: bool = False
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    card: Hardware,
+    most_bytes: int,
+    *,
+    retained: bool = False,
+    checkpoints: bool = False,
 ) -> PlainStep | None:
     """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
     gradients and the random generators is undone. The user's backward hooks are not called. `retained` is as for
-    `count_plain_step`.
+    `count_plain_step`; `checkpoints`: modules run a second time in the backward, which makes other leaves there.
 
     None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
     beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
@@ -178,7 +202,9 @@ def count_on_values(
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
             leaves = tree_leaves((args, kwargs))
-            step = _counted(count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False)
+            step = _counted(
+                count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False, made_too=not checkpoints
+            )
         count.measure()
         return step and replace(step, peak_bytes=count.peak_bytes, depends_on_values=True)
     except Exception:  # whatever it is, the real call will say it
@@ -195,11 +221,13 @@ def _counted(
     retained: bool,
     *,
     others_too: bool = True,
+    made_too: bool = True,
 ) -> PlainStep | None:
-    """Count a forward and the backward of its losses, or where it returns none, of all that it returns, with gradients
-    that a loss outside would give; `own` has the model's parameters and buffers, and what stands for each. None where
-    nothing that it returns has a gradient, and where the backward would change what is not the step's own: a graph that
-    was there before, or leaves that are neither `own` nor `inputs`, unless `others_too` allows for those without hooks.
+    """Count a forward and the backward of the scalars that it returns, and of all else that none of these was computed
+    from, with gradients that a loss outside would give; `own` has the model's parameters and buffers, and what stands
+    for each. None where nothing that it returns has a gradient, and where the backward would change what is not the
+    step's own: a graph that was there before, or leaves that are neither `own` nor `inputs`, unless `others_too` allows
+    for those without hooks, and `made_too` for those that the forward makes.
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first = next_node_number()
@@ -209,11 +237,13 @@ def _counted(
         differentiable = [
             leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        losses = [leaf for leaf in differentiable if leaf.dim() == 0] or differentiable
+        losses = [leaf for leaf in differentiable if leaf.dim() == 0]
+        losses += not_on_the_way_to(losses, differentiable) if losses else differentiable
         if not losses or depends_on_earlier(losses, first):
             return None
         known = set(map(id, tensors))
         others = [leaf for leaf in leaves_of(losses) if id(leaf) not in known]
+        others = [leaf for leaf in others if not (made_too and count.has_counted(leaf))]
         if others and (not others_too or any(map(has_hooks, others))):
             return None
         held = count.live_bytes
@@ -227,7 +257,7 @@ def _counted(
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
-    return replace(found, tangent_bytes=tangents)
+    return replace(found, tangent_bytes=tangents, calls=count.calls)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

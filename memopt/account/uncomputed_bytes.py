@@ -61,9 +61,11 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
-        kernel = self._kernel(func, args, kwargs)
+        call = describe(func, args, kwargs, ())
+        kernel = self._kernel(call)
         if kernel.is_view:
             return func(*args, **kwargs)
+        self.calls[call] += 1
         if self.live_bytes + kernel.made_bytes > self.most_bytes:
             raise TensorsTooLarge
         self._workspace_bytes = kernel.workspace_bytes
@@ -77,8 +79,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """An upper bound of the bytes that the operator's kernel takes for itself, by rule."""
         return self._workspace_bytes
 
-    def _kernel(self, func: Any, args: Any, kwargs: Any) -> _Kernel:
-        call = describe(func, args, kwargs, ())
+    def _kernel(self, call: OpCall) -> _Kernel:
         if call not in self._kernels:
             self._kernels[call] = _Kernel.of(call, *self._results_of(call))
         return self._kernels[call]

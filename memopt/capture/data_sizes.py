@@ -230,4 +230,4 @@ def check_size(value: Any, dimension: int | None, most: int) -> None:
     first = _first(value)
     size = first if dimension is None else first.shape[dimension]
     if size > most:
-        raise SizeOutgrown(f"{size} instead of at most {most}")
+        raise SizeOutgrown(f"a size that depends on data is {size}, and the plan is for at most {most}")

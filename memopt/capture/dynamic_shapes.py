@@ -205,7 +205,7 @@ def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor
         for name, inner in dynamic.items():
             if name not in given:
                 raise ValueError(
-                    f"{path} names {name!r}, which the batch has not; it has {', '.join(map(repr, given))}"
+                    f"{path} names {name!r}, which is not in the batch; it has {', '.join(map(repr, given))}"
                 )
             yield from _matched(inner, given[name], f"{path}[{name!r}]")
     elif isinstance(given, Sequence) and isinstance(dynamic, Sequence) and len(dynamic) <= len(given):

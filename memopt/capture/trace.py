@@ -21,10 +21,11 @@ from memopt.compat.host import HOST
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.compat.joint_trace import AotTrace, trace_region
 from memopt.compat.operators import without_autocast
-from memopt.compat.symbols import data_symbols_of
+from memopt.compat.symbols import data_symbols_of, is_symbolic
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
-from passes.graphs.node_facts import is_tangent
+from passes.graphs.edit import on_stored_values, refresh
+from passes.graphs.node_facts import is_tangent, tensors
 
 
 class _JointGraphTraced(Exception):
@@ -41,6 +42,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
 
     def take_joint(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
         _tag_forward(joint.graph, num_fwd_outputs)
+        lay_out_again(joint.graph)
         found.append((joint, num_fwd_outputs))
         raise _JointGraphTraced
 
@@ -64,6 +66,40 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
             node.meta["partitioner_tag"] = "is_forward"
         needed += [source for source in node.all_input_nodes if source not in seen]
         seen.update(node.all_input_nodes)
+
+
+def lay_out_again(graph: fx.Graph) -> None:
+    """Correct the stored values of calls that read a tensor with gaps, and of what reads those. On a CUDA card inductor
+    pads matrix products whose kernels are faster then (`shape_padding`), and takes from the result a slice in the place
+    of the product, but leaves the values behind it as they were."""
+    changed: set[fx.Node] = set()
+    with on_stored_values(graph):
+        for node in graph.nodes:
+            reads = node.all_input_nodes
+            if node.op != "call_function" or (changed.isdisjoint(reads) and not any(map(_has_gaps, reads))):
+                continue
+            stored = node.meta.get("val")
+            try:
+                refresh(node)
+            except (RuntimeError, ValueError):
+                if node.target is not torch.ops.aten.view.default:
+                    raise
+                node.target = torch.ops.aten.reshape.default  # as inductor lowers a view
+                refresh(node)
+            before, after = ([one.stride() for one in tensors(value)] for value in (stored, node.meta["val"]))
+            if before != after:
+                changed.add(node)
+            else:
+                node.meta["val"] = stored
+
+
+def _has_gaps(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor between whose elements there is memory that is not its own."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or is_symbolic(value):
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return 0 not in value.stride() and reach >= value.numel() > 0
 
 
 def not_compiled(failure: InductorFailed) -> CaptureError:

@@ -34,7 +34,7 @@ Rows = dict[str, int]
 
 @dataclass(frozen=True)
 class AccountRow:
-    """One row of a step's account, in bytes."""
+    """One row of a step's account: the bytes that the plan predicted, and those that `memopt.check` measured."""
 
     name: str
     predicted_bytes: int

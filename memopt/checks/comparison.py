@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from rich.table import Column, Table
@@ -114,7 +115,7 @@ class Comparison:
 
     @property
     def worst(self) -> Difference | None:
-        """The gradient or buffer with the largest relative difference; None without any."""
+        """The gradient or buffer with the largest relative difference; None where the model has neither."""
         differences = (*self.gradients, *self.buffers)
         return max(differences, key=lambda found: (found.relative, not found.bitwise), default=None)
 
@@ -135,6 +136,10 @@ class Comparison:
         if differing and self.accuracies is not None:
             parts.append(_gradients_table(self.accuracies, self._columns))
         return as_text(*parts, *(f"note: {note}" for note in self.notes))
+
+    def _repr_html_(self) -> str:
+        """The tables, for notebooks."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return self.table()

@@ -30,6 +30,45 @@ CARDS = (
 )
 """The names of `memopt.device.known_hardware`, which loads torch."""
 
+LEVERS = (
+    "recompute",
+    "reinplace",
+    "fused_ops",
+    "fused_attention",
+    "chunked_loss",
+    "microbatch",
+    "offload_activations",
+    "fp8",
+    "fp8_delayed",
+    "fp8_block",
+    "mxfp8",
+    "fp8_activations",
+    "bf16_parameters",
+    "low_bit_optimizer",
+    "offload_optimizer",
+    "optimizer_in_backward",
+    "plain",
+)
+"""The names of `memopt.levers.all.allowable`, which loads torch."""
+OPTIMIZERS = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "muon",
+    "nadam",
+    "none",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+    "sparseadam",
+)
+"""The names of `torch.optim` whose step needs no closure, and "none"."""
+
 
 def check_early(model: str, device: str | None, budget: str | None) -> None:
     """Raise `UsageError` for a card, a number of gigabytes or a model that cannot be meant."""

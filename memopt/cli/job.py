@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.shell_completion import CompletionItem
 
-from memopt.cli.early import CARDS, check_early, model_types
+from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, check_early, model_types
 from memopt.cli.failures import UsageError
 from memopt.progress import stage
 
@@ -29,6 +29,19 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
 def _cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """The names of cards that complete what was typed, for the shell."""
     return [name for name in CARDS if name.startswith(incomplete)]
+
+
+def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """What was typed of `--allow`, with the levers that complete its last name; those that are named are left out."""
+    *named, last = incomplete.split(",")
+    before, taken = "".join(f"{name}," for name in named), last[:1] == "-"
+    words = (f"-{name}" for name in LEVERS) if taken else ("default", *LEVERS)
+    return [f"{before}{word}" for word in words if word.startswith(last) and word not in named]
+
+
+def _optimizers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The names of optimisers that complete what was typed."""
+    return [name for name in OPTIMIZERS if name.startswith(incomplete.lower())]
 
 
 def _models(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -59,13 +72,14 @@ _ARGUMENTS = (
     ),
     click.option("--budget-gb", metavar="GB", help="GB of 1024³ bytes for the whole step. Default: the card's memory."),
     click.option(
-        "--allow", metavar="LEVERS",
+        "--allow", metavar="LEVERS", shell_complete=_levers,
         help="Levers that may be used, with commas between: recompute,reinplace, or default,fp8, or "
         "default,-offload_activations. Default: default.",
     ),
     click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
     click.option(
-        "--optimizer", default="adamw", metavar="NAME", show_default=True, help="A name of torch.optim, or none."
+        "--optimizer", default="adamw", metavar="NAME", show_default=True, shell_complete=_optimizers,
+        help="A name of torch.optim, or none.",
     ),
     click.option("--backend", type=click.Choice(("auto", "aten", "inductor")), default="auto", show_default=True),
     click.option("--effort", type=click.Choice(("fast", "default", "best")), default="default", show_default=True),

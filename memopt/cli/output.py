@@ -76,13 +76,16 @@ def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """The figures of a plan: bytes, seconds, shares as fractions, GB of 1024³ bytes."""
+    from memopt.show.report import AS_CAPTURED, before_all
+
     return {
         "fits": True,
         "model": plan.model,
         "device": plan.hardware,
         "budget_gb": plan.budget_bytes / 1024**3,
         "peak_gb": plan.predicted_peak_gb,
-        "plain_peak_gb": plan.plain_peak_gb,
+        "plain_peak_gb": before_all(plan)[1] / 1024**3,
+        "nothing_recomputed_peak_gb": plan.plain_peak_gb,
         "step_seconds": plan.step_seconds,
         "added_time": plan.added_time,
         "added_time_at_least": plan.bound,
@@ -90,8 +93,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "levers": [*plan.levers, *["recompute"] * any(row.recomputed_ops for row in plan.modules)],
         "optimizer_levers": list(plan.proposals),
         "host_bytes": plan.host_bytes,
-        "bytes_at_the_peak": {"as_captured": dict(plan.plain.rows), "planned": dict(plan.planned.rows)},
-        "receipt": [{**dataclasses.asdict(row), "lever": row.lever or "as captured"} for row in plan.receipt],
+        "bytes_at_the_peak": {"nothing_recomputed": dict(plan.plain.rows), "planned": dict(plan.planned.rows)},
+        "receipt": [{**dataclasses.asdict(row), "lever": row.lever or AS_CAPTURED} for row in plan.receipt],
         "modules": [dataclasses.asdict(row) for row in plan.modules],
         "notes": list(plan.notes),
     }
@@ -108,4 +111,5 @@ def refusal_figures(error: BudgetError) -> dict[str, Any]:
         "further": list(error.further),
         "ways": [{**dataclasses.asdict(way), "peak_gb": way.peak_bytes / 1024**3} for way in error.ways],
         "allow_also": [list(names) for names in error.proposals],
+        "untried": list(error.untried),
     }

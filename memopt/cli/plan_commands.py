@@ -169,7 +169,8 @@ def _coloured(line: str) -> str:
 @takes_job
 @click.option("--to", metavar="FILE", default="memopt.html", show_default=True, help="The page to write.")
 @click.option("--frontier", metavar="POINTS", type=int, help="Also solve for that many budgets, and show the curve.")
-def report(job: Job, to: str, frontier: int | None) -> None:
+@click.option("--cards", is_flag=True, help="Also plan for the other cards, and show what they would do.")
+def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
     """Write one HTML page about the plan of MODEL; it needs no network and no other file.
 
     It shows the budget, memory over the step, bytes by module, what the plan changes, precision and all operators.
@@ -182,7 +183,8 @@ def report(job: Job, to: str, frontier: int | None) -> None:
         raise UsageError(f"--to takes a file named *.html, not {to!r}")
     check_file("--to", to)
     plan = planned(job)
-    plan.report(to, frontier=None if frontier is None else plan.frontier(frontier))
+    curve = None if frontier is None else plan.frontier(frontier)
+    plan.report(to, frontier=curve, cards=plan.cards() if cards else ())
     _show_file(job, plan, to, {"page": to})
 
 

@@ -145,6 +145,12 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield leaf
 
 
+def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the tensors that none of the `ends` was computed from, but which have autograd nodes."""
+    passed = set(_nodes_of(ends))
+    return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
+
+
 def next_node_number() -> int:
     """A number above those of the autograd nodes that this thread has made, and below those of nodes that it will make.
     To be called with gradients enabled."""

@@ -9,13 +9,17 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 from passes.compat import Replacement, private, replaced
 
 PRIVATE_NAMES = (
-    *private("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
+    *private(
+        "torch._subclasses.fake_tensor",
+        "FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException",
+    ),
     *private(
         "torch._subclasses.fake_tensor", "FakeTensor.fake_device FakeTensorMode.fake_tensor_converter", needed=False
     ),
@@ -33,6 +37,10 @@ PRIVATE_NAMES = (
     *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
     *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
 )
+
+
+DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException
+"""What fakes raise at an operator whose results, or their sizes, depend on values."""
 
 
 def new_fake_mode() -> FakeTensorMode:

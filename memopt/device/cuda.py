@@ -21,7 +21,16 @@ from memopt.compat.operators import (
 from memopt.device.context_probe import measure_context_bytes
 from memopt.device.cuda_libraries import library_run, start_libraries
 from memopt.device.device import Device
-from memopt.device.hardware import CARDS, LARGE, Chip, Hardware, card_reported, physical_bytes, reported_chip
+from memopt.device.hardware import (
+    CARDS,
+    LARGE,
+    Chip,
+    Hardware,
+    assumed_context,
+    card_reported,
+    physical_bytes,
+    reported_chip,
+)
 from memopt.device.live_bytes import OpDryRun
 from memopt.device.op_call import OpCall
 from memopt.device.workspace_cuda import CUDA_BY_CHIP, CUDA_RULES, library_workspaces
@@ -175,7 +184,7 @@ class _Cuda(Device):
 
     def reported(self, device: torch.device) -> Hardware:
         """Its name, memory, chip and compute capability."""
-        chip = reported_chip(device)
+        chip, major = reported_chip(device), torch.cuda.get_device_capability(device)[0]
         return Hardware(
             name=self.name(device),
             flops={},
@@ -183,7 +192,8 @@ class _Cuda(Device):
             launch_seconds=0.0,
             memory_bytes=torch.cuda.get_device_properties(device).total_memory,
             source="",
-            major=torch.cuda.get_device_capability(device)[0],
+            major=major,
+            context_bytes=assumed_context(major),
             multiprocessors=chip.multiprocessors,
             threads_per_multiprocessor=chip.threads,
             host_bytes=physical_bytes() // 2,

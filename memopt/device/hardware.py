@@ -70,7 +70,7 @@ class Hardware:
     context_bytes: int = 512 * 1024**2
     """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
     they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400
-    MB in use (pytorch/pytorch#107667, #109888); more is assumed until it is measured."""
+    MB in use (pytorch/pytorch#107667, #109888); more is assumed until it is measured. See also `assumed_context`."""
     host_bytes: int | None = None
     """Room on the host for offloaded values; None for twice the device's memory."""
     device_type: str = "cuda"
@@ -94,6 +94,15 @@ class Hardware:
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for a dtype; one that the device has no units for runs at float32's rate."""
         return self.flops.get(dtype, self.flops["float32"])
+
+
+def assumed_context(major: int) -> int:
+    """Bytes of a context that is not measured, by the major version of the compute capability. An H100 held 619 MB once
+    the context was there, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
+    return _HOPPER_CONTEXT if major >= 9 else Hardware.context_bytes
+
+
+_HOPPER_CONTEXT = 770 * 1024**2
 
 
 def scaled_rate(tile: str) -> str:
@@ -138,6 +147,7 @@ def _gpu(
         major=major,
         multiprocessors=chip.multiprocessors,
         threads_per_multiprocessor=chip.threads,
+        context_bytes=assumed_context(major),
     )
 
 

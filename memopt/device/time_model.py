@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
-from memopt.compat.operators import OpOverload, schema_of
+from memopt.compat.operators import OpOverload, plain_tensors, schema_of
 from memopt.compat.symbols import upper_bound
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware, scaled_rate
-from memopt.device.op_call import flop_formula
+from memopt.device.op_call import OpCall, flop_formula
 from memopt.device.storages import is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned
 
@@ -33,6 +33,10 @@ _READ_NOTHING = {
     for make in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
     for kind in (f"{make}_like", f"new_{make}")
 }
+
+
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
+_MISALIGNED = 5.0
 
 
 def _turned_bytes(node: fx.Node) -> int:
@@ -69,7 +73,40 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
         return 0.0
     if _name(node) == "memopt.fp8_matmul":
         return _scaled_product_seconds(node, hardware)
-    return op_seconds(node_flops(node), node_bytes(node), _arithmetic_dtype(node), hardware)
+    flops = round(node_flops(node) * (1.0 if device_of(hardware).is_host else _misaligned(node)))
+    return op_seconds(flops, node_bytes(node), _arithmetic_dtype(node), hardware)
+
+
+def _misaligned(node: fx.Node) -> float:
+    """How many times as long a product takes on a card whose 16-bit matrices have rows of a size that is no multiple of
+    16 bytes: cuBLAS takes kernels of older cards then. 3.2 to 7 were measured for 50,257 columns on an H100
+    (`passes.ops.chunked_cross_entropy`)."""
+    if _name(node) not in _PRODUCTS:
+        return 1.0
+    matrices = [tensor for one in (node, *node.all_input_nodes) for tensor in tensors_of(one) if tensor.dim() > 1]
+    rows = [max(one.stride()[-2:]) for one in matrices if one.dtype.itemsize == 2]
+    return _MISALIGNED if any(isinstance(row, int) and row % 8 for row in rows) else 1.0
+
+
+def call_seconds(call: OpCall, hardware: Hardware) -> float:
+    """As `node_seconds`, of one call of an operator without a graph around it."""
+    graph = fx.Graph()
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return [given(element) for element in value] if isinstance(value, list) else value
+        node = graph.placeholder("given")
+        node.meta["val"] = value
+        return node
+
+    with plain_tensors(), torch.no_grad():
+        args, kwargs = call.make_arguments("meta")
+        node = graph.call_function(call.op, tuple(map(given, args)), {name: given(kwargs[name]) for name in kwargs})
+        try:
+            node.meta["val"] = call.op(*args, **kwargs)
+        except Exception:  # it has no kernel for "meta", or reads values
+            node.meta["val"] = call.make_results("meta")
+    return node_seconds(node, hardware)
 
 
 def bound_by_arithmetic(node: fx.Node, hardware: Hardware) -> bool:

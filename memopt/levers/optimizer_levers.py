@@ -16,8 +16,8 @@ from memopt.optimizers import Stepping
 from memopt.optimizers.parameterwise import check_inner
 from memopt.units import duration, size
 
-Wanted: TypeAlias = Callable[[Collection[str]], bool]
-"""Whether a combination of levers, by their names, is worth its price."""
+Wanted: TypeAlias = Callable[[Sequence[Lever]], bool]
+"""Whether a combination of levers is worth its price."""
 Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
 """Prices found so far, for the same facts."""
 
@@ -141,7 +141,7 @@ def combinations_of(
     facts: TrainingFacts,
     levers: Collection[Lever],
     allowed: Collection[str],
-    wanted: Wanted = lambda names: True,
+    wanted: Wanted = lambda levers: True,
 ) -> Iterator[PricedLevers]:
     """The combinations of the levers that fit the optimiser: those of `allowed` levers alone, by the time that they
     add, least first; and then those with others, the smallest ones first, and of as many levers by the time that they
@@ -152,8 +152,7 @@ def combinations_of(
     yield from _priced(facts, [some for number in numbers for some in combinations(own, number)], known)
 
     def useful(some: Sequence[Lever]) -> bool:
-        names = [lever.name for lever in some]
-        return not set(allowed).issuperset(names) and wanted(names)
+        return not set(allowed).issuperset(lever.name for lever in some) and wanted(some)
 
     for number in numbers:
         yield from _priced(facts, [some for some in combinations(levers, number) if useful(some)], known)

@@ -22,6 +22,7 @@ from memopt.rewrite.search import SearchPrecision
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
 LABEL = "precision"
+LEFT_TO_AUTOCAST = "torch.autocast is on: dtypes are left to it"
 
 
 def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
@@ -59,7 +60,7 @@ class DecidePrecision:
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if self.left_to_autocast:
-            return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: dtypes are left to it",))
+            return Decision(Pipeline((), label=LABEL), notes=(LEFT_TO_AUTOCAST,))
         plan = self.plan(graph)
         passes = InsertCasts(plan.assignment, outputs=graph.result_dtypes), MergeCasts(), EliminateDeadCode()
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]

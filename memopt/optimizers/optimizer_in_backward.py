@@ -120,7 +120,7 @@ def refuse_what_needs_all_gradients(
     if max_grad_norm is not None:
         raise ValueError(
             f"max_grad_norm={max_grad_norm} needs the norm of all gradients before any is used, and with "
-            "optimizer_in_backward each is used and freed at once; give max_grad_norm=None, or leave this proposal out"
+            "optimizer_in_backward each is used and freed at once; give max_grad_norm=None, or take it out of allow"
         )
     if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
         raise ValueError(

@@ -31,6 +31,7 @@ from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.stages import Priced, Recorded
 from memopt.planning.terms import Situation
+from memopt.planning.tries import ADAPTERS, CAPTURE, Tries
 from memopt.units import size
 
 _log = logging.getLogger("memopt")
@@ -54,16 +55,18 @@ class _Advice:
         self.planner, self.call, self.situation = recorded.planner, recorded.call, recorded.situation
         self.options = recorded.planner.terms.options
 
-    def __call__(self, steps: Sequence[Priced], near: bool = False) -> tuple[list[str], list[Way]]:
+    def __call__(self, steps: Sequence[Priced], near: bool, tries: Tries) -> tuple[list[str], list[Way]]:
         """What was not looked at, and suggestions that fit the budget, or a larger card; `steps` holds the step under
-        every lever set. `near`: only settings with which the step computes the same, and no capture is needed."""
+        every lever set. `near`: only settings with which the step computes the same, and no capture is needed. Others
+        are tried as far as `tries` allow, those first that no capture is needed for."""
         looks: tuple[_Look, ...] = (
             partial(self.in_growing_segments, steps),
             partial(self.with_parameters_on_host, steps),
             partial(self.by_fused_kernels, steps),
         )
         if not near:
-            looks += (partial(self.in_microbatches, steps), partial(self.without_state, steps), self.with_low_rank)
+            captured = (partial(look, steps, tries) for look in (self.in_microbatches, self.with_low_rank))
+            looks += (partial(self.without_state, steps), *captured)
         found = [piece for look in looks for piece in _unless_it_fails(look)]
         budget = self.options.budget_bytes
         helpful = [
@@ -77,7 +80,7 @@ class _Advice:
         """Whether a smallest budget is within the one that was given."""
         return nbytes <= self.options.budget_bytes
 
-    def in_microbatches(self, steps: Sequence[Priced]) -> Iterator[Way]:
+    def in_microbatches(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
         """The batch in microbatches of one sample, the smallest that `TrainStep` can split it into."""
         batch: Any = self.call[0] or self.call[1]
         try:
@@ -88,15 +91,17 @@ class _Advice:
         apart = any(region.has_batch_statistics for priced in steps for region in priced.step.traced.regions)
         if MICROBATCH.name not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
             return
+        typed, lean = "memopt.TrainStep(model, optimizer)", _lean(steps)
+        if not tries.allow(f"microbatches by {typed}", CAPTURE, lean):
+            return
         piece = split(batch, samples)[0]
         call: Call = (piece, {}) if self.call[0] else ((), piece)
-        levers = min(steps, key=lambda priced: priced.smallest()[0]).levers
-        nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), levers)
+        nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), lean)
         sentence = f"for TrainStep, in microbatches down to one of its {samples} samples,"
         changes = (
             f"it splits a batch into as few parts as fit, down to one of its {samples} samples; equal but for rounding"
         )
-        yield Way("memopt.TrainStep(model, optimizer)", nbytes, changes, sentence=sentence)
+        yield Way(typed, nbytes, changes, sentence=sentence)
 
     def in_growing_segments(self, steps: Sequence[Priced]) -> Iterator[Way]:
         """Expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
@@ -169,20 +174,24 @@ class _Advice:
         """The smallest budget in bytes of all steps; `expandable` is as for `on_card`."""
         return min(priced.smallest(expandable=expandable)[0] for priced in steps)
 
-    def with_low_rank(self) -> Iterator[Way]:
+    def with_low_rank(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
         """Low-rank adapters on the frozen model."""
         if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
             return
-        twin, number = with_low_rank(self.planner.terms.model)
-        if not number:
+        model, typed, lean = self.planner.terms.model, f"LoRA, as peft.LoraConfig(r={RANK})", _lean(steps)
+        inner = [module for child in model.children() for module in child.modules()]
+        if not any(map(_linear_sizes, inner)) or not self.fits(sum(one.nbytes for one in model.parameters())):
             return
+        if not tries.allow(typed, ADAPTERS, lean):
+            return
+        twin, number = with_low_rank(model)
         planner = self.like(self.planner, twin)
         account = planner.accounts.account(self.call, self.situation)
-        if self.fits(account.resident_bytes):
-            nbytes = self.least(planner, self.call, replace(self.situation, hooked=frozenset()))
+        if number and self.fits(account.resident_bytes):
+            nbytes = self.least(planner, self.call, replace(self.situation, hooked=frozenset()), lean)
             changes = f"adapters of rank {RANK} on {number} linear layers are trained, all else is frozen"
             sentence = f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)"
-            yield Way(f"LoRA, as peft.LoraConfig(r={RANK})", nbytes, changes, sentence=sentence)
+            yield Way(typed, nbytes, changes, sentence=sentence)
 
     @staticmethod
     def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
@@ -192,16 +201,23 @@ class _Advice:
             model or planner.terms.model, other, planner.loss_fn, planner.plain, planner.accounts.beside
         )
 
-    def least(self, planner: CallPlanner, call: Call, situation: Situation, levers: Rewriting | None = None) -> int:
-        """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""
-        planner = self.like(planner)
+    def least(self, planner: CallPlanner, call: Call, situation: Situation, step: Priced) -> int:
+        """The smallest budget in bytes for a call under the lever set of `step`, or the last before it that finds
+        something to rewrite; found on fake tensors."""
+        planner, number = self.like(planner), self.planner.terms.lever_sets.index(step.levers)
         with planner.terms.types(), torch.enable_grad():
             captured = planner.capture_on_fakes(on_meta(call), planner.optimizer_choice.narrowed)
             recorded = Recorded(planner, captured, call, situation)
-            if levers is None:
-                return self.smallest_of(list(recorded.candidates()))
-            traced = recorded.trace(levers)
-            return traced.price(traced.account()).smallest()[0]
+            for levers in reversed(planner.terms.lever_sets[: number + 1]):
+                with contextlib.suppress(NothingToRewrite):
+                    traced = recorded.trace(levers)
+                    return traced.price(traced.account()).smallest()[0]
+        raise AssertionError("a lever set without levers finds nothing to rewrite")
+
+
+def _lean(steps: Sequence[Priced]) -> Priced:
+    """The step with the smallest budget."""
+    return min(steps, key=lambda priced: priced.smallest()[0])
 
 
 def _name_of(optimizer: Any) -> str:

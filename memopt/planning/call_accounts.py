@@ -43,6 +43,10 @@ class Looks(Protocol):
     def tolerance_bytes(self) -> int:
         """The bytes that plans leave free for what appears unnoticed, where it is looked for."""
 
+    @property
+    def gradients_may_stay(self) -> bool:
+        """Whether gradients may be there when a later forward begins, as far as it is known."""
+
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
         """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
         that many bytes; and, where that is guessed, how many more may be needed."""

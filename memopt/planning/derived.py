@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.errors import BudgetError
-from memopt.planning.figures import plain_step, recounted, schedule_rows
+from memopt.planning.figures import plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
@@ -128,7 +128,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
     found = priced.planned(joined, solution, fitted, plan.budget_bytes, plan.effort)
     if found.ceiling_bytes > plan.budget_bytes or found.added_time > max(NEGLIGIBLE, plan.added_time):
         return None
-    rows = (ReceiptRow("", found.plain.peak_bytes, found.step_seconds), *schedule_rows(found))
+    rows = rows_to(found, [ReceiptRow("", found.plain.peak_bytes, found.step_seconds)])
     notes = found.notes + tuple(note for note in plan.notes if note not in step.traced.all_notes)
     return replace(found, levers=plan.levers, receipt=rows, notes=notes)
 

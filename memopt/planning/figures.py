@@ -13,6 +13,7 @@ from memopt.account.breakdown import Breakdown, breakdown
 from memopt.errors import GIB
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
+from memopt.levers.precision import LEFT_TO_AUTOCAST, PRECISION
 from memopt.levers.recompute import RECOMPUTE
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.cluster_step import cluster_step
@@ -20,7 +21,7 @@ from memopt.planning.frontier import Frontier, FrontierPoint
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
-from memopt.planning.plan import Plan, PlanSource, ReceiptRow
+from memopt.planning.plan import CAPTURE, Plan, PlanSource, ReceiptRow
 from memopt.planning.planner import Request, recipes, smallest, solve_with_steps, step_peak_bytes
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
@@ -41,6 +42,16 @@ def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
+def beside_plain(plan: Plan, plain: ReceiptRow | None) -> Plan:
+    """The plan with the row of the plain step before those of its levers; as it is where that is None."""
+    if plain is None or not plan.receipt:
+        return plan
+    captured, *rows = plan.receipt
+    low = plan.solved[0].traced.rewriting.autocast is not None and LEFT_TO_AUTOCAST not in plan.notes
+    first = replace(plain, peak_bytes=plain.peak_bytes + plan.account.elsewhere)
+    return replace(plan, receipt=(first, replace(captured, lever=PRECISION.name if low else CAPTURE), *rows))
+
+
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
     """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations,
     offload_parameters."""
@@ -59,6 +70,27 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
     if plan.hosted_bytes:
         rows.append(ReceiptRow(OFFLOAD_PARAMETERS.name, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
+
+
+def with_rows_of(other: Plan, plan: Plan) -> Plan:
+    """The plan, of the same step as `other` for another budget, with that one's levers and rows up to those of the
+    schedule, which are its own."""
+    offloads = {OFFLOAD_ACTIVATIONS.name: plan.moved_bytes, OFFLOAD_PARAMETERS.name: plan.hosted_bytes}
+    scheduled = (REINPLACE.name, RECOMPUTE.name, *offloads)
+    before = tuple(row for row in other.receipt if row.lever not in scheduled)
+    levers = (
+        *(name for name in other.levers if name not in offloads),
+        *(name for name, nbytes in offloads.items() if nbytes),
+    )
+    rows = rows_to(plan, before) if before else ()
+    return replace(plan, levers=levers, proposals=other.proposals, receipt=rows)
+
+
+def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
+    """All rows of a plan, those of the levers `before` its schedule first. The last one is the plan's peak: without a
+    schedule's rows, the replay of the allocator may differ from it by some rounding."""
+    *rows, last = (*before, *schedule_rows(plan))
+    return (*rows, replace(last, peak_bytes=plan.predicted_peak_bytes))
 
 
 def writes_over(plan: Plan) -> bool:

@@ -17,7 +17,7 @@ import torch
 from memopt.account.account import Account
 from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare, step_ways
 from memopt.account.breakdown import breakdown
-from memopt.account.caching_allocator import CardFullError, rounded_bytes
+from memopt.account.caching_allocator import SMALL_BYTES, CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
@@ -167,6 +167,7 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
         ),
         state=_split_into(state.nbytes, account.state_blocks or trained),
         temporaries=_split_into(account.optimizer_temporaries, trained),
+        copies=(account.inputs,) if SMALL_BYTES < account.inputs <= state.nbytes else (),
         there=there.without([row.kind for row in (given, held, state) if row.is_freed]),
     )
 

@@ -25,6 +25,7 @@ from memopt.solver import Schedule
 if TYPE_CHECKING:
     from networkx import DiGraph
 
+    from memopt.planning.cards import OnCard
     from memopt.planning.joined import Joined
     from memopt.planning.priced_step import PricedStep, TracedStep
 
@@ -45,8 +46,16 @@ class PlanSource(Protocol):
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
         """The peaks and times that checkpointing by hand reaches on this step."""
 
+    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
+        """The step on the other cards of its kind."""
+
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""
+
+
+PLAIN_STEP, CAPTURE = "plain step", "one graph"
+"""The first rows of a receipt: the step as the plain model runs it, in its own precision; and as it is captured, in one
+graph that holds nothing beyond its last use."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,8 @@ class ReceiptRow:
     """A row of a plan's receipt: the step with one more lever in use than in the row before."""
 
     lever: str
-    """Name of the lever; empty for the step as captured."""
+    """Name of the lever, or `PLAIN_STEP`, `CAPTURE`; empty for the step as captured where the plain step was not
+    counted."""
     peak_bytes: int
     """Peak of the whole step."""
     seconds: float
@@ -100,7 +110,8 @@ class Plan(PlanViews):
     proposals: tuple[str, ...] = ()
     """Levers in use that change the optimiser: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
-    """The step as captured, then with one more lever per row; recomputation and offload come last."""
+    """The plain step, then with one more lever per row, precision first; recomputation and offload come last. Of plans
+    that training calls made for themselves it begins with the step as captured."""
     host_bytes: int = 0
     """The most host memory that the step takes at a time, for activations and parameters; not part of the budget."""
     moved_bytes: int = 0
@@ -142,7 +153,7 @@ class Plan(PlanViews):
 
     @property
     def joined(self) -> Joined | None:
-        """All regions as one priced problem; None if loaded."""
+        """The step as one problem of the solver, in bytes and seconds, with all captured regions; None if loaded."""
         return None if self.source is None else self.source.priced.problem
 
     @property
@@ -254,6 +265,15 @@ class Plan(PlanViews):
         Raises `ValueError` if loaded.
         """
         return self._source().recipes(self)
+
+    def cards(self) -> tuple[OnCard, ...]:
+        """The same step on each CUDA card that can be named, within all of its memory: whether it fits, in which time,
+        and about how many times the batch fits. Nothing is captured again; it costs the tracing under all levers, where
+        this plan has not tried them, and for each card a part of a second to some seconds.
+
+        Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made.
+        """
+        return self._source().cards(self)
 
     def smallest_gb(self) -> float:
         """The smallest budget in GB that works for this step with the levers of this plan. Through a backend that

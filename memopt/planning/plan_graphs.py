@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -160,6 +161,10 @@ class PlanDiff:
 
     def __str__(self) -> str:
         return str(shown("diff_text").render(self._heading(), self.changes, self.modules))
+
+    def _repr_html_(self) -> str:
+        """The changes, for notebooks."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         return f"<PlanDiff: {self.summary()}>"

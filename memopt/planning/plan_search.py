@@ -10,15 +10,17 @@ from dataclasses import dataclass, field, replace
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
+from memopt.levers.lever import Lever
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
-from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
+from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
 from memopt.levers.reinplace import REINPLACE
-from memopt.planning.figures import plain_row, schedule_rows, writes_over
+from memopt.planning.figures import plain_row, rows_to, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced, Recorded
+from memopt.planning.tries import CAPTURE, SEARCH, Tries
 
 # The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
@@ -41,12 +43,12 @@ class PlanSearch:
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
     """The names of all allowed levers, for what a refusal has the user type."""
-    narrowed: Callable[[Rewriting], Priced | None] = lambda levers: None
+    narrowed: Callable[[Rewriting], Priced | None] | None = None
     """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
-    captured."""
-    advice: Callable[[Sequence[Priced], bool], tuple[list[str], list[Way]]] = lambda steps, near: ([], [])
-    """Notes on what was not tried, and further changes that would help, asked for where no allowed proposal does;
-    whether the budget is near the smallest that works is told as well."""
+    captured. Without the function such proposals are left out."""
+    advice: Callable[[Sequence[Priced], bool, Tries], tuple[list[str], list[Way]]] = lambda steps, near, tries: ([], [])
+    """Notes, and further changes that would help, asked for where no allowed proposal does; told as well are whether
+    the budget is near the smallest that works, and how much may be tried."""
     _steps: list[Priced] = field(default_factory=list, init=False)
     _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
     _refused: list[BudgetError] = field(default_factory=list, init=False)
@@ -129,22 +131,34 @@ class PlanSearch:
     def _with_proposals(self) -> tuple[Plan, Rewriting]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
         `BudgetError`, which describes proposals that are not allowed only where the budget is not near the smallest
-        that works: they take longer to try than a little more memory takes to give."""
+        that works, as they take longer to try than a little more memory takes to give, and as far as `Tries` allow."""
+        tries, lean = Tries.beside(self._steps, self.effort), min(self._steps, key=Priced.smallest)
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[PricedLevers, int]] = []
+        left_out: list[Collection[str]] = []
 
         none_helps = self._is_near(found[()]) or all(
             least_with_levers(priced.account) > self.budget_bytes for priced in self._steps
         )
 
-        def wanted(names: Collection[str]) -> bool:
-            return not none_helps and not any(set(names).issuperset(fewer.names) for fewer, _ in helpful)
+        def wanted(levers: Sequence[Lever]) -> bool:
+            names = tuple(lever.name for lever in levers)
+            if none_helps or any(
+                set(names).issuperset(fewer) for fewer in (*left_out, *(one.names for one, _ in helpful))
+            ):
+                return False
+            possible = tries.can(_in_allow(names), self._traces(levers, lean), lean)
+            left_out.extend([] if possible else [names])
+            return possible
 
         for chosen in self.combinations(wanted):
             allowed = self.allowed.issuperset(chosen.names)
             if not allowed and self._is_hopeless(chosen):
                 continue
-            least = self._least(chosen, self._steps if allowed else [min(self._steps, key=Priced.smallest)])
+            if not allowed and not tries.allow(_in_allow(chosen.names), self._traces(chosen.levers, lean), lean):
+                left_out.append(chosen.names)
+                continue
+            least = self._least(chosen, self._steps if allowed else [lean])
             if least is None:
                 continue
             found[chosen.names] = least.smallest_bytes
@@ -157,15 +171,16 @@ class PlanSearch:
                 return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
         proposed = [_proposed(chosen, nbytes, self.budget_bytes, self.allow) for chosen, nbytes in helpful[:_SHOWN]]
-        notes, advised = self.advice(self._steps, self._is_near(least.smallest_bytes))
+        notes, advised = self.advice(self._steps, self._is_near(least.smallest_bytes), tries)
         raise BudgetError(
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
-            further=[*self._notes, *least.notes, *notes],
+            further=[*self._notes, *least.notes, *notes, *tries.notes],
             ways=[*proposed, *advised],
             proposals=tuple(chosen.names for chosen, _ in helpful),
             smallest_with=found,
+            untried=tries.untried,
         )
 
     def _with(self, chosen: PricedLevers, steps: Sequence[Priced]) -> Iterator[Priced]:
@@ -174,6 +189,13 @@ class PlanSearch:
             taken = self._narrowed(step.levers) if chosen.narrows else step
             if taken is not None:
                 yield Priced(taken.step.priced_for(stepping=chosen.stepping), chosen.adjusted(taken.account))
+
+    def _traces(self, levers: Sequence[Lever], step: Priced) -> float:
+        """The work of trying proposals on a step, in traces of it: none where resident bytes alone change."""
+        changes = changes_of(levers)
+        if any(change.narrows for change in changes) and self.narrowed and id(step.levers) not in self._narrowed_by_id:
+            return CAPTURE
+        return SEARCH if any(change.narrows or change.in_backward for change in changes) else 0.0
 
     def _is_near(self, smallest_bytes: int) -> bool:
         """Whether the budget is near the smallest that works."""
@@ -186,7 +208,7 @@ class PlanSearch:
     def _narrowed(self, levers: Rewriting) -> Priced | None:
         """The step under a lever set with narrower parameters, captured once; None where it cannot be captured."""
         if id(levers) not in self._narrowed_by_id:
-            self._narrowed_by_id[id(levers)] = self.narrowed(levers)
+            self._narrowed_by_id[id(levers)] = self.narrowed(levers) if self.narrowed else None
         return self._narrowed_by_id[id(levers)]
 
     def _least(self, chosen: PricedLevers, steps: Sequence[Priced]) -> BudgetError | None:
@@ -214,13 +236,14 @@ class PlanSearch:
     def _with_receipt(self, plan: Plan, levers: Rewriting) -> Plan:
         """The plan with its receipt, its levers and all notes."""
         rows = [row for names, row in self._rows.items() if names == levers.levers[: len(names)]]
-        rows += schedule_rows(plan)
+        if plan.proposals:
+            rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
         new = tuple(note for note in self._notes if note not in plan.notes)
         used = tuple(lever for lever in levers.levers if lever not in self._idle)
         used += (REINPLACE.name,) if writes_over(plan) else ()
         used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
         used += (OFFLOAD_PARAMETERS.name,) if plan.hosted_bytes else ()
-        return replace(plan, levers=used, receipt=tuple(rows), notes=plan.notes + new)
+        return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)
 
 
 def _plain_seconds(priced: Priced) -> float:
@@ -242,7 +265,12 @@ def _seconds(plan: Plan) -> float:
     return plan.step_seconds + plan.added_seconds
 
 
+def _in_allow(names: Iterable[str]) -> str:
+    """The names of proposals, and where they are to be given."""
+    return f"{' and '.join(map(repr, names))} in allow"
+
+
 def _proposed(chosen: PricedLevers, least_bytes: int, budget_bytes: int, allow: frozenset[str]) -> Way:
     """The chosen proposals as a way out of a refusal."""
-    sentence = f"with {' and '.join(map(repr, chosen.names))} in allow {would_do(least_bytes, budget_bytes)} ({chosen})"
+    sentence = f"with {_in_allow(chosen.names)} {would_do(least_bytes, budget_bytes)} ({chosen})"
     return Way(allow_exactly({*allow, *chosen.names}), least_bytes, chosen.effect, chosen.added_seconds, sentence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from networkx import DiGraph
 
+    from memopt.planning.cards import OnCard
     from memopt.planning.joined import Joined
     from memopt.planning.priced_step import TracedStep
 
@@ -148,17 +149,18 @@ Format = Literal["snapshot", "trace", "dot"]
 class PlanViews:
     """The views of a plan, for `Plan` to derive from."""
 
-    def report(self, path: str | Path, *, frontier: Frontier[Any] | None = None) -> None:
+    def report(self, path: str | Path, *, frontier: Frontier[Any] | None = None, cards: Sequence[OnCard] = ()) -> None:
         """Write the plan as one HTML page that needs no network: the budget, memory over the step, bytes by module,
         what the plan changes, precision, and all operators, with a search over all of it.
 
         Args:
             path: a file named *.html.
             frontier: the curve that `frontier` returned, to be shown beside the plan.
+            cards: what `cards` returned, to be shown as a table.
 
         A plan that was loaded has no graphs, and its page the budget only. Raises `ValueError` for another name.
         """
-        shown("views").write_report(self, Path(path), frontier)
+        shown("views").write_report(self, Path(path), frontier, cards)
 
     def export(self, path: str | Path, format: Format | None = None) -> None:
         """Write the step into a file of another tool's format.

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from memopt.account.account import Account
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite, Rewriting
@@ -20,8 +22,9 @@ from memopt.capture.region import CapturedCall
 from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step
-from memopt.planning.figures import plan_by, recounted, sweep
+from memopt.planning.figures import plan_by, recounted, sweep, with_rows_of
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.hosting import hosting_all, solve_hosting
 from memopt.planning.joined import Joined
@@ -50,6 +53,15 @@ class Recorded:
         Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
         """
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
+
+    def tightest(self) -> PricedStep:
+        """The call priced under all levers at once that change it. Raises `CaptureError`."""
+        with self.planner.terms.types(), torch.enable_grad():
+            for levers in reversed(self.planner.terms.lever_sets):
+                with suppress(NothingToRewrite):
+                    traced = self.trace(levers)
+                    return traced.price(traced.account()).step
+        raise AssertionError("a set of levers without any")
 
     def candidates(
         self,
@@ -181,6 +193,8 @@ class StepOfPlan:
     freed: Plan | None = None
     """Under FSDP2, of a plan that keeps blocks gathered: the plan of the same call that frees all of them after their
     forward, to which its smallest budget and its curve belong."""
+    tightest: Callable[[], PricedStep] | None = None
+    """Gives the call under all levers that it may use; None where a plan is for training, which keeps no call."""
 
     @property
     def priced(self) -> PricedStep:
@@ -189,7 +203,7 @@ class StepOfPlan:
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         step = self._freed(plan)
         try:
-            return step.solve(budget_bytes, effort)
+            return with_rows_of(plan, step.solve(budget_bytes, effort))
         except BudgetError as error:
             notes = [note for note in step.step.traced.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
             if not notes:
@@ -203,6 +217,12 @@ class StepOfPlan:
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
         step = Priced(self.priced, replace(plan.account, kept=0))
         return recipes(step.step.problem, step.account)
+
+    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
+        if self.tightest is None:
+            raise ValueError("plan.cards() is for plans that memopt.plan has made: other cards may need other levers")
+        steps = dict.fromkeys((self.priced, self.tightest()))
+        return tuple(on_cards(list(steps), plan.account))
 
     def smallest_bytes(self, plan: Plan) -> int:
         return self._freed(plan).smallest()[0]

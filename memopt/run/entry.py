@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
 from operator import attrgetter
@@ -140,6 +140,9 @@ class Entry:
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
     """The most bytes elsewhere that were found to appear between a forward and its backward."""
+    reached_bytes: int | None = None
+    """The bytes elsewhere that were found in the backward then; None before. What stays until the next forward is found
+    there, and not to come again."""
     meanwhile: int | None = None
     """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
     outputs; None where that was not seen."""
@@ -147,6 +150,8 @@ class Entry:
     """The most bytes of outputs for which it was seen."""
     metered: bool = False
     """Whether it was read from a meter, which tells more than a graph."""
+    gradients_stay: bool | None = None
+    """Whether gradients were there when a forward began after a backward; None before the first such forward."""
     keeps_graph: bool = False
     """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False
@@ -222,6 +227,14 @@ class Entry:
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
 
+    def to_appear(self, elsewhere: int) -> int:
+        """The bytes that are to appear until a backward, where so many lie elsewhere in its forward."""
+        return (
+            self.later_bytes
+            if self.reached_bytes is None
+            else min(self.later_bytes, max(0, self.reached_bytes - elsewhere))
+        )
+
     def add(self, forward: _Forward) -> None:
         """Add a planned forward that begins now."""
         self.begun += 1
@@ -272,13 +285,19 @@ class Entry:
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """The most that the latest plans need; None before the first."""
+        """The most that the latest plans need; None before the first. Where gradients are there now, and no plan was
+        made beside such, a new one is computed beside its own before it is added."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)
         found = [needs for _, (_, needs) in self.plans.items() if needs is not None]
         found += [self.plain_step_bytes] if self.plain_step_bytes else []
-        return reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0) if found else None
+        if not found:
+            return None
+        most = reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0)
+        beside = any(plan.account.gradients_held for _, (plan, _) in self.plans.items())
+        added = 0 if beside else max((one.nbytes for one in self.gradients_now()), default=0)
+        return replace(most, least_peak=most.least_peak + added, peak=most.peak + added)
 
     @cached_property
     def _trained(self) -> tuple[nn.Parameter, ...]:
@@ -296,9 +315,9 @@ class Entry:
         most = distinct_bytes(parameter for parameter in self._trained if id(parameter) not in own)
         return most if self.gradient_bytes is None else min(most, self.gradient_bytes)
 
-    def gradients_now(self, beside: Entry) -> list[torch.Tensor]:
+    def gradients_now(self, beside: Entry | None = None) -> list[torch.Tensor]:
         """The gradients that it holds, without those that it shares with another model."""
-        own = set(map(id, beside.model.parameters()))
+        own = set(map(id, beside.model.parameters())) if beside else ()
         return [one.grad for one in self._trained if one.grad is not None and id(one) not in own]
 
     def state_expected(self) -> int:

@@ -15,6 +15,7 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.planning import plan_cache
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.cards import OnCard
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, PlanSource
@@ -215,6 +216,9 @@ class _CompiledStep:
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
         return self.own.recipes(plan)
+
+    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
+        return self.own.cards(plan)
 
     def smallest_bytes(self, plan: Plan) -> int:
         if self._least is None:

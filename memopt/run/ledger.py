@@ -68,7 +68,9 @@ class Moment:
     buckets: frozenset[int] = frozenset()
     """The addresses of the buckets that are known."""
     later_bytes: int = 0
-    """Bytes that appear before the backward, as was seen before; 0 in a backward."""
+    """Bytes that forwards of other models will hold in the backward, as was seen before; 0 in a backward."""
+    appears: bool = False
+    """Whether what appears between a forward and its backward (`Entry.to_appear`) is still to come."""
     gradients: int = 0
     """Bytes of the gradients that the backward of another forward leaves."""
     spare_bytes: int | None = None
@@ -90,7 +92,16 @@ class Moment:
     @property
     def to_come_elsewhere(self) -> int:
         """The bytes elsewhere that looks leave out: gradients and states of other models, and what will appear."""
-        return self.later_bytes + self.lasting_bytes
+        return self._later(0) + self.lasting_bytes
+
+    def _later(self, elsewhere: int) -> int:
+        """The bytes that will appear before the backward, where so many lie elsewhere now."""
+        return max(self.later_bytes, self.entry.to_appear(elsewhere) if self.appears else 0)
+
+    @property
+    def others_train(self) -> bool:
+        """Whether other optimised models train on the device."""
+        return bool(self._ledger.others_training(self.entry))
 
     @property
     def _ledger(self) -> Ledger:
@@ -215,7 +226,7 @@ class Moment:
         return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), optimizer_state)
 
     def _beside(self, found: Found, optimizer_state: int) -> int:
-        return found.beside(optimizer_state) + self.to_come_elsewhere
+        return found.beside(optimizer_state) + self._later(found.other) + self.lasting_bytes
 
 
 class Ledger(ModelsOnDevice):

@@ -147,8 +147,7 @@ class ModelsOnDevice:
             if needs is None:
                 peak = max(peak, alone.held_bytes + int(alone.peak_bytes * breadth(other.model) / breadth(entry.model)))
                 continue
-            # Where gradients are there, a new one is computed beside its own before it is added.
-            own = needs.peak + max((one.nbytes for one in other.gradients_now(entry)), default=0)
+            own = needs.peak
             if other.held_bytes:  # as much of it is in the call's budget already
                 waiting += max(0, needs.held - other.held_bytes)
                 own -= needs.held

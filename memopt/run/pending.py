@@ -153,7 +153,7 @@ class PendingForward:
             value.release()
         if self._beside_plan == current_backward():
             return
-        if self._backward != current_backward():
+        if begins := self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
@@ -172,10 +172,12 @@ class PendingForward:
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
-        if needed > self.plan.budget_bytes:
+        if needed - self.plan.account.tolerance > self.plan.budget_bytes:  # half of it may be taken at the forward
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
+        if not begins:  # gradients on their way to further regions are there, which the plan has
+            return
         moment = self.moment_of(self, gradients)
         if not self.entry.seen_until_backward and self.plan.account.tolerance:
             self._see_what_appeared(replace(moment, closely=True))
@@ -194,6 +196,8 @@ class PendingForward:
         appeared = moment.elsewhere_bytes(self.plan) - self.plan.account.elsewhere - ledger.begun_since(self)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
+            if not ledger.others_training(self.entry):  # what those hold changes from call to call
+                self.entry.reached_bytes = self.entry.found.other
         self.entry.seen_until_backward = True
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
@@ -210,6 +214,7 @@ class PendingForward:
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
+        self.entry.reached_bytes = None
         # At a budget in which nothing is recomputed beside them they have room in the first step, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
         plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes

@@ -26,9 +26,10 @@ from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
 from memopt.device.devices import device_of
+from memopt.device.time_model import call_seconds
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.plan import Plan
+from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
@@ -91,10 +92,10 @@ class CountedStep:
         """Why the call runs plain, in words."""
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
-    def fits(self, moment: Moment) -> bool:
-        """Whether it fits beside other forwards, and what else lies on the device."""
+    def fits(self, moment: Moment, further: int = 0) -> bool:
+        """Whether it fits beside other forwards, what else lies on the device, and so many bytes more."""
         held = self.step.held_bytes
-        room = self.room_bytes - _of_callers_code(self.step, moment.entry)
+        room = self.room_bytes - further - _of_callers_code(self.step, moment.entry)
         fits = moment.leaves(room - moment.reserved_bytes(held), self.optimizer_state)
         return fits and moment.may_hold(held)
 
@@ -210,20 +211,25 @@ class PlainCalls:
         if kind is None:
             return None
         sizes = _sizes(tensors)
-        for most, fitting in kind.fitting:
+        for number, (most, fitting) in enumerate(kind.fitting):
             if covers(most, sizes):
+                if not fitting.fits(moment) and (closer := self._more_closely(fitting, situation)) is not None:
+                    kind.fitting[number], fitting = (most, closer), closer
                 return fitting if fitting.fits(moment) else None
         too_large = kind.does_not_fit(sizes)
         if too_large or (self.checkpoints is None and kind.a_plan_will_do(sizes, plans_serve_all=plans_serve_all)):
             return None
-        counted = self._count(kind, call, sizes, situation)
+        counted = self._count(kind, call, sizes, situation, closely=moment.others_train)
+        if counted is not None and not counted.fits(moment):
+            counted = self._more_closely(counted, situation)
+            kind.fitting[-1] = kind.fitting[-1][0], counted or kind.fitting[-1][1]
         return counted if counted is not None and counted.fits(moment) else None
 
     def needed_bytes(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
         """The smallest budget in bytes with which `step_if_it_fits` returns a step for a call; None where that is above
         `most_bytes`, or is not known."""
         with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes) if self.allowed else None
+            step = self._count_step(call, situation, most_bytes, closely=True) if self.allowed else None
         if step is None:
             return None
         needed, state = self._needed(step, call, situation)
@@ -240,7 +246,7 @@ class PlainCalls:
         if not (self.allowed and self._nothing_else_wanted()):
             return None
         with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes)
+            step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
         needed, state = self._needed(step, call, situation)
@@ -253,7 +259,7 @@ class PlainCalls:
         if not (self.allowed and self._nothing_else_wanted()):
             return None
         with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes)
+            step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
         needed = self._needed(step, call, situation)[0] + _of_callers_code(step, self.entry) + elsewhere_bytes
@@ -321,7 +327,8 @@ class PlainCalls:
             except CaptureError as error:
                 raise CaptureError(f"{NOT_SHOWN}: {error}") from error
             try:
-                plan = road.plan(captured, self.latest, situation, advise=False)
+                plain = partial(self.as_row, self.latest, situation)
+                plan = road.plan(captured, self.latest, situation, plain, advise=False)
             except BudgetError as refused:
                 raise refused.adding(NOT_SHOWN) from None
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
@@ -344,13 +351,25 @@ class PlainCalls:
             self._kinds[key] = _Kind()
         return self._kinds[key]
 
-    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> CountedStep | None:
+    def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
+        """The count with what its kernels take measured, for where it has upper bounds of that and does not fit beside
+        all else; None for other counts."""
+        if not fitting.step.is_bound or fitting.call is None:
+            return None
+        budget_bytes = self.planner.terms.options.budget_bytes
+        with self._settings.naming():
+            step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
+        return None if step is None else self._fitting(step, fitting.call, situation)
+
+    def _count(
+        self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, *, closely: bool
+    ) -> CountedStep | None:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
         special = bool(special_tensors(call, Parts.of(self.model)))
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
-                step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes)
+                step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes, closely=closely)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = call if special else on_meta(call)
@@ -358,10 +377,12 @@ class PlainCalls:
         kind.too_large.append(sizes)
         return None
 
-    def _count_step(self, call: Call, situation: Situation, budget_bytes: int) -> PlainStep | None:
+    def _count_step(
+        self, call: Call, situation: Situation, budget_bytes: int, *, closely: bool = False
+    ) -> PlainStep | None:
         """The step of a call, counted without its values; on its values where the code branches on them and no other
         rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
-        the count stops as soon as that is clear.
+        the count stops as soon as that is clear. `closely` is as for `count_plain_step`.
         """
         card, held, depends = self.planner.terms.card, situation.gradients_held, True
         twice = self.entry.keeps_graph
@@ -370,7 +391,7 @@ class PlainCalls:
             most = room / self._margin(depends_on_values=False)
             if special_tensors(call, Parts.of(self.model)):
                 raise ValueIsRead  # how much a sparse result holds depends on values
-            given: Any = {"gradients_held": held, "most_bytes": most, "retained": twice}
+            given: Any = {"gradients_held": held, "most_bytes": most, "retained": twice, "closely": closely}
             step = count_plain_step(self.model, self.plain, call, card, **given)
             if self.checkpoints is None:
                 return step
@@ -383,7 +404,9 @@ class PlainCalls:
             room = budget_bytes - self.planner.accounts.account(call, situation).resident_bytes
         most = int(room / self._margin(depends_on_values=depends))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
-            counted = count_on_values(self.model, self.plain, call, card, most, retained=twice)
+            counted = count_on_values(
+                self.model, self.plain, call, card, most, retained=twice, checkpoints=self.checkpoints is not None
+            )
         return counted and replace(counted, depends_on_values=depends)
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
@@ -395,12 +418,19 @@ class PlainCalls:
         hollow = None if step.depends_on_values else on_meta(call)
         return CountedStep(step, room, state, hollow) if room >= 0 else None
 
-    def counted_bytes(self, call: Call) -> int | None:
-        """The bytes of the plain model's step for a call, of which only the shapes matter; None where it cannot be
-        counted."""
+    def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
+        """The peak and the seconds of the plain model's step for a call, of which only the shapes matter, as the first
+        row of its plan's levers; None where it cannot be counted."""
+        terms = self.planner.terms
+        if terms.sharding is not None:
+            return None
         with suppress(ValueIsRead):
-            step = count_plain_step(self.model, self.plain, call, self.planner.terms.card, gradients_held=False)
-            return None if step is None else self._needed(step, call, Situation(), margin=1.0)[0]
+            held = situation.gradients_held
+            step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
+            if step is not None:
+                peak = self._needed(step, call, situation, margin=1.0)[0]
+                seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())
+                return ReceiptRow(PLAIN_STEP, peak, seconds)
         return None
 
     def _needed(

@@ -30,11 +30,11 @@ from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.derived import among_equals, extended, least_plan, leaving_free, leaving_room
-from memopt.planning.figures import plain_step
-from memopt.planning.plan import Plan
+from memopt.planning.figures import beside_plain, plain_step
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
-from memopt.planning.stages import Recorded
+from memopt.planning.stages import Recorded, StepOfPlan
 from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import (
@@ -62,10 +62,19 @@ class Road:
         self.plans = 0
         """The number of plans that were made, or read from disk."""
 
-    def plan(self, captured: CapturedCall, call: Call, situation: Situation, *, advise: bool) -> Plan:
+    def plan(
+        self,
+        captured: CapturedCall,
+        call: Call,
+        situation: Situation,
+        plain: Callable[[], ReceiptRow | None] = lambda: None,
+        *,
+        advise: bool,
+    ) -> Plan:
         """The plan of a captured call, made ahead of its first run or read from disk.
 
-        `advise`: a refusal names changes that would help.
+        `plain` gives the row of the plain step, if it is to be the plan's first; `advise`: a refusal names changes that
+        would help.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -81,6 +90,9 @@ class Road:
                 plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
                 raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
+            plan = beside_plain(plan, plain())
+            if not self.planner.terms.options.kept and isinstance(plan.source, StepOfPlan):
+                plan = replace(plan, source=replace(plan.source, tightest=recorded.tightest))
             self.kept.keep(key, plan)
             return self.finished(plan, situation, whole=captured.whole)
 
@@ -227,9 +239,11 @@ class Road:
         if first.account.caching:  # a budget that is named for a card has been replayed itself
             return refusal
         _, guessed = recorded.trace(first.levers).callers_code
+        held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
 
         def least(spared: int) -> int:
-            later = replace(situation, gradients_held=True, for_other_models=(situation.for_other_models or 0) + spared)
+            others = (situation.for_other_models or 0) + spared
+            later = replace(situation, gradients_held=held, for_other_models=others)
             return min(priced.smallest()[0] for priced in replace(recorded, situation=later).candidates())
 
         # The smallest plans that are found need not hold more where more is to be left free.

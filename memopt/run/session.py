@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memopt.capture.author_modes import AutocastState
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
@@ -168,15 +169,12 @@ class Session:
                 bring_back(self.model)
                 return self._within_modes(calls, call, situation, moment, names, parts)
             one_graph = not calls.recorded.breaks
-            if fits := calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
-                self._enter(State.PLAIN, fits.reason)
-                bring_back(self.model)
-                calls.recorded.size_bounds.see(call)
-                calls.planner.accounts.note_reached(fits.step.reached)
-                plain = partial(calls.plain_calls.run, call, fits, situation, moment)
+            fits = calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph)
+            unsure = fits is not None and self.parallel.wrapper is None and self.share.others_may_run(moment)
+            tight = fits is not None and unsure and not fits.fits(moment, fits.step.held_bytes)
+            if fits is not None and not tight:
                 try:
-                    needed = self.options.budget_bytes - fits.room_bytes
-                    return self._safety_net.run_plain(plain, tensors_in(call), needed)
+                    return self._run_plain(calls, call, fits, situation, moment)
                 except StepMemoryError as failed:  # else it is planned now
                     if not failed.undone or self.parallel.wrapper is not None:
                         raise
@@ -186,7 +184,25 @@ class Session:
                 return self._run_checkpointed(calls, call, *fitting, situation, moment)
             situation = replace(situation, for_other_models=self.share.for_other_models(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
-            return self._by_plan_or_in_eager_mode(calls, CallInProgress(call, situation, moment, begin), parts, waiting)
+            in_progress = CallInProgress(call, situation, moment, begin)
+            try:
+                return self._by_plan_or_in_eager_mode(calls, in_progress, parts, waiting)
+            except (BudgetError, CaptureError) as refused:
+                if fits is None or not tight or not getattr(refused, "undone", True):
+                    raise
+            return self._run_plain(calls, call, fits, situation, moment)
+
+    def _run_plain(
+        self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment
+    ) -> Any:
+        """Run a call whose step fits as the plain model does. Raises `StepMemoryError`."""
+        bring_back(self.model)
+        self._enter(State.PLAIN, fits.reason)
+        calls.recorded.size_bounds.see(call)
+        calls.planner.accounts.note_reached(fits.step.reached)
+        plain = partial(calls.plain_calls.run, call, fits, situation, moment)
+        needed = self.options.budget_bytes - fits.room_bytes
+        return self._safety_net.run_plain(plain, tensors_in(call), needed)
 
     def _within_modes(
         self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
@@ -362,9 +378,10 @@ class Session:
             if group := self.share.moment(call, situation).group_situation:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             optimizer_choice.check_allowed()
+            own_types = AutocastState.now()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
-                    plan = calls.plan(call, situation, advise=advise)
+                    plan = calls.plan(call, situation, own_types, advise=advise)
                 except BudgetError as refused:
                     whole = self.share.ledger.for_whole_step(self.share.entry, refused)
                     raise (self._log.refused(whole) if self.options.kept else refused) from None
@@ -381,8 +398,8 @@ class Session:
         """The peak of a training call's step as the plain model runs it, in bytes, with the activation checkpoints that
         its author uses: counted from the shapes of all tensors. None where it depends on values."""
         calls, call = self._ahead(example_inputs)
-        with calls.planner.terms.types():
-            return calls.plain_calls.counted_bytes(call)
+        row = calls.plain_calls.as_row(call, Situation(elsewhere=0))
+        return None if row is None else row.peak_bytes
 
     def _ahead(self, example_inputs: Any) -> tuple[TrainingCalls, Call]:
         """The training calls that example inputs belong to, and the call that they stand for."""

@@ -55,6 +55,8 @@ class Share:
         self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models at the latest moments of each kind."""
+        self._others_there: bool | None = None
+        """Whether parameters of models that are not optimised lay on the device at the first call; None before it."""
 
     @property
     def ledger(self) -> Ledger:
@@ -76,6 +78,12 @@ class Share:
     def tolerance_bytes(self) -> int:
         """The bytes that plans leave free for what appears unnoticed; 0 where it is not looked for."""
         return self.entry.tolerance_bytes if self.entry.found.looked else 0
+
+    @property
+    def gradients_may_stay(self) -> bool:
+        """Whether gradients may be there when a later forward begins: no more once one began without them after a
+        backward, and none with them."""
+        return self.entry.gradients_stay is not False
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
         """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
@@ -150,12 +158,14 @@ class Share:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
         caller has them at hand."""
         parameters = (parts or Parts.of(self.model)).parameters
-        stepped = optimizer_choice.stepping is not None
+        held, stepped = _have_gradients(parameters), optimizer_choice.stepping is not None
+        if self.entry.seen.backward:
+            self.entry.gradients_stay = held or bool(self.entry.gradients_stay)
         hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
         if stepped or optimizer_choice.may_step_in_backward:
             hooked += sharing_memory(self.model)
         return Situation(
-            gradients_held=self.one_by_one or _have_gradients(parameters),
+            gradients_held=self.one_by_one or held,
             to_come=self.entry.others_expected if self.one_by_one else 0,
             meanwhile=0 if self.fixed_bytes is not None else None,
             hooked=frozenset(map(id, hooked)),
@@ -168,14 +178,29 @@ class Share:
         if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         counted = replace(counted, gradients=gradients)
-        later = max(self.entry.later_bytes, self._left_later(counted))
+        later = self._left_later(counted)
         spare = self._spare_bytes(call) if counted.waiting else None
-        return replace(counted, later_bytes=later, spare_bytes=spare)
+        return replace(counted, appears=True, later_bytes=later, spare_bytes=spare)
+
+    def others_may_run(self, moment: Moment) -> bool:
+        """Whether there were models on the device at the first call that are not optimised, and no backward was seen
+        yet, so that it is not known which of them run before it."""
+        if self.entry.seen.backward or self.entry.fixed_bytes is not None:
+            return False
+        if self._others_there is None:
+            found = self.ledger.now(replace(moment, closely=True)).parameters
+            optimised = [one.model.parameters() for one in self.ledger.others_training(self.entry)]
+            found -= distinct_bytes(parameter for parameters in optimised for parameter in parameters)
+            self._others_there = found > self.entry.notable_bytes
+        return self._others_there
 
     def for_other_models(self, moment: Moment) -> int | None:
         """The bytes to leave to steps of other models between the forward of a call and its backward; None where it is
-        not known yet what they do then, or how many forwards of this one there will be."""
+        not known yet what they do then, or how many forwards of this one there will be. Before the first backward any
+        model that is there may run in between, as a teacher does."""
         entry, ledger = self.entry, self.ledger
+        if self.others_may_run(moment):
+            return None
         others = ledger.others_training(entry)
         if not ledger.knows(entry) or moment.waiting > entry.others_expected:
             return None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.capture.author_modes import AutocastState
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
@@ -22,7 +23,7 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.options import Options
-from memopt.planning.plan import Plan
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.plan_cache import Kept
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import Recorded
@@ -115,15 +116,21 @@ class TrainingCalls:
             warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
         return fits
 
-    def plan(self, call: Call, situation: Situation, *, advise: bool) -> Plan:
-        """The plan of a call ahead of its first run, which then finds it: read from disk, or made now; `advise`: a
-        refusal names changes that would help. Raises `BudgetError`, `CaptureError`."""
+    def plan(self, call: Call, situation: Situation, types: AutocastState, *, advise: bool) -> Plan:
+        """The plan of a call ahead of its first run, which then finds it: read from disk, or made now. `types` is the
+        caller's own autocast; `advise`: a refusal names changes that would help, and the plan begins with the plain
+        step. Raises `BudgetError`, `CaptureError`."""
+
+        def plain() -> ReceiptRow | None:
+            with types.restored():
+                return self.plain_calls.as_row(call, situation) if advise else None
+
         self.planner.screen(call, situation)
         with self.planner.accounts.one_trial():
             if kept := self.road.kept.find_uncaptured(call, situation):
                 return self.road.finished(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
             captured = self.recorded.capture(call)
-            plan = self.road.plan(captured, call, situation, advise=advise)
+            plan = self.road.plan(captured, call, situation, plain, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -41,12 +42,13 @@ class UntilBackward:
 
     def __init__(self, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
-        self.ended = False
+        self.ended = self._marked = False
         self._returned_bytes = distinct_bytes(outputs)
         self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
         for output in outputs:
             node: Any = output.grad_fn
             node.metadata[_RETURNED] = weakref.ref(self)
+            node.register_prehook(partial(_end, weakref.ref(self)))
 
     @classmethod
     def begin(cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
@@ -65,8 +67,14 @@ class UntilBackward:
         seen = cls._running
         if seen is not None and seen.entry() is entry and alone and not seen.ended:
             seen.ended = True
-            if seen.read in PeakMeter.listeners:
-                _mark(_END)
+            seen.end()
+
+    def end(self) -> None:
+        """Mark where the caller's own code ends: its backward has come to what the forward returned, which may be of
+        code behind the last region."""
+        if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
+            self._marked = True
+            _mark(_END)
 
     @classmethod
     def drop(cls) -> None:
@@ -99,7 +107,7 @@ class UntilBackward:
         """Read what was measured from the events of a meter whose block has ended."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
-        if entry is not None and begin is not None and end is not None and begin < end:
+        if entry is not None and self.ended and begin is not None and end is not None and begin < end:
             if not entry.metered:
                 entry.meanwhile = 0
             entry.metered = True
@@ -139,6 +147,11 @@ def held_bytes(
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
     return all_saved + largest, most
+
+
+def _end(seen: weakref.ref[UntilBackward], *_: object) -> None:
+    if (found := seen()) is not None:
+        found.end()
 
 
 def _mark(nbytes: int) -> None:

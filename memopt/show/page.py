@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from memopt.errors import GIB
+from memopt.planning.cards import OnCard
 from memopt.planning.changes import Change
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff
 from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
+from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
 
 _Texts: TypeAlias = defaultdict[str, int]
 """Texts by number, so that equal ones stand in a page once."""
 _SCRIPTS = (
     "text", "state", "data", "moments", "theme", "summary", "axes", "timeline", "tensors", "pointing", "squarify",
-    "treemap", "frontier", "types", "diff", "story", "operators", "search", "start",
+    "treemap", "frontier", "cards", "types", "diff", "story", "operators", "search", "start",
 )  # fmt: skip
 """The scripts in the order in which they stand in the page. All of them are defined before `start` runs."""
 
@@ -42,10 +44,12 @@ def page(
     diff: PlanDiff | None = None,
     recipes: Sequence[Recipe] = (),
     frontier: Frontier[Any] | None = None,
+    cards: Sequence[OnCard] = (),
 ) -> str:
     """The page of a plan as text; `step` and `diff` are None for a plan without graphs.
 
-    `recipes` are those of checkpointing by hand on the same step; a `frontier` has its own, and its curve is shown.
+    `cards` are those of `Plan.cards`. `recipes` are those of checkpointing by hand on the same step; a `frontier` has
+    its own, and its curve is shown.
     """
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     texts: _Texts = defaultdict()
@@ -55,6 +59,9 @@ def page(
         "step": step and _step(step, texts),
         "diff": [] if diff is None else _sections(diff, texts),
         "frontier": _frontier(plan, frontier.recipes if frontier else recipes, frontier),
+        "cards": [
+            [one.name, one.memory_bytes, one.needed_bytes, one.seconds, one.added_time, one.batches] for one in cards
+        ],
         "why": WHY,
         "texts": list(texts),
     }
@@ -97,7 +104,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "moved": plan.moved_bytes,
         "stall": plan.stall_seconds,
         "notes": list(plan.notes),
-        "receipt": [[row.lever, row.peak_bytes, row.seconds] for row in plan.receipt],
+        "receipt": [[row.lever or AS_CAPTURED, row.peak_bytes, row.seconds] for row in plan.receipt],
         **{
             name: {"peak": peak.peak_bytes, "at": peak.at, "rows": [list(row) for row in peak.rows]}
             for name, peak in (("plain", plan.plain), ("planned", plan.planned))

@@ -14,11 +14,12 @@ from rich.table import Column, Table
 
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
-from memopt.planning.plan import Plan
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.schedule_parts import ModuleRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
+AS_CAPTURED = "as captured"
 BRIEF_LINES = 40
 """The most lines of a plan that is printed."""
 # Rows of bytes and of modules of a plan that is printed, tried until it has no more than `BRIEF_LINES` lines.
@@ -62,7 +63,7 @@ def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
     """The headline and the tables, with at most so many rows of bytes and of modules."""
-    receipt = [receipt_table(plan)] if plan.levers else []
+    receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
@@ -99,15 +100,21 @@ def new_table(title: str, *headers: str | Column, right: Iterable[str] = ()) -> 
 
 def headline(plan: Plan) -> str:
     """The plan in one sentence: its peak within the budget, what it was before, and its added time."""
-    before = plan.receipt[0].peak_bytes if plan.receipt else plan.plain.peak_bytes
+    name, before = before_all(plan)
     between = f", nothing recomputed {size(plan.plain.peak_bytes)}" * (before != plan.plain.peak_bytes)
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
-        f"{plan.budget_bytes / GIB:.6g} GB (as captured {size(before)}{between}), "
+        f"{plan.budget_bytes / GIB:.6g} GB ({name} {size(before)}{between}), "
         f"added time {plan.added_time:.1%} of {duration(plan.step_seconds)} "
         f"(no plan adds less than {plan.bound:.1%})"
     )
+
+
+def before_all(plan: Plan) -> tuple[str, int]:
+    """The step that a plan is compared with, in words, and its peak: the plain step, where it was counted."""
+    first = plan.receipt[0] if plan.receipt else ReceiptRow("", plan.plain.peak_bytes, plan.step_seconds)
+    return first.lever or AS_CAPTURED, first.peak_bytes
 
 
 def _offload_line(plan: Plan) -> str:
@@ -209,15 +216,15 @@ def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
 
 
 def receipt_table(plan: Plan) -> Table:
-    """A row per lever: the step's peak and time with it and all levers before it, and the changes that it made. Added
-    times are shares of the same step as the plan's own."""
+    """The plain step, then a row per lever: the step's peak and time with it and all levers before it, and the changes
+    that it made. Added times are shares of the same step as the plan's own."""
     table = new_table("Levers in use", "lever", right=("peak", "less", "time", "added"))
     before = plan.receipt[0]
     for row in plan.receipt:
         less = before.peak_bytes - row.peak_bytes
         added = (row.seconds - before.seconds) / (plan.step_seconds or 1.0)
         cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
-        table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
+        table.add_row(row.lever or AS_CAPTURED, size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
         before = row
     return table
 

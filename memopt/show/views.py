@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.planning.cards import OnCard
 from memopt.planning.changes import KEPT, Change, GraphFacts, between
 from memopt.planning.frontier import Frontier
 from memopt.planning.plan import Plan
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None) -> None:
+def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
     """Write the page of `Plan.report`, of a plan without graphs with its budget only."""
     if plan.source is None:
         write_page(path, page(plan, frontier=frontier))
     else:
-        write_page(path, page(plan, step_of(plan), plan.diff(), plan.recipes(), frontier))
+        write_page(path, page(plan, step_of(plan), plan.diff(), plan.recipes(), frontier, cards))
 
 
 def export(plan: Plan, path: Path, format: Format | None) -> None:

@@ -178,10 +178,11 @@ class OffloadPortfolio:
     """Solves one problem at any number of budgets and links.
 
     A solution fits its budget and the host's limit. It adds no more seconds than the portfolio's solution without
-    offloads, and no more than any solution found before for a smaller budget. Without bandwidth it is the portfolio's.
+    offloads, and no more than any solution found before for a smaller budget. Over a link without bandwidth nothing is
+    offloaded.
 
-    `portfolio` finds the schedules without offloads; None makes a new one with a user's `solvers`. The schedules with
-    offloads that these propose are offered here, the others in the portfolio.
+    `portfolio` finds the schedules without offloads; None makes a new one with a user's `solvers`. Of the schedules
+    that these propose, those with offloads compete here, and the others in the portfolio.
     """
 
     def __init__(

@@ -207,7 +207,9 @@ class Schedule:
                     raise ValueError(f"evaluation {position} recomputes {op.name}, which must not be recomputed")
                 continue
             if index != len(seen):
-                raise ValueError(f"evaluation {position} is {op.name}, before the first evaluation of op {len(seen)}")
+                raise ValueError(
+                    f"evaluation {position} is {op.name}, although op {len(seen)} comes before it and was never run"
+                )
             seen.add(index)
         if len(seen) != len(problem.ops):
             raise ValueError(f"{len(problem.ops) - len(seen)} ops are never evaluated")

@@ -86,7 +86,8 @@ class Solver(Protocol):
         ...
 
     def candidates(self, problem: RematProblem, budget_bytes: int) -> Iterable[Schedule]:
-        """Schedules of `problem`, preferably with a peak of at most `budget_bytes`; may be empty."""
+        """The schedules of `problem` that the solver proposes, preferably with a peak of at most `budget_bytes`; none
+        if it finds none. The simulator judges them."""
         ...
 
 
@@ -273,5 +274,5 @@ class SaveAll:
         return self._solution
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """The cost of saving everything; the other recipes of checkpointing would recompute."""
+        """Only the recipe that saves everything, since all others of checkpointing recompute."""
         return (Baseline("save all", self._solution.peak_bytes, 0.0),)

@@ -90,7 +90,7 @@ def _grouped(positions: list[int], order: list[int]) -> dict[int, list[int]]:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The measured cost of a schedule. Positions count evaluations from 0."""
+    """The bytes and seconds that a schedule takes, by simulation. Positions count evaluations from 0."""
 
     peak_bytes: int
     peak_position: int

@@ -48,7 +48,8 @@ class _Verdict:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The figures of a call. Tensors are 0-dimensional, detached and on the model's device; `float(…)` waits for it."""
+    """What a call of `TrainStep` returns. Its tensors are 0-dimensional, detached and on the model's device; `float(…)`
+    of one waits until the device has computed it."""
 
     loss: torch.Tensor
     """The mean loss over the tokens (or samples) of the effective batch so far."""

@@ -173,8 +173,8 @@ class TrainStep:
         return StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
-        """Step the schedulers for the latest effective batch, if its optimisers stepped and the schedulers did not
-        yet."""
+        """Step the schedulers for the latest effective batch, which otherwise the next call does: call it behind the
+        last one. Does nothing where they are up to date, or where the optimisers skipped the batch."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:

@@ -119,3 +119,13 @@ def test_the_bytes_allocated_are_the_most_with_any_of_the_spare() -> None:
         for nbytes in (spare.taken_from(limit), limit)
     )
     assert least.allocated_bytes < most.allocated_bytes == peaks.allocated_bytes
+
+
+def test_copies_of_inputs_lie_there_in_the_first_step_alone() -> None:
+    calls = [BlockCall(True, 0, 40 * MB), BlockCall(False, 0, 0)]
+    plain, copied = (
+        replay(calls, StepBlocks((), state=(30 * MB,), copies=copies), expandable_segments=False)
+        for copies in ((), (20 * MB,))
+    )
+    assert (plain.allocated_bytes, copied.allocated_bytes) == (70 * MB, 70 * MB)
+    assert copied.reserved_bytes - plain.reserved_bytes == 20 * MB

@@ -166,6 +166,6 @@ def check(allocator: CachingAllocator, alive: list[int]) -> None:
     assert sum(size for _, size, _ in blocks) == allocator.reserved_bytes
     assert allocator.requested_bytes <= allocator.allocated_bytes <= allocator.reserved_bytes
     assert allocator.limit_bytes is None or allocator.peak_reserved_bytes <= allocator.limit_bytes
-    free_ends = {start + size for start, size, free in blocks if free}
-    assert not free_ends & {start for start, _, free in blocks if free}, "neighbours that are free are one block"
+    free = [allocator._blocks[start] for start, _, free in blocks if free]
+    assert not any(block.after and block.after.free and block.after.mapped for block in free), "they are one block"
     assert allocator.peak_requested_bytes <= allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes

@@ -258,3 +258,50 @@ def test_a_written_mask_is_no_longer_known() -> None:
         mask[0] = False
         with pytest.raises(ValueIsRead):
             bool(mask.all())
+
+
+def test_a_close_count_measures_workspaces() -> None:
+    """A transposed convolution takes a part of what the rule allows for."""
+    model = nn.Sequential(nn.ConvTranspose2d(24, 12, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(12, 3, 4, 2, 1))
+    batch = ((torch.randn(8, 24, 16, 16),), {})
+    card = hardware_of(torch.device("cpu"))
+    found, closely = (
+        plain_count.count_plain_step(model, plain_call(model), batch, card, gradients_held=False, closely=closely)
+        for closely in (False, True)
+    )
+    with memopt.measure_peak() as peak:
+        made = model(*batch[0])
+        made.backward(torch.ones_like(made))
+    assert found is not None
+    assert closely is not None
+    assert found.is_bound
+    assert closely.peak_bytes == peak.allocated_bytes < found.peak_bytes
+
+
+class _Quantised(nn.Module):
+    """Returns what a loss outside is computed from, and a loss of its own, which begins as a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        self.start = nn.Buffer(torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        coded = self.encoder(x)
+        loss = torch.tensor(0.0, requires_grad=True)
+        if not torch.equal(coded, x) and not self.start:
+            loss = loss + coded.square().mean()
+        return self.decoder(coded), loss
+
+
+def test_all_that_no_scalar_was_computed_from_is_in_the_backward() -> None:
+    model, batch, card = _Quantised(), torch.randn(512, 64), hardware_of(torch.device("cpu"))
+    with pytest.raises(ValueIsRead):
+        plain_count.count_plain_step(model, plain_call(model), ((batch,), {}), card, gradients_held=False, closely=True)
+    found = plain_count.count_on_values(model, plain_call(model), ((batch,), {}), card, int(PLENTY))
+    with memopt.measure_peak() as peak:
+        made, loss = model(batch)
+        torch.autograd.backward([made, loss], [torch.ones_like(made), None])
+    assert found is not None
+    assert abs(found.peak_bytes - peak.allocated_bytes) < 1024
+    assert found.tangent_bytes == made.nbytes

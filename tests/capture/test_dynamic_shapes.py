@@ -37,7 +37,7 @@ def test_by_name_and_by_position() -> None:
 @pytest.mark.parametrize(
     ("dynamic", "message"),
     [
-        ({"idz": {1: LENGTH}}, "names 'idz', which the batch has not; it has 'ids', 'mask'"),
+        ({"idz": {1: LENGTH}}, "names 'idz', which is not in the batch; it has 'ids', 'mask'"),
         ({"ids": {2: LENGTH}}, r"dynamic\['ids'\] names dimension 2 of a tensor of shape \(4, 16\)"),
         ({"ids": {1: Dim("length", max=8)}}, r"is at most 8, but the batch has 16"),
         (7, "must be nested like the batch"),

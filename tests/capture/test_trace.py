@@ -8,11 +8,12 @@ from torch import nn
 
 from memopt.capture.operators import NOTHING, Decision, NothingToRewrite, OperatorGraph, Rewriting
 from memopt.capture.region import CapturedCall, RegionRun
-from memopt.capture.trace import accumulating
+from memopt.capture.trace import accumulating, lay_out_again
 from memopt.errors import CaptureError
 from memopt.rewrite.trace import trace, trace_call
 from passes import Pipeline
 from tests.capture.recorded import recorded
+from tests.passes.capture import Sketch, aten
 
 
 class Squares(nn.Module):
@@ -62,3 +63,25 @@ def test_hooked_parameters_are_left_to_autograd() -> None:
     (hooked,) = accumulating((joint,), call, {id(model.layer.weight)})
     assert len(joint.parameter_inputs) == 2
     assert len(hooked.parameter_inputs) == 1
+
+
+def test_values_behind_a_padded_product_are_laid_out_as_they_are() -> None:
+    """As where inductor pads a product of 13 columns to 16 and takes a slice of it."""
+    sketch = Sketch()
+    a, b = sketch.input("a", 6, 8), sketch.input("b", 8, 16)
+    product = sketch.call(aten.mm.default, a, b)
+    whole = sketch.call(aten.view.default, product, [2, 3, 16])
+    cut = sketch.call(aten.slice.Tensor, whole, 2, 0, 13)
+    twice = sketch.call(aten.mul.Tensor, cut, 2)
+    rows = sketch.call(aten.reshape.default, cut, [6, 13])
+    rows.target = aten.view.default
+    flat = sketch.call(aten.reshape.default, cut, [78])
+    flat.target = aten.view.default
+    graph = sketch.returns(twice, rows, flat).graph
+    stored = twice.meta["val"]
+    with sketch.mode:
+        rows.meta["val"] = torch.empty(6, 13)
+    lay_out_again(graph)
+    assert rows.meta["val"].stride() == (16, 1)
+    assert twice.meta["val"] is stored
+    assert (flat.target, flat.meta["val"].stride()) == (aten.reshape.default, (1,))

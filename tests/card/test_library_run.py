@@ -43,3 +43,30 @@ def test_a_run_shows_what_a_convolution_allocates(name: str) -> None:
     assert abs(found.workspace_bytes - real) <= UNSPLIT
     results = {"convolution": [0], "backward": [0, 1]}[name]
     assert [one.block for one in found.calls if one.allocates and one.block < 2] == results
+
+
+ATTENTION = {
+    "efficient": (
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    ),
+    "flash": (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", list(ATTENTION))
+def test_the_backward_of_attention_with_dropout_is_run(kernel: str) -> None:
+    """Its seed lies on the host for one kernel: an address on the card in its place ended the process."""
+    query, key, value, gradient = (tensor(2, 4, 128, 64) for _ in range(4))
+    forward, backward = ATTENTION[kernel]
+    if kernel == "efficient":
+        out, sums, seed, offset = forward(query, key, value, None, True, 0.1)
+        args: tuple[Any, ...] = (gradient, query, key, value, None, out, sums, seed, offset, 0.1, [True] * 3 + [False])
+    else:
+        out, sums, _, _, longest, longest_key, seed, offset, _ = forward(query, key, value, 0.1)
+        args = (gradient, query, key, value, out, sums, None, None, longest, longest_key, 0.1, False, seed, offset)
+    found = library_run(describe(backward, args, {}, backward(*args)), reported_chip(torch.device("cuda")))
+    assert found is not None

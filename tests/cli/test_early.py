@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from memopt.cli.early import CARDS, check_early, is_cached, model_types
+from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, check_early, is_cached, model_types
 from memopt.cli.failures import UsageError
 from memopt.cli.huggingface import architecture
 from memopt.cli.main import main
 from memopt.device import known_hardware
+from memopt.levers.all import allowable
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,3 +106,9 @@ def test_the_longest_sequence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     linear = ["torch.nn:Linear", "--set", "in_features=8", "--set", "out_features=8"]
     assert main(["max-length", *linear, "--shape", "4"]) == 2
     assert "the first input has no length" in capsys.readouterr().err
+
+
+def test_the_names_of_levers_and_optimizers() -> None:
+    assert allowable() == LEVERS
+    found = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    assert set(OPTIMIZERS) - {"none"} == found - {"optimizer", "lbfgs"}

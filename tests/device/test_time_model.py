@@ -143,6 +143,18 @@ def test_sixteen_bits_run_at_their_own_rate() -> None:
     assert node_seconds(single, fast) == pytest.approx(10 * node_seconds(half, fast))
 
 
+def test_products_of_sixteen_bits_are_slow_on_a_card_where_rows_are_not_aligned() -> None:
+    fast = Hardware("fast", {"float32": 1e3, "bfloat16": 1e3}, 1e9, 0.0, 0, "made up", 1.0, 1.0)
+    cpu = replace(fast, device_type="cpu")
+    a, aligned, other = torch.ones(32, 32), torch.ones(32, 48), torch.ones(32, 49)
+    for dtype, on, slower in ((torch.bfloat16, fast, 5.0), (torch.bfloat16, cpu, 1.0), (torch.float32, fast, 1.0)):
+        first, second = (
+            node_seconds(nodes(torch.mm, a.to(dtype), b.to(dtype))["aten.mm"], on) / b.shape[1]
+            for b in (aligned, other)
+        )
+        assert second / first == pytest.approx(slower)
+
+
 @pytest.mark.parametrize(("op", "before"), [(torch.ops.aten.mm.dtype, ()), (torch.ops.aten.addmm.dtype, ((4, 16),))])
 def test_flops_of_matmuls_into_another_dtype(op: Any, before: tuple[tuple[int, int], ...]) -> None:
     graph = fx.Graph()

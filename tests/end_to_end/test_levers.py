@@ -197,7 +197,14 @@ def test_the_receipt() -> None:
     every = frozenset({"recompute", *LEVERS})
     plan = planned("small", every, 1.05 * smallest_gb("small", every))
     rows = plan.receipt
-    assert [row.lever for row in rows] == ["", "fused_ops", "fused_attention", "chunked_loss", "recompute"]
+    assert [row.lever for row in rows] == [
+        "plain step",
+        "one graph",
+        "fused_ops",
+        "fused_attention",
+        "chunked_loss",
+        "recompute",
+    ]
     assert [row.peak_bytes for row in rows] == sorted((row.peak_bytes for row in rows), reverse=True)
     assert rows[-1].peak_bytes == plan.predicted_peak_bytes
     assert rows[-1].seconds == pytest.approx(plan.step_seconds + plan.added_seconds)

@@ -39,7 +39,10 @@ def test_all_combinations_that_fit_come_in_the_order_of_their_time() -> None:
 def test_further_combinations_come_smallest_first_and_as_far_as_they_are_wanted() -> None:
     facts = TrainingFacts.of(model(), optim.AdamW, H100)
     found = combinations_of(
-        facts, ON_OPTIMIZER, ["low_bit_optimizer"], lambda names: "bf16_parameters" not in names or len(names) == 1
+        facts,
+        ON_OPTIMIZER,
+        ["low_bit_optimizer"],
+        lambda levers: all(lever.name != "bf16_parameters" for lever in levers) or len(levers) == 1,
     )
     allowed, *seen = [priced.names for priced in found]
     assert allowed == ("low_bit_optimizer",)

@@ -11,6 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from examples.models.families import BY_NAME
 from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
+from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.marks import slow
 from tests.passes.capture import Sketch, aten
@@ -364,3 +365,22 @@ def test_gradients_accumulate_over_two_steps_under_a_loss_scale() -> None:
         sums.append([leaf.grad for leaf in leaves])
     for expected, found in zip(*sums, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_classes_that_are_padded_change_no_value(dtype: torch.dtype, bias: bool) -> None:
+    """On a card products of 16 bits have a multiple of 8 classes."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(24, 16).to(dtype), torch.randn(45, 16)
+    given = torch.randn(45) if bias else None
+    target = torch.randint(0, 45, (24,)).index_fill(0, torch.tensor([3, 7]), -100)
+    found = []
+    for padding in (0, 3):
+        chunks = ChunkedCrossEntropy(hidden, weight, given, target, None, Options(softcap=2.0, rows=10))
+        chunks.padding = padding
+        chunks.weight, chunks.bias = (one if one is None else chunks._padded(one) for one in (weight, given))
+        result = chunks.run(hidden=True, weight=True, bias=bias)
+        found.append((result.loss, result.hidden, result.weight, result.bias))
+    for plain, padded in zip(*found, strict=True):
+        assert (plain is None and padded is None) or torch.equal(plain, padded)

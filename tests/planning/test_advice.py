@@ -40,9 +40,9 @@ def batch(samples: int = 1) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def refusal(budget_gb: float, batch: Batch) -> str:
+def refusal(budget_gb: float, batch: Batch, effort: Any = "default") -> str:
     with pytest.raises(BudgetError) as error:
-        memopt.plan(make(), budget_gb, batch, **OPTIONS)
+        memopt.plan(make(), budget_gb, batch, effort=effort, **OPTIONS)
     return "; ".join(error.value.further)
 
 
@@ -56,7 +56,7 @@ def figure(text: str, words: str, budget_gb: float) -> float:
 @pytest.mark.slow
 def test_another_optimizer_or_adapters() -> None:
     resident = sum(parameter.nbytes for parameter in make().parameters()) / 2**30
-    text = refusal(3 * resident, batch())  # AdamW holds as much again
+    text = refusal(3 * resident, batch(), "best")  # AdamW holds as much again
     stateless, adapters = (figure(text, words, 3 * resident) for words in ("with a stateless optimizer", "with LoRA"))
     assert resident < adapters < stateless < 3 * resident
     assert "microbatches" not in text
@@ -135,11 +135,44 @@ def test_a_budget_near_the_smallest_is_refused_without_another_capture(monkeypat
     for share in (0.995, 0.9):
         captured.clear()
         with pytest.raises(BudgetError) as error:
-            memopt.plan(model, share * least, tokens, **options)
+            memopt.plan(model, share * least, tokens, effort="best", **options)
         assert error.value.smallest_gb == least
         captures[share] = len(captured)
     assert captures[0.995] == 0
     assert captures[0.9] > 0
+
+
+def test_what_takes_longer_than_a_share_of_the_plan_is_tried_with_the_best_effort_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured: list[object] = []
+    on_fakes = CallPlanner.capture_on_fakes
+    monkeypatch.setattr(
+        CallPlanner, "capture_on_fakes", lambda self, *args: captured.append(args) or on_fakes(self, *args)
+    )
+    model = BY_NAME["llama"].make()
+    tokens = BY_NAME["llama"].batch("usual")
+    options: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "microbatch"}}
+    least = smallest_gb(model, tokens, **options)
+    monkeypatch.setattr("memopt.planning.tries._AT_LEAST", 0)
+    found = {}
+    for effort in ("fast", "default", "best"):
+        captured.clear()
+        with pytest.raises(BudgetError) as error:
+            memopt.plan(model, 0.95 * least, tokens, effort=effort, **options)
+        found[effort] = error.value, len(captured)
+        assert error.value.smallest_gb == least
+    for effort in ("fast", "default"):
+        refused, captures = found[effort]
+        assert captures == 0
+        assert [way.split()[0] for way in refused.untried] == ["'optimizer_in_backward'", "microbatches", "LoRA,"]
+        assert "effort='best'" in refused.notes[-1]
+        assert refused.notes[-1] in str(refused)
+        assert any(way.type.startswith("torch.optim.SGD") for way in refused.ways)
+    refused, captures = found["best"]
+    assert captures == 2
+    assert refused.untried == ()
+    assert {way.type.split()[0] for way in refused.ways} > {way.type.split()[0] for way in found["default"][0].ways}
 
 
 def test_nothing_hopeless_is_said() -> None:

@@ -216,6 +216,6 @@ def test_bytes_between_too_many_and_too_few_are_tried_on_a_card() -> None:
     options: dict[str, Any] = {"device": "h100", "precision": "fp32", "backend": "aten", "effort": "fast"}
     batch = {"input_ids": ids, "labels": ids}
     roomy = memopt.plan(model, 100, batch, allow={"recompute", "reinplace"}, **options)
-    plan = roomy.at(roomy.smallest_gb())
+    plan = roomy.at(1.002 * roomy.smallest_gb())
     assert plan.joined is not None
     assert plan.added_seconds < 0.8 * plan.joined.smallest.added_seconds

@@ -11,8 +11,12 @@ from torch import nn
 
 import memopt
 from memopt.compat.autograd import nodes_since
-from memopt.run.pending import hold_over, release_all
+from memopt.errors import round_up
+from memopt.run.pending import PendingForward, hold_over, release_all
 from memopt.run.session import session_of
+from tests.elsewhere import counted
+
+__all__ = ["counted"]
 
 
 class Value:
@@ -122,3 +126,61 @@ def test_what_code_between_regions_saved_belongs_to_the_forward() -> None:
     with torch.no_grad():
         values.add_(0)  # autograd counts it, and refuses all that a region has saved
     assert {tensor.data_ptr() for tensor in forward.held()} == held
+
+
+class _Skip(nn.Module):
+    """Three regions, of which the last one takes what the first one returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.parts[0](x)
+        torch._dynamo.graph_break()
+        second = self.parts[1](first)
+        torch._dynamo.graph_break()
+        return (self.parts[2](second) * first).square().mean()
+
+
+@pytest.mark.usefixtures("counted")
+def test_gradients_on_their_way_to_a_region_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of what the last region of three takes from the first one is there while the second one runs."""
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    torch.manual_seed(0)
+    rows, budget = torch.randn(512, 256), 1e-9
+    for _ in range(2):
+        model = _Skip()
+        memopt.optimize(model, budget, precision="fp32", allow={"recompute", "reinplace"}, optimizer="sgd")
+        try:
+            loss = model(rows)
+        except memopt.BudgetError as refused:
+            budget = float(round_up(refused.smallest_gb))
+    loss.backward()
+    entry = session_of(model).share.entry  # type: ignore[union-attr]
+    assert not entry.later_bytes
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_a_backward_bears_as_much_as_its_forward(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other forwards hold may be more than the plan has by a part of what it leaves free, as at the forward."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    memopt.optimize(model, 0.01, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    share_of_model = session_of(model).share  # type: ignore[union-attr]
+    monkeypatch.setattr(type(share_of_model), "tolerance_bytes", share_of_model.entry.tolerance_bytes)
+    loss = model(torch.randn(256, 128)).square().mean()
+    (waiting,) = share_of_model.entry.waiting()
+    assert isinstance(waiting, PendingForward)
+    account = waiting.plan.account
+    assert account.tolerance
+    room = waiting.plan.budget_bytes - waiting.plan.ceiling_bytes
+    monkeypatch.setattr(
+        type(share_of_model.entry), "plain_held_bytes", room + account.other_forwards + int(share * account.tolerance)
+    )
+    monkeypatch.setattr(PendingForward, "_see_what_appeared", lambda *_: None)
+    if share < 1:
+        loss.backward()
+    else:
+        with pytest.raises(memopt.BudgetError, match="the other forwards"):
+            loss.backward()

@@ -4,6 +4,7 @@ and as it was seen from the second one on, also where no meter runs."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,3 +188,58 @@ def test_what_appears_in_the_first_step_may_take_the_place_of_the_optimizers_sta
     found, peaks = train(budget_gb)
     assert max(peaks) <= budget_gb * GIB, [peak / budget_gb / GIB for peak in peaks]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_appears_and_stays_is_counted_once(stays: bool) -> None:
+    """A caller's variable that is set between a forward and its backward, and replaced in the next step."""
+    trained = memopt.optimize(model(16), 0.1, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    session, held = session_of(trained), None
+    assert session is not None
+    share, later = session.share, []
+    for _ in range(3):
+        batch = torch.randn(ROWS, 128)
+        moment = share.moment(((batch,), {}), share.situation(session.forward.planner.optimizer_choice))
+        later.append(share.entry.to_appear(share.ledger.now(replace(moment, closely=True)).other))
+        made = trained(batch)
+        held = torch.randn(1 << 18)
+        (made.square().mean() + held.mean()).backward()
+        held = held if stays else None
+    assert held is None or stays
+    assert later[0] == 0
+    assert all(nbytes < 1 << 17 if stays else nbytes >= 1 << 20 for nbytes in later[1:]), later
+
+
+def test_the_first_step_leaves_room_for_a_teacher() -> None:
+    """What runs before the first backward is not known, but that there is another model which may."""
+
+    def train(budget: float = 0) -> tuple[list[torch.Tensor], list[int]]:
+        student = model(16)
+        teacher = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 16)).requires_grad_(False)
+        if budget:
+            memopt.optimize(student, budget, precision="fp32", allow={"recompute", "reinplace"}, optimizer="sgd")
+
+        def distilled(made: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                taught = teacher(torch.randn(ROWS, 128))
+            return smooth_l1_loss(made, taught)
+
+        return steps(student, distilled, 3, freed_at_the_end=True)
+
+    expected, plain = train()
+    budget = 0.7 * max(plain) / GIB
+    found, peaks = train(budget)
+    assert max(peaks) <= budget * GIB, [peak / budget / GIB for peak in peaks]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_whether_gradients_stay_until_the_next_forward_is_seen(stay: bool) -> None:
+    trained = memopt.optimize(model(16), 1)
+    share = session_of(trained).share  # type: ignore[union-attr]
+    for number in range(3):
+        assert share.gradients_may_stay is (stay or number < 2)
+        if not stay:
+            trained.zero_grad()
+        trained(torch.randn(ROWS, 128)).square().mean().backward()

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import memopt
 from examples.models.browser import chromium, open_page, why_no_browser
 from memopt.planning.plan import Plan
 from memopt.show.step_of_plan import step_of
@@ -73,6 +76,18 @@ def test_the_figures_are_the_plan_s(page: Any, plan: Plan) -> None:
         assert name in rows
         assert size(nbytes) in rows
     assert page.execute_script("return document.querySelectorAll('#frontier circle').length") > 5
+
+
+def test_other_cards_are_a_table(browser: Any, tmp_path: Path) -> None:
+    batch, file = (torch.ones(8, 64), torch.ones(8, 64)), tmp_path / "cards.html"
+    plan = memopt.plan(nn.Linear(64, 64), 1, batch, loss_fn=nn.functional.mse_loss, device="rtx-4090")
+    plan.report(file, cards=plan.cards())
+    open_page(browser, file)
+    rows = text(browser, "#cards-table")
+    for card in plan.cards():
+        assert f"{card.name}\t{size(card.memory_bytes)}\t{size(card.needed_bytes)}" in rows
+    assert text(browser, "#cards-table tr.own").startswith("rtx-4090")
+    assert browser.get_log("browser") == []
 
 
 def test_the_contents_lead_to_every_section(page: Any) -> None:

@@ -19,7 +19,7 @@ def test_recomputations_are_counted_by_op_and_in_seconds() -> None:
     ("evaluations", "message"),
     [
         ((0, 1, 2, 3, 4, 3), "evaluation 5 recomputes d, which must not be recomputed"),
-        ((0, 2, 1, 3, 4), "evaluation 1 is c, before the first evaluation of op 1"),
+        ((0, 2, 1, 3, 4), "evaluation 1 is c, although op 1 comes before it"),
         ((0, 1, 2, 3), "1 ops are never evaluated"),
     ],
 )

@@ -88,7 +88,7 @@ function drawFrontier() {
     picture,
     byHand.map(([name, peak, added]) => [name, x(peak), y(added)]),
   );
-  drawOwn(picture, own, x, y);
+  drawOwn(picture, own, x, y, width);
   place.replaceChildren(picture);
   byId("frontier-lead").textContent =
     `Orange dots are recipes of checkpointing by hand on the same step. ` +
@@ -106,7 +106,7 @@ function dot(label, x, y, colour, radius) {
 
 /** The names of the recipes beside their dots, where no other name stands; a dot tells its own when pointed at. */
 function nameRecipes(picture, dots) {
-  const taken = [];
+  const taken = dots.map(([, x, y]) => [x - 5, y - 5, x + 5, y + 5]);
   for (const [name, x, y] of dots) {
     const box = [x + 8, y - 9, x + 8 + 6.4 * name.length, y + 5];
     if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3]))
@@ -116,7 +116,7 @@ function nameRecipes(picture, dots) {
   }
 }
 
-function drawOwn(picture, own, x, y) {
+function drawOwn(picture, own, x, y, width) {
   const [, peak, added] = own[0];
   picture.append(
     svg("line", {
@@ -143,11 +143,12 @@ function drawOwn(picture, own, x, y) {
     const label = number ? name : `this plan: +${share(time)}, at least +${share(plan.bound)}`;
     const long = 7.2 * label.length;
     const meets = !number && x(at) + long + 20 > x(own[1][1]); // the name of the other dot
-    const left = meets && x(at) - long > MARGIN.left;
+    // Right of its dot the curve lies below a name.
+    const out = x(at) + 10 + long > width;
     const place = {
-      x: x(at) + (left ? -10 : 10),
-      y: y(time) - (meets && !left ? 26 : 8),
-      "text-anchor": left ? "end" : "start",
+      x: out ? width : x(at) + 10,
+      y: y(time) - (meets ? 28 : 8),
+      "text-anchor": out ? "end" : "start",
     };
     picture.append(svg("text", { ...place, style: "fill:var(--ink);font-weight:600" }, label));
   });

@@ -4,6 +4,7 @@ function start() {
   const has = {
     step: step !== null,
     frontier: data.frontier.points.length + data.frontier.recipes.length > 0 || step !== null,
+    cards: data.cards.length > 0,
     types: step !== null && step.types.name.length > 0,
   };
   for (const part of document.querySelectorAll("[data-needs]")) if (!has[part.dataset.needs]) part.remove();
@@ -30,6 +31,7 @@ function start() {
     startSearch();
     new ResizeObserver(drawTreemap).observe(byId("treemap"));
   } else byId("search").closest(".search").remove();
+  if (has.cards) drawCards();
   if (has.types) drawTypes();
   if (has.frontier) {
     drawFrontier();

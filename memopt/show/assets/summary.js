@@ -2,14 +2,15 @@
 function drawSummary() {
   const micros = plan.seconds * 1e6;
   const within = plan.planned.peak / plan.budget;
+  const first = beforeAll();
   byId("what").textContent = `${plan.model} on ${plan.hardware}`;
   byId("headline").textContent = `${plan.model} trains within ${size(plan.budget)} on ${plan.hardware}`;
   const figures = [
     [size(plan.planned.peak), `peak, ${share(within)} of the budget`, "lead-figure"],
-    captured() > plan.plain.peak
+    first.peak > plan.plain.peak
       ? [
-          size(captured()),
-          `peak as captured; ${size(plan.plain.peak)} with other levers but nothing recomputed`,
+          size(first.peak),
+          `peak ${first.name === "plain step" ? "of the plain step" : first.name}; ${size(plan.plain.peak)} with all levers but nothing recomputed`,
         ]
       : [size(plan.plain.peak), "peak with nothing recomputed"],
     [
@@ -40,14 +41,16 @@ function drawSummary() {
   );
 }
 
-/** The peak of the step as captured, before any lever. */
-function captured() {
-  return plan.receipt.length ? plan.receipt[0][1] : plan.plain.peak;
+/** The step that the plan is compared with, before any lever: the plain step, where it was counted. */
+function beforeAll() {
+  const [name, peak] = plan.receipt[0] ?? ["nothing recomputed", plan.plain.peak];
+  return { name, peak };
 }
 
-/** A bar for each peak: as captured, with nothing recomputed, and of the plan; the budget stands across them. */
+/** A bar for each peak: of the plain step, with nothing recomputed, and of the plan; the budget stands across them. */
 function drawBudget() {
-  const whole = Math.max(captured(), plan.plain.peak, plan.planned.peak);
+  const first = beforeAll();
+  const whole = Math.max(first.peak, plan.plain.peak, plan.planned.peak);
   const limit = plan.budget / whole;
   const bars = [
     ["nothing recomputed", plan.plain],
@@ -68,16 +71,16 @@ function drawBudget() {
     ),
     el("span", { class: "end" }, size(peak.peak)),
   ]);
-  if (captured() > plan.plain.peak) {
+  if (first.peak > plan.plain.peak) {
     const bar = el("i", {
-      style: `width:${(100 * captured()) / whole}%;background:var(--shade)`,
-      title: `as captured: ${size(captured())}`,
+      style: `width:${(100 * first.peak) / whole}%;background:var(--shade)`,
+      title: `${first.name}: ${size(first.peak)}`,
     });
     const across = limit <= 1 ? el("span", { class: "limit", style: `left:${100 * limit}%` }) : "";
     bars.unshift([
-      el("span", { class: "soft" }, "as captured"),
+      el("span", { class: "soft" }, first.name),
       el("div", { class: "track" }, bar, across),
-      el("span", { class: "end" }, size(captured())),
+      el("span", { class: "end" }, size(first.peak)),
     ]);
   }
   const said =
@@ -157,7 +160,7 @@ function levers() {
     return el(
       "tr",
       {},
-      el("td", {}, lever || "as captured"),
+      el("td", {}, lever),
       el("td", { class: "n" }, size(peak)),
       el("td", { class: "n" }, before ? size(before[1] - peak) : ""),
       el("td", { class: "n" }, duration(seconds * 1e6)),

@@ -1,0 +1,59 @@
+"""How much a refusal may try beyond its first answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memopt.planning.options import Effort
+from memopt.planning.stages import Priced
+
+# The share of the plan's work that ways out of a refusal may take: one part of so many, and as much for small models.
+_SHARE, _AT_LEAST = 5, 1000
+# What a try takes, in traces of the step: a search of the smallest schedule alone, a capture with its trace and search,
+# and one with adapters at each linear layer, whose graph is larger.
+SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
+
+
+@dataclass
+class Tries:
+    """The work that is left for ways out of a refusal, in nodes of graphs to be traced, so that a refusal says the same
+    on every machine; and the ways that were left out since they take more."""
+
+    left: float
+    untried: list[str] = field(default_factory=list)
+
+    @classmethod
+    def beside(cls, steps: Sequence[Priced], effort: Effort) -> Tries:
+        """A share of what the search for the plan took, which traced these steps; all that there is with the effort
+        "best", nothing but arithmetic with "fast"."""
+        if effort.name == "default":
+            return cls(max(_AT_LEAST, sum(map(nodes_of, steps)) / _SHARE))
+        return cls(math.inf if effort.name == "best" else 0.0)
+
+    def allow(self, way: str, traces: float, step: Priced) -> bool:
+        """Whether a way out may be tried that takes as long as so many traces of `step`; if not, it is noted."""
+        if not self.can(way, traces, step):
+            return False
+        self.left -= traces * nodes_of(step)
+        return True
+
+    def can(self, way: str, traces: float, step: Priced) -> bool:
+        """As `allow`, of a way that is not tried yet."""
+        possible = traces * nodes_of(step) <= self.left
+        self.untried += [] if possible else [way]
+        return possible
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence on what was not tried; none where all was."""
+        if not self.untried:
+            return []
+        ways = ", ".join(self.untried)
+        return [f"not tried, since that takes longer than a part of the plan: {ways}; with effort='best' all are tried"]
+
+
+def nodes_of(step: Priced) -> int:
+    """The number of nodes in the joint graphs of a step."""
+    return sum(len(region.module.graph.nodes) for region in step.step.traced.regions)

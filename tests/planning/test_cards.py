@@ -1,0 +1,63 @@
+"""What other cards would do for a planned step, from its own graphs: as plans for those cards say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memopt
+from memopt.device import hardware, known_hardware
+from memopt.errors import GIB
+from memopt.planning.cards import OnCard
+from tests import smallest
+
+OPTIONS: dict[str, Any] = {"precision": "fp32", "effort": "fast"}
+
+
+def model() -> GPT2LMHeadModel:
+    with torch.device("meta"):
+        made = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=256, n_head=4, use_cache=False)).train()
+    made.loss_type = "ForCausalLM"
+    return made
+
+
+def batch(size: int) -> dict[str, torch.Tensor]:
+    return dict.fromkeys(("input_ids", "labels"), torch.zeros(size, 512, dtype=torch.long, device="meta"))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, OnCard]:
+    plan = memopt.plan(model(), 24, batch(64), device="rtx-4090", **OPTIONS)
+    return {row.name: row for row in plan.cards()}
+
+
+def test_every_card_is_there_by_memory(rows: dict[str, OnCard]) -> None:
+    assert set(rows) == {name for name in known_hardware() if hardware(name).device_type == "cuda"}
+    memory = [row.memory_bytes for row in rows.values()]
+    assert memory == sorted(memory)
+    assert all(row.fits == (row.needed_bytes <= row.memory_bytes) for row in rows.values())
+
+
+def test_a_row_is_what_a_plan_for_that_card_says(rows: dict[str, OnCard]) -> None:
+    """Within the card's memory the plan is at least as fast, since it may try more sets of levers."""
+    row, there = rows["l4"], memopt.plan(model(), rows["l4"].memory_bytes / GIB, batch(64), device="l4", **OPTIONS)
+    assert row.seconds == pytest.approx(there.step_seconds + there.added_seconds, rel=0.02)
+    assert row.added_time == pytest.approx(there.added_time, abs=0.01)
+    refused = smallest.refusal(model(), batch(64), device="l4", precision="fp32")
+    assert row.needed_bytes == pytest.approx(refused.smallest_bytes, rel=0.02)
+
+
+@pytest.mark.slow  # a minute of planning
+def test_the_batch_is_about_the_largest(rows: dict[str, OnCard]) -> None:
+    row = rows["rtx-3060"]
+    largest = memopt.max_batch(model(), row.memory_bytes / GIB, batch, device="rtx-3060", multiple_of=64, **OPTIONS)
+    assert 64 * row.batches == pytest.approx(largest, rel=0.2)
+
+
+def test_other_units_and_a_cpu_are_left_out() -> None:
+    low = memopt.plan(model(), 24, batch(4), device="rtx-4090", precision="bf16", effort="fast")
+    assert "t4" not in {row.name for row in low.cards()}
+    assert memopt.plan(model(), 24, batch(4), device="cpu", **OPTIONS).cards() == ()
