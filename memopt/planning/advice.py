@@ -26,7 +26,6 @@ from memopt.levers.microbatch import MICROBATCH
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.hosting import hosting_all
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.stages import Priced, Recorded
@@ -119,7 +118,7 @@ class _Advice:
         planner = self.like(self.planner, levers=(*self.options.levers, OFFLOAD_PARAMETERS))
         own = planner.price_settings
         open_to = {"link": own.link, "activations": own.activations, "frozen": own.frozen}
-        hosted = [all_of for one in steps if (all_of := hosting_all(one.opened(**open_to))) is not None]
+        hosted = [all_of for one in steps if (all_of := one.opened(**open_to).hosting_all()) is not None]
         if hosted:
             least = min(hosted, key=Priced.smallest)
             lying = least.step.problem.problem.home_bytes
