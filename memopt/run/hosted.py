@@ -155,5 +155,5 @@ def plainly(model: nn.Module, *, compiled: bool) -> Iterator[None]:
     if not _lying(model):
         yield
         return
-    with on_device(model), _Bringing():
+    with on_device(model), _Bringing():  # type: ignore[no-untyped-call]
         yield

@@ -176,10 +176,10 @@ class Placer:
 def _gaps_of(arrays: Arrays, evaluations: Ints) -> _Gaps:
     """All gaps of a schedule, by their stop."""
     most = int(np.diff(arrays.read_start)[evaluations].sum())
-    found = [np.zeros(most, np.int64) for _ in range(3)]
-    none = np.zeros(0, np.bool_)
-    count = _find_gaps(arrays, evaluations, np.full(arrays.size.size, -1, np.int64), _Gaps(*found, none, none))
-    storage, start, stop = (column[:count] for column in found)
+    storage, start, stop = np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64)
+    none, unused = np.zeros(0, np.bool_), np.full(arrays.size.size, -1, np.int64)
+    count = _find_gaps(arrays, evaluations, unused, _Gaps(storage, start, stop, none, none))
+    storage, start, stop = storage[:count], start[:count], stop[:count]
     home, made = arrays.home[storage], np.full(arrays.seconds.size, -1, np.int64)
     made[evaluations[::-1]] = np.arange(evaluations.size)[::-1]
     return _Gaps(storage, start, stop, home, home & (start == made[arrays.producer[storage]]))
