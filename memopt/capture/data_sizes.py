@@ -170,15 +170,10 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
                 yield node, found
 
 
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is neither fake nor on "meta"; its values may lie on the host meanwhile."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, and the memory for them."""
-    there = tensor.numel() == 0 or has_no_storage(tensor) or tensor.untyped_storage().nbytes() > 0
-    return has_values(tensor) and there
+    """Whether a tensor has data: it is neither fake nor on "meta", and its memory is there."""
+    there = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return there and (tensor.numel() == 0 or has_no_storage(tensor) or tensor.untyped_storage().nbytes() > 0)
 
 
 def without_limit(graph: fx.Graph) -> frozenset[str]:

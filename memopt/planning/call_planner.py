@@ -13,7 +13,7 @@ from torch.distributed import is_available, is_initialized
 
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
-from memopt.capture.data_sizes import DataSizes, has_values, is_real, match, new_symbols, observe
+from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
@@ -223,8 +223,7 @@ class CallPlanner:
         """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
         fake tensors."""
         depends = any(True for _ in new_symbols(region.module.graph))
-        given = all(map(has_values, self.terms.model.parameters())) and all(map(is_real, tensors_in(call)))
-        if not (depends and given):
+        if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
         seen = match(region.module.graph, observe(self.terms.model, call, self.plain))
         if seen is not None:

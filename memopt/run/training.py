@@ -30,7 +30,6 @@ from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.fitting import CallInProgress
-from memopt.run.hosted import plainly
 from memopt.run.ledger import Moment
 from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.recorder import Recorder
@@ -60,7 +59,7 @@ class TrainingCalls:
         recording: Callable[[Call], None],
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call, self.share = model, options, loss_fn, own_call, share
-        self.planner = CallPlanner(model, options, loss_fn, self._seen, share)
+        self.planner = CallPlanner(model, options, loss_fn, self.plain, share)
         self.road = Road(self.planner, accumulation, recording)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, share.entry)
         self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, share.entry)
@@ -81,11 +80,6 @@ class TrainingCalls:
         """Run the plain model's forward, and its loss function if there is one."""
         own: Any = self.own_call or plain_call(self.model)
         return plain_loss_call(self.model, self.loss_fn, self.planner.optimizer_choice.floats, own)(*args, **kwargs)
-
-    def _seen(self, *args: Any, **kwargs: Any) -> Any:
-        """As `plain`, without gradients, for which parameters that lie on the host are brought."""
-        with plainly(self.model, compiled=self.own_call is not None):
-            return self.plain(*args, **kwargs)
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
         """Run a call by its plan, `before` being the state in which it began; with new plans where it has sizes that

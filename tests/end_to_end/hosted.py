@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memopt
-from examples.models.networks import RoutedModel
 from memopt.errors import GIB
 from memopt.planning import terms as model_terms
 from passes.ops.offload_ops import host_memory
@@ -68,23 +67,51 @@ def llama() -> nn.Module:
     return model
 
 
+class Mixture(nn.Module):
+    """A mixture of frozen experts, of which a router that is trained weighs the two best for each token."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(count)
+        )
+        self.experts.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        best = scores >= scores.topk(2, -1).values[..., 1:]
+        weights = torch.where(best, scores, 0.0)
+        outputs = [expert(x) * weights[..., number, None] for number, expert in enumerate(self.experts)]
+        return x + torch.stack(outputs).sum(0)
+
+
+class Experts(nn.Module):
+    """Mixtures of experts between a frozen embedding and a frozen head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = (
+            nn.Embedding(256, 64).requires_grad_(False),
+            nn.Linear(64, 256).requires_grad_(False),
+        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), Mixture(64, 4)) for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def experts() -> nn.Module:
-    """A mixture of experts, which are frozen: the batch decides how many tokens each one gets."""
     torch.manual_seed(0)
-    model = RoutedModel(vocabulary=256, width=64, depth=3, experts=4).requires_grad_(False)
-    for part in (model.norms, *(mixture.router for mixture in model.mixtures)):
-        part.requires_grad_(True)
-    return model.train()
+    return Experts().train()
 
 
 def batch(length: int = 16, seed: int = 1) -> dict[str, Tensor]:
     tokens = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
-
-
-def routed_batch(length: int = 64, seed: int = 1) -> dict[str, Tensor]:
-    tokens = batch(length, seed)["input_ids"]
-    return {"tokens": tokens, "labels": tokens}
 
 
 @dataclass(frozen=True)
@@ -179,4 +206,4 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert host_memory("cpu").leased_bytes == 0
 
 
-GPT2, LLAMA, EXPERTS = Frozen(gpt2), Frozen(llama), Frozen(experts, routed_batch)
+GPT2, LLAMA, EXPERTS = Frozen(gpt2), Frozen(llama), Frozen(experts)

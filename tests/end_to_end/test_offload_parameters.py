@@ -27,7 +27,6 @@ from tests.end_to_end.hosted import (
     gpt2,
     linked,
     options,
-    routed_batch,
     trained,
 )
 from tests.marks import slow
@@ -96,20 +95,6 @@ def test_killed_and_resumed(family: Frozen) -> None:
         assert losses == expected[STEPS // 2 :]
     losses, _ = _train(family, family.make(), STEPS // 2, state)
     assert losses == expected[STEPS // 2 :], "the state is the plain model's"
-
-
-def test_a_batch_reaches_other_experts() -> None:
-    model, plain = EXPERTS.optimized(0.1), EXPERTS.make()
-    assert memopt.plan_of(model).hosted_bytes > 0
-    for token in (3, 5, 3):  # one token alone: all go to the same expert, more than were planned for
-        given = {"tokens": torch.full((2, 64), token), "labels": routed_batch()["labels"]}
-        losses = [EXPERTS.loss(one, given) for one in (model, plain)]
-        for loss in losses:
-            loss.backward()  # type: ignore[no-untyped-call]
-        assert torch.equal(*losses)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is None or (other.grad is not None and torch.equal(one.grad, other.grad))
-    memopt.remove(model)
 
 
 def test_without_the_lever_it_does_not_fit() -> None:
