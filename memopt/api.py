@@ -29,6 +29,7 @@ from memopt.planning.options import (
     positive_int,
 )
 from memopt.planning.plan import Plan
+from memopt.run.hosted import bring_back
 from memopt.run.session import Session, session_of
 from memopt.run.status import State, Status, unwatch
 
@@ -98,6 +99,8 @@ def optimize(
             default they are found when a plan is made, and when they have grown (on the CPU among Python's tensors, on
             CUDA also from the allocator); a number takes their place, 0 leaves them out of the budget. A plan for
             another device counts none unless told.
+        host_gb: the most of the host's memory, in GB, that offloaded activations and parameters may take; by default
+            twice the card's memory, or 90% of what the host has free where that is less.
         forwards: the number of forwards of the model that run before the first backward, 1 by default. More are
             noticed by themselves (two views, chosen and rejected answers) and planned for from the next step on; where
             the budget is tight the first such step is refused unless the number is given.
@@ -115,6 +118,7 @@ def optimize(
     check_torch()
     found = None if budget_gb is not None else free_budget(model)
     checked = check_options(budget_gb if found is None else found.gb, **options)
+    bring_back(model)
     session = Session(model, replace(checked, to_train=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")

@@ -16,6 +16,7 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
 from memopt.compat.tensors import is_wrapper, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
+from passes.ops.offload_ops import host_memory
 
 GB = 1024**3
 
@@ -184,10 +185,12 @@ def largest_at(
 
 def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Tensors and their gradients with the address and the bytes of each block that they hold on a device."""
+    offloaded = host_memory(HOST.type).holds if device.type == HOST.type else None
     for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
         for storage in _storages(tensor, device):
             address, nbytes = _address(storage), storage.nbytes()
-            if address and nbytes:  # storages made by numpy or in shared memory may alias one block
+            # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
+            if address and nbytes and not (offloaded and offloaded(address)):
                 yield tensor, address, nbytes
 
 

@@ -20,9 +20,10 @@ class HostStay:
     """One offload of a value to the host. Positions are indices into the schedule's list of evaluations."""
 
     value: str
-    """The node whose tensor is offloaded: one of the scheduled calls, or an element of its results."""
+    """The node whose tensor is offloaded: one of the scheduled calls, or an element of its results; or an input that
+    lies on the host, of which there is a copy back only."""
     out_after: int
-    """The copy out starts after this position."""
+    """The copy out starts after this position; -1 before the first one."""
     freed_before: int
     """Before this position compute waits for the copy out, and the device memory is freed."""
     fetch_from: int
@@ -61,7 +62,8 @@ class ApplyOffloads(ApplySchedule):
         for stay in self.stays:
             if stay.value not in nodes:
                 raise PassError(self.name, stay.value, "the graph has no such node to offload", mend)
-            if not 0 <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
+            first = -1 if nodes[stay.value].op == "placeholder" else 0
+            if not first <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
                 raise PassError(
                     self.name, stay.value, f"{stay} does not go out, get freed and come back in this order", mend
                 )
@@ -87,14 +89,15 @@ class _OffloadRewriter(Rewriter):
             self.free(position)
         for stay in self.due(lambda stay: stay.fetch_from == position, lambda stay: stay.back_before):
             device = next(tensors(self.old[stay.value].meta["val"])).device
-            self.fetched[stay] = self.transfer(stay, COPY_BACK, (self.host[stay], device), "fetched")
+            host = self.inputs[self.old[stay.value]] if self.is_given(stay) else self.host[stay]
+            self.fetched[stay] = self.transfer(stay, COPY_BACK, (host, device), "fetched")
         for stay in self.due(lambda stay: stay.back_before == position, lambda stay: stay.fetch_from):
-            value = self.old[stay.value]
-            self.latest[value] = self.transfer(stay, AWAIT_BACK, (self.fetched[stay], self.host[stay]), "back")
+            value, fetched = self.old[stay.value], self.fetched[stay]
+            self.latest[value] = self.transfer(stay, AWAIT_BACK, (fetched, fetched.args[0]), "back")
             self.forget_followers(value)
 
     def after(self, position: int) -> None:
-        for stay in self.due(lambda stay: stay.out_after == position, lambda stay: stay.freed_before):
+        for stay in self.sent(lambda stay: stay.out_after == position, lambda stay: stay.freed_before):
             self.went[stay] = self.newest(self.old[stay.value])
             self.host[stay] = self.transfer(stay, COPY_OUT, (self.went[stay],), "out")
 
@@ -102,12 +105,20 @@ class _OffloadRewriter(Rewriter):
         self.free(self.schedule.boundary)
 
     def free(self, position: int) -> None:
-        for stay in self.due(lambda stay: stay.freed_before == position, lambda stay: stay.out_after):
+        for stay in self.sent(lambda stay: stay.freed_before == position, lambda stay: stay.out_after):
             self.host[stay] = self.transfer(stay, AWAIT_OUT, (self.host[stay], self.went[stay]), "host")
 
     def due(self, now: Callable[[HostStay], bool], first: Callable[[HostStay], int]) -> list[HostStay]:
         """Returns the offloads that are due now. Transfers queued together go by their deadlines, as in the solver."""
         return sorted(filter(now, self.stays), key=first)
+
+    def sent(self, now: Callable[[HostStay], bool], first: Callable[[HostStay], int]) -> list[HostStay]:
+        """Returns those of `due` that are copied out."""
+        return [stay for stay in self.due(now, first) if not self.is_given(stay)]
+
+    def is_given(self, stay: HostStay) -> bool:
+        """Returns whether the value of an offload is an input, which lies on the host."""
+        return self.old[stay.value].op == "placeholder"
 
     def transfer(self, stay: HostStay, target: Any, args: tuple[Any, ...], what: str) -> fx.Node:
         node = self.add(self.old[stay.value], target, args, {}, f"{stay.value}_{what}")

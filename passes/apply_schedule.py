@@ -74,7 +74,8 @@ class ApplySchedule(Pass):
 
 
 class Rewriter:
-    """One walk over the schedule; `latest` maps nodes of the old graph to their newest version in the new one.
+    """One walk over the schedule; `latest` maps nodes of the old graph to their newest version in the new one, `inputs`
+    those that are given to what stands for them.
 
     Subclasses override `before` and `after`, called at every evaluation, and `end_forward`.
     """
@@ -85,6 +86,7 @@ class Rewriter:
         self.result = graph.output_node()
         self.new = fx.Graph()
         self.latest: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[fx.Node, fx.Node] = {}
         self.state: dict[fx.Node, fx.Node] = {}
         self.derived: set[fx.Node] = set()
         self.planned = frozenset(schedule.evaluations)
@@ -94,7 +96,7 @@ class Rewriter:
     def run(self) -> fx.Graph:
         for node in self.old.values():
             if node.op == "placeholder":
-                self.latest[node] = self.new.node_copy(node)
+                self.latest[node] = self.inputs[node] = self.new.node_copy(node)
         self.evaluate_from(0, self.schedule.boundary)
         self.end_forward()
         results = self.results()

@@ -201,5 +201,6 @@ def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int
         if has_no_storage(tensor):
             sizes[id(tensor)] = tensor.nbytes
         else:
-            sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            # The memory of a parameter that lies on the host meanwhile is counted as if it were there.
+            sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes() or tensor.nbytes
     return sum([-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values()])

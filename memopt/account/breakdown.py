@@ -15,6 +15,7 @@ ANY_LINK = Link(math.inf)
 
 OUTPUTS, GRADIENTS, TEMPORARIES, WORKSPACE = "outputs", "gradients", "backward temporaries", "workspace"
 SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fetched activations"
+BROUGHT = "parameters brought"
 GATHERED, EXCHANGE = "gathered parameters", "gradients being reduced"
 OPTIMIZER_STEP = "optimizer.step()"
 
@@ -119,6 +120,8 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
     maker = problem.producer[storage]
     if problem.ops[maker].name == EAGER:
         return BETWEEN_REGIONS
+    if problem.storages[storage].home:
+        return BROUGHT
     in_forward = maker < problem.forward_ops
     if problem.storages[storage].kept and first:
         return OUTPUTS if in_forward or is_receipt(problem.ops[maker]) else GRADIENTS

@@ -16,6 +16,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
+from memopt.compat.tensors import has_no_storage
 from memopt.training_state import undone, values_restored
 
 MARGIN = 1.25
@@ -170,8 +171,9 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has data: it is neither fake nor on "meta"."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    """Whether a tensor has data: it is neither fake nor on "meta", and its memory is there."""
+    there = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return there and (tensor.numel() == 0 or has_no_storage(tensor) or tensor.untyped_storage().nbytes() > 0)
 
 
 def without_limit(graph: fx.Graph) -> frozenset[str]:

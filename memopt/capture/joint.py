@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -102,6 +102,12 @@ class JointGraph:
         without autograd."""
         aot = getattr(self.trace, "aot", None)
         return frozenset() if aot is None or not self.differentiated else aot.only_read - self.inputs_with_gradients
+
+    @property
+    def frozen_ids(self) -> Mapping[int, int]:
+        """Number of an input that is a parameter which is not trained → the `id` of the model's parameter."""
+        frozen: Mapping[int, int] = {} if self.trace is None else self.trace.region.frozen_ids
+        return frozen
 
     def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
         """The same graph with other parameters whose gradients it may add to `.grad` in place."""

@@ -44,6 +44,8 @@ class RecordedRegion:
     graph_module: fx.GraphModule
     parameter_ids: Mapping[int, int]
     """Number of an input that is a trainable parameter → `id` of the model's parameter when the region was recorded."""
+    frozen_ids: Mapping[int, int]
+    """The same of the parameters that are not trained."""
     undifferentiated: frozenset[int]
     """Positions, among the outputs of the model's call, of those that require gradients in the plain model and are
     detached or deferred here."""
@@ -101,8 +103,13 @@ class RecordedRegion:
         plain = recorded if undifferentiated and not spread else None
         forget_erased(graph_module.graph)
         known = real_ids or {}
-        ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again(), deferred, plain, narrowed, to_require_grad)
+        ids, frozen_ids = (
+            {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs, trains)}
+            for trains in (True, False)
+        )
+        return cls(
+            graph_module, ids, frozen_ids, undifferentiated, tracing_again(), deferred, plain, narrowed, to_require_grad
+        )
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -245,10 +252,12 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
             )
 
 
-def parameter_numbers(inputs: Sequence[Any]) -> frozenset[int]:
-    """Numbers of a region's inputs that are trainable parameters."""
+def parameter_numbers(inputs: Sequence[Any], trains: bool = True) -> frozenset[int]:
+    """Numbers of a region's inputs that are trainable parameters; of those that are not trained without `trains`."""
     return frozenset(
-        number for number, value in enumerate(inputs) if isinstance(value, nn.Parameter) and value.requires_grad
+        number
+        for number, value in enumerate(inputs)
+        if isinstance(value, nn.Parameter) and value.requires_grad is trains
     )
 
 

@@ -38,6 +38,7 @@ LEVERS = (
     "chunked_loss",
     "microbatch",
     "offload_activations",
+    "offload_parameters",
     "fp8",
     "fp8_delayed",
     "fp8_block",

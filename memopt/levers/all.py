@@ -19,6 +19,7 @@ from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
 from memopt.levers.microbatch import MICROBATCH
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.plain import PLAIN
 from memopt.levers.precision import PRECISION
@@ -34,6 +35,7 @@ _IN_ORDER = (
     CHUNKED_LOSS,
     MICROBATCH,
     OFFLOAD_ACTIVATIONS,
+    OFFLOAD_PARAMETERS,
     FP8,
     FP8_DELAYED,
     FP8_BLOCK,
@@ -49,8 +51,8 @@ LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _
 """All levers by name, in the order in which a plan tries them where it may."""
 LeverName: TypeAlias = Literal[
     "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "microbatch", "offload_activations",
-    "fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations", "bf16_parameters", "low_bit_optimizer",
-    "offload_optimizer", "optimizer_in_backward", "plain",
+    "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations", "bf16_parameters",
+    "low_bit_optimizer", "offload_optimizer", "optimizer_in_backward", "plain",
 ]  # fmt: skip
 """The names that the option `allow` takes, for type checkers."""
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from memopt.device import Hardware
 from memopt.levers.lever import Lever
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.solver import Link
 
 OFFLOAD_ACTIVATIONS = Lever(
@@ -19,6 +20,8 @@ OFFLOAD_ACTIVATIONS = Lever(
 
 
 def offload_link(card: Hardware, allow: Collection[str]) -> Link | None:
-    """Returns the link to host memory, or None if the device has none, as a CPU, or the lever is not allowed."""
+    """Returns the link to host memory, or None if the device has none, as a CPU, or no lever that uses it is
+    allowed."""
     link = card.link
-    return link if OFFLOAD_ACTIVATIONS.name in allow and link.bytes_per_second > 0 else None
+    used = {OFFLOAD_ACTIVATIONS.name, OFFLOAD_PARAMETERS.name}.intersection(allow)
+    return link if used and link.bytes_per_second > 0 else None

@@ -21,7 +21,9 @@ from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.device import hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import GIB, CaptureError, Way, round_up, would_do
+from memopt.levers.all import allow_exactly
 from memopt.levers.microbatch import MICROBATCH
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.on_card import expandable_segments
@@ -29,6 +31,7 @@ from memopt.planning.plan_search import PlanSearch
 from memopt.planning.stages import Priced, Recorded
 from memopt.planning.terms import Situation
 from memopt.planning.tries import ADAPTERS, CAPTURE, Tries
+from memopt.units import size
 
 _log = logging.getLogger("memopt")
 _NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
@@ -55,7 +58,11 @@ class _Advice:
         """What was not looked at, and suggestions that fit the budget, or a larger card; `steps` holds the step under
         every lever set. `near`: only settings with which the step computes the same, and no capture is needed. Others
         are tried as far as `tries` allow, those first that no capture is needed for."""
-        looks: tuple[_Look, ...] = (partial(self.in_growing_segments, steps), partial(self.by_fused_kernels, steps))
+        looks: tuple[_Look, ...] = (
+            partial(self.in_growing_segments, steps),
+            partial(self.with_parameters_on_host, steps),
+            partial(self.by_fused_kernels, steps),
+        )
         if not near:
             captured = (partial(look, steps, tries) for look in (self.in_microbatches, self.with_low_rank))
             looks += (partial(self.without_state, steps), *captured)
@@ -102,6 +109,26 @@ class _Advice:
             changes = "in the environment of the process: fewer holes between blocks of memory; the same numbers"
             nbytes = self.smallest_of(steps, expandable=True)
             yield Way(setting, nbytes, changes, 0.0, f"with {setting} in the environment")
+
+    def with_parameters_on_host(self, steps: Sequence[Priced]) -> Iterator[Way]:
+        """Frozen parameters in the host's memory, where they are not allowed there."""
+        name = OFFLOAD_PARAMETERS.name
+        if name in self.options.allow:
+            return
+        planner = self.like(self.planner, levers=(*self.options.levers, OFFLOAD_PARAMETERS))
+        own = planner.price_settings
+        open_to = {"link": own.link, "activations": own.activations, "frozen": own.frozen}
+        hosted = [all_of for one in steps if (all_of := one.opened(**open_to).hosting_all()) is not None]
+        if hosted:
+            least = min(hosted, key=Priced.smallest)
+            lying = least.step.problem.problem.home_bytes
+            yield Way(
+                allow_exactly({*self.options.allow, name}),
+                least.smallest()[0],
+                "frozen parameters lie in the host's memory, and are brought before each use; the same bits",
+                None,
+                f"with {name!r} in allow, which holds up to {size(lying)} of frozen parameters on the host,",
+            )
 
     def on_a_larger_card(self, steps: Sequence[Priced]) -> Iterator[Way]:
         """The smallest card that holds the step, where the one that it is planned for cannot."""

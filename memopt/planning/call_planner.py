@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.distributed import is_available, is_initialized
 
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
@@ -20,8 +22,10 @@ from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.trace import accumulating, eager_of_runs, passed_of_runs, sizes_of_runs
+from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError
-from memopt.levers.offload_activations import offload_link
+from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.levers.recompute import RECOMPUTE
 from memopt.lru import LruCache
@@ -97,9 +101,27 @@ class CallPlanner:
             card,
             timed=options.calibrate,
             recompute=RECOMPUTE.name in options.allow,
-            link=offload_link(card, options.allow),
+            link=(link := offload_link(card, options.allow)),
+            activations=OFFLOAD_ACTIVATIONS.name in options.allow,
+            frozen=self._frozen if link is not None and OFFLOAD_PARAMETERS.name in options.allow else frozenset(),
             solvers=options.solvers,
             stepping=self.optimizer_choice.stepping,
+        )
+
+    @property
+    def _frozen(self) -> frozenset[int]:
+        """The `id`s of the parameters that are not trained and share their memory with no other parameter or buffer.
+        None in a process group, whose ranks exchange parameters, nor where values of a call decide its precision."""
+        if self.screens or self.terms.sharding is not None or (is_available() and is_initialized()):
+            return frozenset()
+        tensors = [*self.terms.model.parameters(), *self.terms.model.buffers()]
+        shared = Counter(storage_key(one) for one in tensors if not (is_wrapper(one) or special_kind(one)))
+        return frozenset(
+            id(one)
+            for one in self.terms.model.parameters()
+            if not (one.requires_grad or is_wrapper(one) or special_kind(one))
+            and shared[storage_key(one)] == 1
+            and one.untyped_storage().nbytes() in (0, one.nbytes)  # 0: it lies on the host already
         )
 
     @property

@@ -12,6 +12,7 @@ from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.errors import GIB
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.precision import LEFT_TO_AUTOCAST, PRECISION
 from memopt.levers.recompute import RECOMPUTE
 from memopt.levers.reinplace import REINPLACE
@@ -52,7 +53,8 @@ def beside_plain(plan: Plan, plain: ReceiptRow | None) -> Plan:
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations."""
+    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations,
+    offload_parameters."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):
@@ -62,17 +64,24 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
         recomputed = breakdown(step.seen.problem, replace(schedule, offloads=()), plan.account)
         rows.append(ReceiptRow(RECOMPUTE.name, recomputed.peak_bytes, seconds - plan.stall_seconds))
     if plan.moved_bytes:
-        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS.name, plan.predicted_peak_bytes, seconds))
+        there = [offload for offload in schedule.offloads if not step.seen.problem.storages[offload.storage].home]
+        moved = breakdown(step.seen.problem, replace(schedule, offloads=tuple(there)), plan.account)
+        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS.name, moved.peak_bytes, seconds))
+    if plan.hosted_bytes:
+        rows.append(ReceiptRow(OFFLOAD_PARAMETERS.name, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
     """The plan, of the same step as `other` for another budget, with that one's levers and rows up to those of the
     schedule, which are its own."""
-    scheduled = (REINPLACE.name, RECOMPUTE.name, OFFLOAD_ACTIVATIONS.name)
+    offloads = {OFFLOAD_ACTIVATIONS.name: plan.moved_bytes, OFFLOAD_PARAMETERS.name: plan.hosted_bytes}
+    scheduled = (REINPLACE.name, RECOMPUTE.name, *offloads)
     before = tuple(row for row in other.receipt if row.lever not in scheduled)
-    offloads = (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
-    levers = (*(name for name in other.levers if name != OFFLOAD_ACTIVATIONS.name), *offloads)
+    levers = (
+        *(name for name in other.levers if name not in offloads),
+        *(name for name, nbytes in offloads.items() if nbytes),
+    )
     rows = rows_to(plan, before) if before else ()
     return replace(plan, levers=levers, proposals=other.proposals, receipt=rows)
 
@@ -146,10 +155,14 @@ def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
     """The plan's fields about the host; none for a schedule that offloads nothing."""
     if not isinstance(solution, OffloadSolution):
         return {}
-    storages = joined.problem.storages
+    room = None if joined.link is None else joined.link.host_bytes
+    moved = [joined.problem.storages[offload.storage] for offload in solution.schedule.offloads]
     return {
         "host_bytes": solution.host_bytes,
-        "moved_bytes": sum(storages[offload.storage].bytes for offload in solution.schedule.offloads),
+        "moved_bytes": sum(storage.bytes for storage in moved if not storage.home),
+        "hosted_bytes": joined.problem.home_bytes,
+        "host_room_bytes": None if room is None else int(room),
+        "brought_bytes": sum(storage.bytes for storage in moved if storage.home),
         "stall_seconds": solution.stall_seconds,
     }
 

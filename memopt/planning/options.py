@@ -47,6 +47,7 @@ class StepOptions(TypedDict, total=False):
     passes: Sequence[Pass]
     solvers: Sequence[Solver]
     elsewhere_gb: float | None
+    host_gb: float | None
     forwards: int
     calibrate: bool
     effort: EffortName
@@ -101,15 +102,15 @@ def budget_bytes(budget_gb: float | None) -> int:
     return int(gb * GIB)
 
 
-def elsewhere_bytes(elsewhere_gb: float | None) -> int | None:
-    """Gigabytes of 1024³ bytes beside the step as bytes; None as it is. Raises `TypeError`, `ValueError`."""
-    if elsewhere_gb is None:
+def _bytes_or_none(name: str, gb: float | None) -> int | None:
+    """Gigabytes of 1024³ bytes as bytes, 0 included; None as it is. Raises `TypeError`, `ValueError`."""
+    if gb is None:
         return None
-    if isinstance(elsewhere_gb, bool) or not isinstance(elsewhere_gb, numbers.Real):
-        raise TypeError(f"elsewhere_gb must be a number of gigabytes, such as 0 or 1.5, or None, not {elsewhere_gb!r}")
-    if not 0 <= float(elsewhere_gb) < math.inf:
-        raise ValueError(f"elsewhere_gb must be a finite number of gigabytes of 0 or more, not {elsewhere_gb!r}")
-    return int(float(elsewhere_gb) * GIB)
+    if isinstance(gb, bool) or not isinstance(gb, numbers.Real):
+        raise TypeError(f"{name} must be a number of gigabytes, such as 0 or 1.5, or None, not {gb!r}")
+    if not 0 <= float(gb) < math.inf:
+        raise ValueError(f"{name} must be a finite number of gigabytes of 0 or more, not {gb!r}")
+    return int(float(gb) * GIB)
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
@@ -236,8 +237,10 @@ class Options:
     """The user's own solvers, which are asked beside memopt's."""
     hardware: str | None = field(metadata=_given(None, None, "device"))
     """The card that was named; None: the device at hand."""
-    elsewhere_bytes: int | None = field(metadata=_given(None, elsewhere_bytes, "elsewhere_gb"))
+    elsewhere_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "elsewhere_gb"), "elsewhere_gb"))
     """The bytes on the device beside the step; None: those that are found there."""
+    host_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "host_gb"), "host_gb"))
+    """The most bytes of the host's memory that a plan may use; None: what is free there, less a margin."""
     forwards: int = field(metadata=_given(1, partial(positive_int, "forwards")))
     """The number of forwards that run before the first backward, as far as the user says."""
     calibrate: bool = field(metadata=_given(False))
@@ -265,7 +268,8 @@ class Options:
     @property
     def planned_by(self) -> tuple[Any, ...]:
         """The values that plans depend on and that print the same in all processes: see `Job`."""
-        return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic
+        host = () if self.host_bytes is None else (self.host_bytes,)
+        return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic, *host
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""

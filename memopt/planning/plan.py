@@ -113,9 +113,15 @@ class Plan(PlanViews):
     """The plain step, then with one more lever per row, precision first; recomputation and offload come last. Of plans
     that training calls made for themselves it begins with the step as captured."""
     host_bytes: int = 0
-    """The most host memory that offloaded activations take at a time; not part of the budget."""
+    """The most host memory that the step takes at a time, for activations and parameters; not part of the budget."""
     moved_bytes: int = 0
     """Bytes that one step copies to the host, and back."""
+    hosted_bytes: int = 0
+    """Bytes of the frozen parameters that lie on the host."""
+    brought_bytes: int = 0
+    """Bytes of these that one step copies to the device."""
+    host_room_bytes: int | None = None
+    """The most host memory that it may take (`host_gb`); None where nothing goes there, or for no limit."""
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0

@@ -12,6 +12,7 @@ from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
 from memopt.levers.lever import Lever
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.figures import plain_row, rows_to, writes_over
@@ -175,7 +176,7 @@ class PlanSearch:
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
-            further=[*self._notes, *notes, *tries.notes],
+            further=[*self._notes, *least.notes, *notes, *tries.notes],
             ways=[*proposed, *advised],
             proposals=tuple(chosen.names for chosen, _ in helpful),
             smallest_with=found,
@@ -241,6 +242,7 @@ class PlanSearch:
         used = tuple(lever for lever in levers.levers if lever not in self._idle)
         used += (REINPLACE.name,) if writes_over(plan) else ()
         used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
+        used += (OFFLOAD_PARAMETERS.name,) if plan.hosted_bytes else ()
         return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)
 
 

@@ -79,7 +79,8 @@ def solve(joined: Joined, request: Request) -> Solution:
             joined.solved[key] = None
     plain = joined.solved[key]
     little = plain is not None and plain.added_seconds <= NEGLIGIBLE * joined.problem.seconds
-    if request.offload and joined.link is not None and not little:
+    hosts = joined.problem.home_bytes > 0
+    if request.offload and joined.link is not None and (hosts or not little):
         try:
             return joined.offloads.solve(
                 request.graph_bytes, joined.link, effort.name, plain=plain, limit_seconds=effort.limit_seconds

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx
@@ -25,7 +26,15 @@ from memopt.planning.cluster import ShardedCall
 from memopt.planning.joined import Joined, join, with_meanwhile
 from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
-from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, with_eager
+from memopt.price.priced_graph import (
+    GraphUse,
+    NodePrice,
+    ParameterSteps,
+    PassedOn,
+    PricedGraph,
+    hostable,
+    with_eager,
+)
 from memopt.solver import Link, Solver
 from passes.graphs.node_facts import is_random, is_tangent
 
@@ -44,6 +53,12 @@ class PriceSettings:
     """Whether operators may be recomputed."""
     link: Link | None = None
     """The link over which activations may be offloaded to the host; None where they may not be."""
+    activations: bool = True
+    """Whether it is open to activations."""
+    frozen: frozenset[int] = frozenset()
+    """The `id`s of the parameters that may lie on the host, whence they are brought over the link."""
+    hosted: frozenset[int] = frozenset()
+    """The numbers of the inputs that do lie there."""
     solvers: tuple[Solver, ...] = field(default=(), hash=False)
     """The user's own solvers, whose schedules compete with those of memopt's."""
     stepping: Stepping | None = None
@@ -196,6 +211,19 @@ class PricedStep:
             plain = _problem(traced, settings, as_seen=seen is not problem, reinplace=False)
         return cls(traced, settings, problem, seen, plain, made)
 
+    @cached_property
+    def hostable(self) -> dict[int, int]:
+        """The numbers and the bytes of the inputs that may lie on the host, in the order in which they are read first:
+        frozen parameters of a call that is one region of plain operators."""
+        traced, (region, *others) = self.traced, self.traced.regions
+        of_region = getattr(region.trace, "region", None)
+        if not self.settings.frozen or of_region is None or others or traced.eager or traced.sharded or region.places:
+            return {}
+        if region.fused or of_region.depends_on_data:
+            return {}
+        found = {number for number, one in region.frozen_ids.items() if one in self.settings.frozen}
+        return hostable(region.module.graph, found - region.overwritten, self.settings.hardware.least_moved_bytes)
+
     @property
     def problems(self) -> tuple[Joined, ...]:
         """All problems that were made of the step so far, each with its solvers."""
@@ -237,7 +265,7 @@ def _problem(
         problem=with_meanwhile(joined.problem, settings.meanwhile),
         recompute=settings.recompute,
         solvers=settings.solvers,
-        link=settings.link,
+        link=settings.link if settings.activations or settings.hosted else None,
         given=_given(traced, as_seen=as_seen),
         trained=_given(traced, as_seen=as_seen, trained=True),
         libraries=device_of(settings.hardware).library_workspaces(settings.hardware),
@@ -253,7 +281,8 @@ def _priced_region(
         use = GraphUse(
             accumulated=region.parameter_gradients if settings.accumulating and sharded is None else (),
             fused=region.fused_away,
-            least_moved_bytes=settings.hardware.least_moved_bytes,
+            least_moved_bytes=_least_moved_bytes(settings, as_seen=as_seen),
+            hosted=settings.hosted,
             block_bytes=device_of(settings.hardware).block_bytes,
             steps=_steps(traced, settings.stepping, region, left),
             reuses=region.reuses if reinplace else (),
@@ -268,6 +297,12 @@ def _priced_region(
             region.module, region.forward_outputs, traced.node_prices(number, settings, as_seen=as_seen), use
         )
     return with_eager(priced, number, traced.eager) if traced.eager else priced
+
+
+def _least_moved_bytes(settings: PriceSettings, *, as_seen: bool) -> int:
+    """The bytes of the smallest activations that may be moved. At the sizes of the batch at hand, which may be smaller
+    than those that are planned for, what is moved is given."""
+    return sys.maxsize if not settings.activations else 0 if as_seen else settings.hardware.least_moved_bytes
 
 
 def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple[int, ...]:

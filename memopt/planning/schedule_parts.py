@@ -31,6 +31,8 @@ class RegionSchedule:
     """Values that are copied to the host and back."""
     steps: tuple[int, ...] = ()
     """Numbers of the inputs that are parameters which the optimiser steps before the end of the backward."""
+    hosted: tuple[int, ...] = ()
+    """Numbers of the inputs that are parameters which lie on the host."""
 
 
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
@@ -58,8 +60,12 @@ def split(joined: Joined, traced: TracedStep, schedule: Schedule) -> tuple[Regio
     offloads = _region_offloads(joined, schedule)
     steps = tuple(sorted(step.number for step in joined.steps.values()))
     return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps)
-        for number, (region, names, boundary) in enumerate(zip(traced.regions, evaluations, boundaries, strict=True))
+        RegionSchedule(
+            region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps, priced.hosted
+        )
+        for number, (region, priced, names, boundary) in enumerate(
+            zip(traced.regions, joined.prices, evaluations, boundaries, strict=True)
+        )
     )
 
 

@@ -8,9 +8,10 @@ only the search for it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,15 +26,18 @@ from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.figures import plan_by, recounted, sweep, with_rows_of
 from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.hosting import choices, lacking
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
-from memopt.planning.planner import Request, recipes, smallest, solve_on_card
+from memopt.planning.planner import NEGLIGIBLE, Request, recipes, smallest, solve_on_card
 from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.planning.schedule_parts import split
 from memopt.planning.terms import Situation
 from memopt.progress import say, stage
 from memopt.solver import Solution, warm_up
+
+_QUICK = Effort("fast")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +136,69 @@ class Priced:
         """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
 
+    def opened(self, **settings: Any) -> Priced:
+        """The same step priced by other settings of what the host may hold: fields of `PriceSettings`."""
+        return Priced(self.step.priced_for(**settings), self.account)
+
+    def hosting(self, numbers: Collection[int]) -> Priced:
+        """The same step with the inputs of these numbers, and no others, on the host."""
+        step = self.step.priced_for(hosted=frozenset(numbers))
+        lying = (one.problem.problem.home_bytes for one in (self.step, step))
+        before, now = lying
+        return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
+
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
         """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError`.
 
-        With `offload`, activations may go to the host where there is a link to it and that is faster than
-        recomputation.
+        With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
+        faster than recomputation.
         """
+        if self.step.settings.hosted or not self.step.hostable:
+            return self._solve_as_is(budget_bytes, effort, offload=offload)
+        as_is, refused = self._tried(budget_bytes, effort, offload=offload)
+        if as_is is not None and (not offload or as_is.added_time <= NEGLIGIBLE):
+            return as_is
+        if refused is not None and not offload:
+            raise self._refused_without(refused)
+        fastest, chosen = as_is, None
+        for numbers in choices(self.step):
+            hosting = self.hosting(numbers)
+            plan, error = hosting._tried(budget_bytes, _QUICK)
+            refused = error or refused
+            if plan is not None and (fastest is None or plan.added_seconds < fastest.added_seconds):
+                fastest, chosen = plan, hosting
+        if fastest is None:
+            assert refused is not None
+            raise refused.adding(*lacking(self.step))
+        return fastest if chosen is None else chosen._solve_as_is(budget_bytes, effort)
+
+    def _refused_without(self, refused: BudgetError) -> BudgetError:
+        """The refusal of a step without offloads, which may fit with parameters on the host: then its budget is not the
+        smallest that works."""
+        everything, budget, notes = self.hosting_all(), refused.budget_bytes, lacking(self.step)
+        hosted = None if everything is None else everything.smallest()
+        if hosted is None or hosted[0] >= refused.smallest_bytes:
+            return refused.adding(*notes)
+        fits = hosted[0] <= budget
+        least = (refused.smallest_bytes, refused.dominated_by) if fits else hosted
+        return BudgetError(budget, *least, least=not fits, further=notes)
+
+    def _tried(
+        self, budget_bytes: int, effort: Effort, *, offload: bool = True
+    ) -> tuple[Plan | None, BudgetError | None]:
+        """The plan of the step as it is, or the refusal."""
+        try:
+            return self._solve_as_is(budget_bytes, effort, offload=offload), None
+        except BudgetError as error:
+            return None, error.with_traceback(None)
+
+    def hosting_all(self) -> Priced | None:
+        """The step with as much on the host as may lie there; None where nothing may."""
+        found = choices(self.step)
+        return self.hosting(found[-1]) if found else None
+
+    def _solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
+        """As `solve`, with no other inputs on the host than there are."""
         with stage("loading the solver"):
             warm_up()
         with stage("solving") as tell:
@@ -160,7 +221,9 @@ class Priced:
 
     def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
         """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
-        return smallest(self.step.problem, self.account, expandable=expandable)
+        as_is = smallest(self.step.problem, self.account, expandable=expandable)
+        everything = None if self.step.settings.hosted else self.hosting_all()
+        return as_is if everything is None else min(as_is, everything.smallest(expandable=expandable))
 
 
 @dataclass(frozen=True)
@@ -209,7 +272,7 @@ class StepOfPlan:
     def _freed(self, plan: Plan) -> Priced:
         """The step with the plan's account, and all blocks freed after their forward."""
         step = self.priced if self.freed is None else self.freed.solved[0]
-        return Priced(step, replace((self.freed or plan).account, kept=0))
+        return Priced(step, replace((self.freed or plan).account, kept=0)).hosting(())
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:

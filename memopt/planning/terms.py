@@ -12,15 +12,20 @@ from torch import fx, nn
 
 from memopt.account.sharded import Sharding
 from memopt.capture.operators import DecideJoint, Decision, OperatorGraph, Rewriting
+from memopt.compat.host import HOST
 from memopt.compat.operators import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
-from memopt.device.devices import device_here
+from memopt.device.devices import device_here, device_of
+from memopt.errors import GIB
 from memopt.levers import lever_sets, precision_rewriting
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
 from memopt.progress import stage
 from passes import Pass, Pipeline, passes_for
 from passes.ops.fp8_formats import histories_of
+
+_HOST_MARGIN = 0.1
+"""The share of the host's free memory that a plan leaves free where nobody says how much it may use."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,17 @@ class ModelTerms:
 
     @cached_property
     def card(self) -> Hardware:
-        """The hardware that the step is planned for: the card that was named, or the device at hand."""
+        """The hardware that the step is planned for, with the room on the host: the card that was named, or the device
+        at hand."""
+        card, room = self._card, self.options.host_bytes
+        if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
+            free = device_of(HOST).free_bytes(HOST)
+            if free is not None and (card.link.host_bytes or 0) > (left := int(free * (1 - _HOST_MARGIN))):
+                room = left - left % GIB if left >= GIB else left  # the same for plans that are kept
+        return card if room is None else replace(card, host_bytes=room)
+
+    @property
+    def _card(self) -> Hardware:
         if self.options.calibrate:
             with stage("timing the device"):
                 return calibrated_hardware(self.device())

@@ -128,6 +128,7 @@ class _Pricer:
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
         given = self.add_given(passed_on.given)
+        self.add_hosted()
         for node in forward:
             if is_random(node):
                 self.add_generator_state(node)
@@ -148,7 +149,8 @@ class _Pricer:
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
         steps = MappingProxyType(self.priced_steps)
         read = {at: self.number[index] for at, index in self.forward_only.items() if index in self.number}
-        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps, read, given)
+        columns = tuple(self.nodes), tuple(self.modules), tuple(self.values)
+        return PricedGraph(problem, *columns, steps, read, given, tuple(sorted(self.use.hosted)))
 
     def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
         """The storage of each of the results at these positions that lies in one of some storages."""
@@ -171,6 +173,21 @@ class _Pricer:
             made = tuple(self.number[index] for index in linked.values())
             self.append(Op(GIVEN, 0.0, (), made, recomputable=False))
         return {number: self.number[index] for number, index in linked.items()}
+
+    def add_hosted(self) -> None:
+        """Append an op for each input that lies on the host, which stands for its being there, and one for the moment
+        in which the step begins: what is read first is brought then."""
+        nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        for number in sorted(self.use.hosted):
+            (index,) = self.storages.of[nodes[number]]
+            self.resident.discard(index)
+            self.number[index] = len(self.listed)
+            name, nbytes = nodes[number].name, self.rounded(self.storages.infos[index].bytes)
+            self.listed.append(Storage(name, nbytes, home=True))
+            self.values.append(name)
+            self.append(Op(f"{name}_on_host", 0.0, (), (self.number[index],), recomputable=False))
+        if self.use.hosted:
+            self.append(Op("begin", 0.0, (), (), recomputable=False))
 
     def passed_on_among(self, positions: Collection[int]) -> set[int]:
         """Storages of the results at these positions that are passed on, and of none that is kept."""

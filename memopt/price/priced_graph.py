@@ -12,7 +12,8 @@ from torch import fx
 
 from memopt.account.breakdown import EAGER
 from memopt.capture.between import EagerBytes
-from memopt.device.storages import Storages, storage_bytes
+from memopt.compat.operators import OpOverload, schema_of
+from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from memopt.solver.problem import BlockCall
 from passes import FoundReuse
@@ -62,6 +63,23 @@ class MemoryUses:
             return None
         readers = (node for index in (own[0], made[0]) for node in self.readers.get(index, ()))
         return [maker, *(node for node in readers if node is not self.output)]
+
+
+def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dict[int, int]:
+    """Of the inputs with these numbers, those that may lie on the host, with their bytes, in the order in which they
+    are read first: the graph reads them and neither writes to them nor returns their memory."""
+    storages = find_storages(graph)
+    uses = MemoryUses(graph, storages)
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    found: dict[int, tuple[int, int]] = {}
+    for number in numbers:
+        own = storages.of.get(uses.inputs[number], ())
+        readers = list(uses.readers.get(own[0], ())) if len(own) == 1 else []
+        written = any(isinstance(one.target, OpOverload) and schema_of(one.target).is_mutable for one in readers)
+        nbytes = storage_bytes(uses.inputs[number].meta["val"])
+        if readers and not written and not uses.returned[own[0]] and nbytes >= max(1, least_bytes):
+            found[number] = min(map(order.__getitem__, readers)), nbytes
+    return {number: found[number][1] for number in sorted(found, key=found.__getitem__)}
 
 
 @dataclass(frozen=True)
@@ -206,6 +224,8 @@ class PricedGraph:
     """Of one of several regions, position of an output that is held in the call's forward only → its storage."""
     given: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Number of an input that is an output of another region → a storage of no bytes, read by the ops that read it."""
+    hosted: tuple[int, ...] = ()
+    """The numbers of the inputs that lie on the host, and are brought before they are read."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +257,8 @@ class GraphUse:
     of which one card's share takes the place."""
     decisions: frozenset[fx.Node] = frozenset()
     """Nodes of the forward that are never recomputed, since a second evaluation might decide otherwise."""
+    hosted: Collection[int] = ()
+    """The numbers of the inputs that lie on the host, among those that `hostable` finds."""
     receivers: Mapping[int, int] | None = None
     """Position among the gradients → number of the input whose gradient it is; None where these are equal."""
 

@@ -124,11 +124,12 @@ class KeptPlans:
         return self.planner.job(call, situation).sketch() if self._keeps() else None
 
     def _data_of(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
-        """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data."""
+        """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data, or
+        has parameters on the host."""
         captured = plan.captured
         assert captured is not None
         rewritings = self.planner.terms.lever_sets
-        if captured.data_sizes.allowed or captured.rewriting not in rewritings:
+        if captured.data_sizes.allowed or captured.rewriting not in rewritings or plan.hosted_bytes:
             return None
         return Kept(plan, rewritings.index(captured.rewriting), footprint)
 

@@ -19,6 +19,7 @@ from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, w
 from memopt.errors import StaleOutputError
 from memopt.training_state import generator_states, set_generators
 from memopt.units import size
+from passes.ops.offload_ops import bring
 
 aten = torch.ops.aten
 _MAY_RETURN_ITSELF = frozenset(
@@ -155,7 +156,8 @@ class _Later:
 
     def _results(self) -> Sequence[torch.Tensor]:
         piece, (enabled, dtype) = self.piece, self.autocast
-        arguments = [self.inputs[number] for number in piece.inputs]
+        given = (self.inputs[number] for number in piece.inputs)
+        arguments = [bring(one, self.device) if isinstance(one, torch.Tensor) else one for one in given]
         arguments += [] if self.start is None else [self.start]
         now = generator_states(self.device)
         try:

@@ -36,6 +36,7 @@ from memopt.run.changed_inputs import WatchedInputs
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
 from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
+from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
 from memopt.run.road import Road
@@ -159,6 +160,7 @@ class RecordedCalls:
     def _run_dry(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
         gathered = Gathered(self.model)
         forward_of = partial(forward_as_planned, rewriting=self.road.planner.terms.rewriting)
+        bring_back(self.model)
         self._dry_run = DryRun(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
@@ -203,6 +205,7 @@ class RecordedCalls:
         """
         if not self.whole:
             assert first is not None
+            bring_back(self.model)
             fitting, call, self._most_between = self.paths.fitting, in_progress.call, in_progress.most_between
             try:
                 self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
@@ -291,6 +294,9 @@ class RecordedCalls:
             inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
             pending.backward_begins, pending.copied_bytes = watched.look, sum(one.nbytes for one in copies.values())
 
+        if self.whole:
+            inputs = placed(inputs, pending.plan.regions[0].hosted)
+
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
 
@@ -352,6 +358,8 @@ class RecordedCalls:
             prevented = "the parameters are spread over ranks"
         elif self.road.accumulation.exchange is not None:
             prevented = "other ranks wait for the gradients of the loss"
+        elif plan.regions[0].hosted:
+            prevented = "parameters lie in the host's memory"
         elif plan.regions[0].steps:
             prevented = "parameters are stepped within the backward"
         elif planner.terms.fuses and plan.captured is not None and plan.captured.draws:

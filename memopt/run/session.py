@@ -44,6 +44,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.fitting import CallInProgress
+from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import CountedStep, PlainCalls
@@ -131,7 +132,10 @@ class Session:
         self.resharding.restore()
         if torch.is_grad_enabled() and not self.model.training and not torch.compiler.is_compiling():
             self.watch.begin()
-        return calls.plain(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return calls.plain(*args, **kwargs)
+        with plainly(self.model, compiled=self.own_call is not None):
+            return calls.plain(*args, **kwargs)
 
     def _together(self, calls: TrainingCalls, *, ahead: bool = False) -> AbstractContextManager[None]:
         """A block around a forward, or around its planning `ahead`, that all ranks end alike."""
@@ -140,7 +144,8 @@ class Session:
 
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
-        result = self._on_this_rank(calls, call)
+        with on_device(self.model):
+            result = self._on_this_rank(calls, call)
         self.share.returned(call, result)
         return result
 
@@ -161,6 +166,7 @@ class Session:
             situation = self.share.situation(calls.planner.optimizer_choice, parts)
             moment = self.share.moment(call, situation)
             if names := modes_of_the_user():
+                bring_back(self.model)
                 return self._within_modes(calls, call, situation, moment, names, parts)
             one_graph = not calls.recorded.breaks
             fits = calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph)
@@ -190,6 +196,7 @@ class Session:
         self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment
     ) -> Any:
         """Run a call whose step fits as the plain model does. Raises `StepMemoryError`."""
+        bring_back(self.model)
         self._enter(State.PLAIN, fits.reason)
         calls.recorded.size_bounds.see(call)
         calls.planner.accounts.note_reached(fits.step.reached)
@@ -270,12 +277,14 @@ class Session:
         moment: Moment,
     ) -> Any:
         """Run a call with a choice of activation checkpoints by which it fits."""
+        bring_back(self.model)
         self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
         return choice.run(call, fits, situation, moment)
 
     def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
         self.sharded.begin()
+        bring_back(self.model)
         return calls.plain(*call[0], **call[1])
 
     def _begin(
@@ -359,7 +368,7 @@ class Session:
         """
         calls, call = self._ahead(example_inputs)
         together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
-        with stage("planning"), together:
+        with stage("planning"), together, on_device(self.model):
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
             calls.plain_calls.allowed = False  # who plans ahead wants the plan
@@ -434,6 +443,8 @@ class Session:
         """
         for calls in self.kinds:
             calls.planner.optimizer_choice.decide(self.latest.proposals if self.latest else ())
+        if self.status.plan is not None:
+            place(self.model, self.status.plan)
         self.share.join()
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
         disable: Any = torch.compiler.disable
@@ -442,7 +453,8 @@ class Session:
         self.watch.begin()
 
     def give_back(self) -> None:
-        """Restore the model's own call."""
+        """Restore the model's own call, and its parameters on their device."""
+        bring_back(self.model)
         self.share.leave()
         self.watch.end()
         self.resharding.restore()

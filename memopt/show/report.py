@@ -65,6 +65,7 @@ def _tables(
     """The headline and the tables, with at most so many rows of bytes and of modules."""
     receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
+    offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
     cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
     kept = [_kept_line(plan)] if plan.kept else []
@@ -125,6 +126,15 @@ def _offload_line(plan: Plan) -> str:
     )
 
 
+def _hosted_line(plan: Plan) -> str:
+    """The frozen parameters that lie on the host, and what is brought of them."""
+    waits = f"; compute waits {duration(plan.stall_seconds)} for it" if plan.stall_seconds else ""
+    return (
+        f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step brings "
+        f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else waits}"
+    )
+
+
 def _kept_line(plan: Plan) -> str:
     """The blocks whose parameters are not gathered again for the backward."""
     paths = [path for path, _ in plan.kept]
@@ -173,9 +183,10 @@ def bytes_table(plan: Plan, most: int | None = None) -> Table:
     table.add_section()
     table.add_row("peak", size(plan.plain.peak_bytes), size(plan.planned.peak_bytes))
     table.add_row("at", plan.plain.at, plan.planned.at)
-    if plan.moved_bytes:
+    if plan.moved_bytes or plan.hosted_bytes:
         table.add_section()
-        table.add_row("host memory for offloads", size(0), size(plan.host_bytes))
+        room = f" of {size(plan.host_room_bytes)}" if plan.hosted_bytes and plan.host_room_bytes else ""
+        table.add_row("host memory for offloads", size(0), f"{size(plan.host_bytes)}{room}")
     return table
 
 

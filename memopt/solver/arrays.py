@@ -38,6 +38,8 @@ class Arrays(NamedTuple):
     kept: Flags
     movable: Flags
     """Per storage: whether it may be offloaded (`Storage.movable`, and not kept)."""
+    home: Flags
+    """Per storage: whether it lies on the host for the whole step (`Storage.home`)."""
     producer: Ints
     slot: Ints
     """Per storage: its place in its producer's list of made storages."""
@@ -81,6 +83,7 @@ def arrays_of(problem: RematProblem) -> Arrays:
         size=np.array([storage.bytes for storage in problem.storages], np.int64),
         kept=np.array([storage.kept for storage in problem.storages], np.bool_),
         movable=np.array([storage.movable and not storage.kept for storage in problem.storages], np.bool_),
+        home=np.array([storage.home for storage in problem.storages], np.bool_),
         producer=np.array(problem.producer, np.int64),
         slot=slot,
         reader_start=reader_start,

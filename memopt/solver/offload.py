@@ -210,16 +210,15 @@ class OffloadPortfolio:
             except Infeasible as infeasible:
                 refused = infeasible
         search = self._new_search(budget_bytes, link)
-        if plain is not None:
+        if plain is not None and not self._problem.home_bytes:  # which is on the device only once it is brought
             search.offer(_without_offloads(plain))
         for name, schedule in self._portfolio.users.at(budget_bytes):
             if schedule.offloads:
                 self._offer_proposed(search, name, schedule, budget_bytes, link)
-        if link.bytes_per_second > 0 and (plain is None or not self._is_close(search, bound)):
+        if link.bytes_per_second > 0 and (search.best is None or not self._is_close(search, bound)):
             self._improve(search, budget_bytes, link, plain, effort, bound, limit_seconds / 2)
         if search.best is None:
-            assert refused is not None
-            if link.bytes_per_second == 0:
+            if link.bytes_per_second == 0 and refused is not None:
                 raise refused
             raise Infeasible(self._smallest_peak(link), *transient_floor(self._problem)) from refused
         self._found.append((budget_bytes, search.best))
@@ -261,7 +260,9 @@ class OffloadPortfolio:
             simulation = simulate(self._problem, schedule, link)
         except ValueError:  # it puts more bytes on the host than the link allows
             return
-        if simulation.peak_bytes <= budget_bytes and math.isfinite(simulation.added_seconds):
+        brought = {offload.storage for offload in schedule.offloads if self._problem.storages[offload.storage].home}
+        missing = sum(storage.home for storage in self._problem.storages) > len(brought)
+        if simulation.peak_bytes <= budget_bytes and math.isfinite(simulation.added_seconds) and not missing:
             offloads = np.array([astuple(offload) for offload in schedule.offloads], np.int64)
             search.offer(OffloadCandidate(name, to_array(schedule), offloads, simulation.added_seconds))
 

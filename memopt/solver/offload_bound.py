@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -205,9 +205,12 @@ class OffloadBound:
     """The bound for one problem, at any number of budgets and links."""
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
+        self._floor_bytes = transient_floor(problem)[0]
+        if problem.home_bytes:  # it can be away at any time: without it, less is held and less is moved
+            there = (replace(storage, bytes=0) if storage.home else storage for storage in problem.storages)
+            problem = replace(problem, storages=tuple(there))
         self._problem = problem
         self._without = LowerBound(problem)
-        self._floor_bytes = transient_floor(problem)[0]
         self._held = Held(problem)
         self._begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in problem.ops])])
         self._live = simulate(problem, Schedule.save_all(problem)).live_bytes

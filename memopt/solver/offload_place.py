@@ -105,6 +105,10 @@ class _Gaps(NamedTuple):
     """Position of the previous use."""
     stop: Ints
     """Position of the next read."""
+    home: Flags
+    """Whether the storage lies on the host for the whole step: nothing is copied out."""
+    first: Flags
+    """Whether it is such a storage that was not brought yet: the gap is always chosen."""
 
 
 class _GapOffloads(NamedTuple):
@@ -148,18 +152,22 @@ class Placer:
             np.zeros(count),
             np.zeros(count),
         )
-        room = np.full(live.size if host_bytes is not None else 0, host_bytes or 0, np.int64)
+        at_home = int(self._arrays.size[self._arrays.home].sum())
+        if host_bytes is not None and at_home > host_bytes:
+            return None
+        room = np.full(live.size if host_bytes is not None else 0, (host_bytes or 0) - at_home, np.int64)
         order = np.argsort(gaps.start, kind="stable")
         queues = empty_queue(count), empty_queue(count)
         if not _choose(gaps, size, seconds, self._time, live, cap_bytes, room, order, *queues, planned):
             return None
-        chosen = np.flatnonzero(planned.chosen)
+        chosen = np.flatnonzero(planned.chosen & ~gaps.first)
         _take_back(planned, size, live, cap_bytes, chosen[np.argsort(-seconds[chosen], kind="stable")])
         chosen = np.flatnonzero(planned.chosen)
         fetched = chosen[np.lexsort((gaps.stop[chosen], planned.back_start[chosen]))]
-        _loosen(planned, size, live, cap_bytes, fetched)
+        _loosen(planned, gaps.home, size, live, cap_bytes, fetched)
         chosen = chosen[np.lexsort((planned.freed[chosen], planned.out_start[chosen]))]
-        out_after = np.maximum.accumulate(gaps.start[chosen])
+        out_after, moved = gaps.start[chosen], ~gaps.home[chosen]
+        out_after[moved] = np.maximum.accumulate(out_after[moved])
         return np.column_stack(
             [gaps.storage[chosen], out_after, planned.freed[chosen], planned.fetch[chosen], gaps.stop[chosen]]
         )
@@ -168,9 +176,13 @@ class Placer:
 def _gaps_of(arrays: Arrays, evaluations: Ints) -> _Gaps:
     """All gaps of a schedule, by their stop."""
     most = int(np.diff(arrays.read_start)[evaluations].sum())
-    gaps = _Gaps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64))
-    count = _find_gaps(arrays, evaluations, np.full(arrays.size.size, -1, np.int64), gaps)
-    return _Gaps(gaps.storage[:count], gaps.start[:count], gaps.stop[:count])
+    storage, start, stop = np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64)
+    none, unused = np.zeros(0, np.bool_), np.full(arrays.size.size, -1, np.int64)
+    count = _find_gaps(arrays, evaluations, unused, _Gaps(storage, start, stop, none, none))
+    storage, start, stop = storage[:count], start[:count], stop[:count]
+    home, made = arrays.home[storage], np.full(arrays.seconds.size, -1, np.int64)
+    made[evaluations[::-1]] = np.arange(evaluations.size)[::-1]
+    return _Gaps(storage, start, stop, home, home & (start == made[arrays.producer[storage]]))
 
 
 @native
@@ -211,38 +223,64 @@ def _choose(
     `time` is the second at which each evaluation begins, `room` the free bytes of the host at each position (empty for
     no limit), `order` the gaps by their start.
     """
+    _bring(gaps, size, seconds, time, live, back, stays)
     active = np.zeros(order.size, np.int64)
     not_before = np.zeros(order.size)  # per gap: a lower bound on the end of its copy out
     count = entered = 0
     for position in range(live.size):
         while entered < order.size and gaps.start[order[entered]] < position:
-            active[count] = order[entered]
-            count += 1
+            if not gaps.first[order[entered]]:
+                active[count] = order[entered]
+                count += 1
             entered += 1
         while live[position] > cap_bytes:
             count, best = _latest_read(gaps, active, count, not_before, position, time[position])
             if best < 0:
                 return False
             gap = active[best]
-            out_start = earliest_start(outward, time[gaps.start[gap] + 1], seconds[gap])
-            if out_start + seconds[gap] > time[position]:
-                not_before[gap] = out_start + seconds[gap]
-                continue
+            home, out_start = gaps.home[gap], time[gaps.start[gap] + 1]
+            if not home:
+                out_start = earliest_start(outward, out_start, seconds[gap])
+                if out_start + seconds[gap] > time[position]:
+                    not_before[gap] = out_start + seconds[gap]
+                    continue
             count -= 1
             active[best] = active[count]
             back_start = latest_start(back, time[gaps.stop[gap]], seconds[gap])
             fetch = min(_last_begun(time, back_start), gaps.stop[gap])
-            if fetch <= position or not _take_room(room, gaps.start[gap], gaps.stop[gap], size[gap]):
+            if fetch <= position:
                 continue
-            book(outward, out_start, seconds[gap])
+            if not home:
+                if not _take_room(room, gaps.start[gap], gaps.stop[gap], size[gap]):
+                    continue
+                book(outward, out_start, seconds[gap])
             book(back, back_start, seconds[gap])
             stays.chosen[gap] = True
-            stays.freed[gap] = position
+            stays.freed[gap] = gaps.start[gap] + 1 if home else position
             stays.fetch[gap] = fetch
             stays.out_start[gap] = out_start
             stays.back_start[gap] = back_start
-            live[position:fetch] -= size[gap]
+            live[stays.freed[gap] : fetch] -= size[gap]
     return True
+
+
+@native_part
+def _bring(
+    gaps: _Gaps, size: Ints, seconds: Floats, time: Floats, live: Ints, back: _Queue, stays: _GapOffloads
+) -> None:
+    """Plan the first copies of what lies on the host, each as late as the others allow: the last ones first. Gaps are
+    in the order of their stop."""
+    for gap in range(size.size - 1, -1, -1):
+        if not gaps.first[gap]:
+            continue
+        back_start = latest_start(back, time[gaps.stop[gap]], seconds[gap])
+        book(back, back_start, seconds[gap])
+        stays.chosen[gap] = True
+        stays.freed[gap] = gaps.start[gap] + 1
+        stays.fetch[gap] = min(max(_last_begun(time, back_start), stays.freed[gap]), gaps.stop[gap])
+        stays.out_start[gap] = time[gaps.start[gap] + 1]
+        stays.back_start[gap] = back_start
+        live[stays.freed[gap] : stays.fetch[gap]] -= size[gap]
 
 
 @native_part
@@ -311,13 +349,13 @@ def _take_back(stays: _GapOffloads, size: Ints, live: Ints, cap_bytes: int, orde
 
 
 @native
-def _loosen(stays: _GapOffloads, size: Ints, live: Ints, cap_bytes: int, fetched: Ints) -> None:
+def _loosen(stays: _GapOffloads, home: Flags, size: Ints, live: Ints, cap_bytes: int, fetched: Ints) -> None:
     """Free later and fetch earlier if memory allows, so that transfers slower than planned stall compute less.
 
     `fetched` is the order of the copies back, which does not change.
     """
     for gap in fetched:
-        while stays.freed[gap] < stays.fetch[gap] and live[stays.freed[gap]] + size[gap] <= cap_bytes:
+        while not home[gap] and stays.freed[gap] < stays.fetch[gap] and live[stays.freed[gap]] + size[gap] <= cap_bytes:
             live[stays.freed[gap]] += size[gap]
             stays.freed[gap] += 1
     earliest = 0

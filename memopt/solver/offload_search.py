@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Floats, Ints, IntTable, added_seconds, peak_bytes, remove_dead
+from memopt.solver.arrays import Arrays, Flags, Floats, Ints, IntTable, added_seconds, peak_bytes, remove_dead
 from memopt.solver.native import native
 from memopt.solver.offload_place import Placer
 from memopt.solver.polish import polish, ruin
@@ -24,21 +24,29 @@ def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: IntTable, trans
     _, out_after, freed, fetch, stop = offloads.T
     outward, fetched = np.lexsort((freed, out_after)), np.lexsort((stop, fetch))
     by_freed, by_stop = np.argsort(freed, kind="stable"), np.argsort(stop, kind="stable")
-    seconds = transfer_seconds[offloads[:, 0]]
-    return _wait(arrays.seconds[evaluations], offloads, seconds, outward, fetched, by_freed, by_stop)
+    seconds, home = transfer_seconds[offloads[:, 0]], arrays.home[offloads[:, 0]]
+    return _wait(arrays.seconds[evaluations], offloads, seconds, home, outward, fetched, by_freed, by_stop)
 
 
 def most_on_host(arrays: Arrays, evaluations: Ints, offloads: IntTable) -> int:
     """The most bytes on the host at any position; an offload counts from `out_after` up to `back_before`."""
     change = np.zeros(evaluations.size + 1, np.int64)
-    np.add.at(change, offloads[:, 1], arrays.size[offloads[:, 0]])
-    np.add.at(change, offloads[:, 4], -arrays.size[offloads[:, 0]])
-    return int(np.cumsum(change).max())
+    moved = offloads[~arrays.home[offloads[:, 0]]]
+    np.add.at(change, moved[:, 1], arrays.size[moved[:, 0]])
+    np.add.at(change, moved[:, 4], -arrays.size[moved[:, 0]])
+    return int(np.cumsum(change).max()) + int(arrays.size[arrays.home].sum())
 
 
 @native
 def _wait(
-    compute: Floats, offloads: IntTable, seconds: Floats, outward: Ints, fetched: Ints, by_freed: Ints, by_stop: Ints
+    compute: Floats,
+    offloads: IntTable,
+    seconds: Floats,
+    home: Flags,
+    outward: Ints,
+    fetched: Ints,
+    by_freed: Ints,
+    by_stop: Ints,
 ) -> float:
     """Seconds for which compute waits, from one pass over the positions with the four kinds of events in order.
 
@@ -64,8 +72,11 @@ def _wait(
             stalls += now - start
         now += compute[position]
         while sent < count and offloads[outward[sent], 1] <= position:
-            out_free = max(out_free, now) + seconds[outward[sent]]
-            out_done[outward[sent]] = out_free
+            if home[outward[sent]]:
+                out_done[outward[sent]] = now
+            else:
+                out_free = max(out_free, now) + seconds[outward[sent]]
+                out_done[outward[sent]] = out_free
             sent += 1
     return stalls
 

@@ -25,6 +25,10 @@ class Storage:
     """True for a result of the step (an output, a gradient): it is live from its making to the end of the schedule."""
     movable: bool = True
     """False for a storage that must not be offloaded: a generator's state, or memory that a later op writes to."""
+    home: bool = False
+    """True for a storage that lies on the host for the whole step, as a frozen parameter may: it takes no copy out, and
+    the copy back of its first offload is the one that brings it to the device. The op that makes it stands for the
+    beginning of the step."""
 
 
 class BlockCall(NamedTuple):
@@ -89,6 +93,11 @@ class RematProblem:
             for storage in op.makes:
                 producer[storage] = index
         return tuple(producer)
+
+    @cached_property
+    def home_bytes(self) -> int:
+        """The bytes of the storages that lie on the host for the whole step."""
+        return sum(storage.bytes for storage in self.storages if storage.home)
 
     @cached_property
     def seconds(self) -> float:

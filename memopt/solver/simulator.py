@@ -37,7 +37,8 @@ def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine
 
     Before each evaluation compute waits for the copies out whose bytes are free from there on, then issues fetches,
     then waits for the fetches that are due. After the evaluation, copies out are issued. Each queue moves one storage
-    at a time in the order of issue; transfers issued at the same position go by their deadlines.
+    at a time in the order of issue; transfers issued at the same position go by their deadlines. What lies on the host
+    for the whole step is copied back only.
     """
     offloads = schedule.offloads
     seconds = [link.transfer_seconds(problem.storages[offload.storage].bytes) for offload in offloads]
@@ -65,6 +66,9 @@ def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine
         starts.append(now)
         now += problem.ops[op].seconds
         for i in issues.get(position, ()):
+            if problem.storages[offloads[i].storage].home:
+                out[i] = now, now
+                continue
             begins = max(out_free, now)
             out_free = begins + seconds[i]
             out[i] = begins, out_free
@@ -166,14 +170,15 @@ def _by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload
 def _offloading(problem: RematProblem, schedule: Schedule, link: Link | None) -> tuple[float, int]:
     """Seconds for which compute waits, and the most bytes on the host; an offload counts from `out_after` on."""
     if not schedule.offloads:
-        return 0.0, 0
+        return 0.0, problem.home_bytes
     if link is None:
         raise ValueError(f"the schedule has {len(schedule.offloads)} offloads: pass the link over which they go")
     change = np.zeros(len(schedule.evaluations) + 1, np.int64)
     for offload in schedule.offloads:
-        change[offload.out_after] += problem.storages[offload.storage].bytes
-        change[offload.back_before] -= problem.storages[offload.storage].bytes
-    host_bytes = int(np.cumsum(change).max())
+        if not problem.storages[offload.storage].home:
+            change[offload.out_after] += problem.storages[offload.storage].bytes
+            change[offload.back_before] -= problem.storages[offload.storage].bytes
+    host_bytes = int(np.cumsum(change).max()) + problem.home_bytes
     if link.host_bytes is not None and host_bytes > link.host_bytes:
         raise ValueError(f"the schedule holds {host_bytes} bytes on the host, which has room for {link.host_bytes}")
     return stall_seconds(problem, schedule, link), host_bytes

@@ -98,6 +98,10 @@ class _HostMemory:
             )
         return block
 
+    def holds(self, address: int) -> bool:
+        """Returns whether a leased block begins at an address."""
+        return address in self._leased
+
     @property
     def leased_bytes(self) -> int:
         """Bytes of the blocks in use now."""
@@ -170,6 +174,22 @@ def _copy_out(value: Tensor) -> Tensor:
     return flat.as_strided(value.shape, value.stride())
 
 
+def lend(value: Tensor) -> Tensor:
+    """Returns a copy of a value that lies on the host for longer, from where `bring` and `COPY_BACK` take it."""
+    span = _span(value)
+    leased, _ = host_memory(value.device.type).lease(span * value.element_size())
+    flat = leased.view(value.dtype)
+    flat.copy_(value.as_strided((span,), (1,), value.storage_offset()))
+    return flat.as_strided(value.shape, value.stride())
+
+
+def bring(host: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy on the device of a value that lies on the host; any other tensor itself."""
+    if not host_memory(device.type).holds(host.untyped_storage().data_ptr()):
+        return host
+    return _await_back(_copy_back(host, device), host)
+
+
 def _await_out(host: Tensor, value: Tensor) -> Tensor:
     if value.device.type == "cuda":
         block = host_memory("cuda").block(host)
@@ -186,7 +206,8 @@ def _copy_back(host: Tensor, device: torch.device) -> Tensor:
         _, back = _streams(flat.device)
         block.home = torch.cuda.current_stream(flat.device)
         back.wait_stream(block.home)  # what was in this memory before may still be read
-        back.wait_event(block.done)
+        if block.done is not None:
+            back.wait_event(block.done)
         with torch.cuda.stream(back):
             flat.copy_(source, non_blocking=True)
             block.done = back.record_event()

@@ -34,6 +34,7 @@ class SmallPlan:
     host_bytes: int = 30 * MB
     decisions: tuple[()] = ()
     moved_bytes: int = 60 * MB
+    hosted_bytes: int = 0
     stall_seconds: float = 0.002
     host_seconds: float = 0.0
     modules: tuple[ModuleRow, ...] = (

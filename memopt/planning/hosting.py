@@ -1,0 +1,47 @@
+"""Which frozen parameters may lie on the host together. When they are brought, and how long they stay, the solver
+decides."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from memopt.planning.priced_step import PricedStep
+from memopt.units import size
+
+_SHARES = 8
+"""The parts of the bytes that may lie on the host of which one, two, … and all are tried."""
+
+
+def lacking(step: PricedStep) -> tuple[str, ...]:
+    """A note where the host has no room for all that may lie there; else nothing."""
+    total, link = sum(step.hostable.values()), step.settings.link
+    room = None if link is None else link.host_bytes
+    if room is None or total <= room:
+        return ()
+    return (
+        f"the host has room for {size(int(room))} of the {size(total)} of frozen parameters that may lie there: give "
+        "host_gb where it has more",
+    )
+
+
+def choices(step: PricedStep) -> list[tuple[int, ...]]:
+    """Ever larger sets of hostable inputs, up to all that the host has room for. Each is spread evenly over the step,
+    so that compute hides as many of their copies as it can."""
+    hostable, link = step.hostable, step.settings.link
+    numbers = list(hostable)
+    order = [numbers[place] for place in _spread(len(numbers))]
+    total, room = sum(hostable.values()), None if link is None else link.host_bytes
+    sums = list(accumulate(hostable[number] for number in order))
+    found: dict[int, tuple[int, ...]] = {}
+    for part in range(1, _SHARES + 1):
+        most = total * part // _SHARES
+        count = sum(nbytes <= (most if room is None else min(most, room)) for nbytes in sums)
+        found[count] = tuple(order[:count])
+    return [chosen for count, chosen in sorted(found.items()) if count]
+
+
+def _spread(count: int) -> list[int]:
+    """The numbers below `count` in an order of which every beginning is spread evenly over them: that of their bits
+    read backwards (van der Corput, 1935)."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))

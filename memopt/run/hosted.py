@@ -1,0 +1,159 @@
+"""Frozen parameters that lie in the host's memory between and in the steps of a plan that has them brought.
+
+Between calls such a parameter is a tensor on the host, with its values: what reads, saves or loads the model works on
+that. While the model is called, the parameter stands on its device without memory, as what was captured has it, and the
+step's graph takes the tensor on the host in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memopt.compat.operators import TorchDispatchMode, schema_of, tree_map
+from memopt.planning.plan import Plan
+from passes.ops.offload_ops import bring, lend
+
+
+@dataclass(eq=False)
+class _Home:
+    """A parameter that lies on the host."""
+
+    host: Tensor
+    """Its values, in the layout that it has on the device."""
+    shell: Tensor
+    """The same layout on its device, without memory."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Home:
+        """Move a parameter to the host; it is left as it is while the model is called."""
+        device = parameter.device
+        host = lend(parameter.data)
+        parameter.data = host  # the device's memory is free before the shell takes as much for a moment
+        shell = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        shell.untyped_storage().resize_(0)
+        parameter.data = shell
+        return cls(host, shell)
+
+    def bring_back(self, parameter: nn.Parameter) -> None:
+        """Move a parameter to its device again."""
+        parameter.data = torch.empty_strided(
+            self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.shell.device
+        ).copy_(self.host)
+
+
+_homes: Any = WeakTensorKeyDictionary()
+"""All parameters of this process that lie on the host, with their `_Home`."""
+_called: list[nn.Module] = []
+"""The models that are being called, from the outside in."""
+
+
+def _lying(model: nn.Module) -> list[tuple[nn.Parameter, _Home]]:
+    """The parameters of a model that lie on the host. Those that were given other memory do no longer."""
+    found = []
+    for parameter in model.parameters() if _homes else ():
+        home = _homes.get(parameter)
+        if home is None:
+            continue
+        if parameter.data_ptr() in (home.host.data_ptr(), 0):
+            found.append((parameter, home))
+        else:
+            del _homes[parameter]
+    return found
+
+
+@contextmanager
+def on_device(model: nn.Module) -> Iterator[None]:
+    """A block in which the parameters of a model that lie on the host stand on their device, without memory."""
+    if model in _called:
+        yield
+        return
+    for parameter, home in _lying(model):
+        parameter.data = home.shell
+    _called.append(model)
+    try:
+        yield
+    finally:
+        _called.remove(model)
+        for parameter, home in _lying(model):
+            parameter.data = home.host
+
+
+def bring_back(model: nn.Module) -> None:
+    """Move all parameters of a model that lie on the host to their device again."""
+    for parameter, home in _lying(model):
+        home.bring_back(parameter)
+        del _homes[parameter]
+
+
+def place(model: nn.Module, plan: Plan) -> None:
+    """Have the parameters of a model lie on the host that do by its plan, which has its graphs, and no others."""
+    numbers = plan.regions[0].hosted
+    captured = plan.captured if numbers else None
+    parameters = {captured.regions[0].frozen_ids[number] for number in numbers} if captured else ()
+    there = {id(parameter): home for parameter, home in _lying(model)}
+    for parameter in model.parameters():
+        if id(parameter) in parameters and id(parameter) not in there:
+            _homes[parameter] = home = _Home.of(parameter)
+            parameter.data = home.host
+        elif id(parameter) in there and id(parameter) not in parameters:
+            there[id(parameter)].bring_back(parameter)
+            del _homes[parameter]
+
+
+def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
+    """The inputs of a region, of which those with the numbers `hosted` lie on the host from now on: their tensors there
+    take their place. The others are on the device."""
+    if not hosted and not _homes:
+        return tuple(inputs)
+    found = []
+    for number, value in enumerate(inputs):
+        home = _homes.get(value) if isinstance(value, nn.Parameter) else None
+        if number in hosted:
+            if home is None:
+                home = _homes[value] = _Home.of(value)
+            value = home.host
+        elif home is not None:
+            home.bring_back(value)
+            del _homes[value]
+        found.append(value)
+    return tuple(found)
+
+
+class _Bringing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block without gradients in which each operator gets the parameters that lie on the host brought to the device,
+    for as long as it runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def there(value: Any) -> Any:
+            home = _homes.get(value) if isinstance(value, nn.Parameter) else None
+            if home is None:
+                return value
+            if schema_of(func).is_mutable:
+                raise RuntimeError(
+                    f"{func} may write to a parameter that lies in the host's memory (offload_parameters); call "
+                    "memopt.remove(model) first"
+                )
+            return bring(home.host, home.shell.device)
+
+        args, kwargs = tree_map(there, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def plainly(model: nn.Module, *, compiled: bool) -> Iterator[None]:
+    """A block that calls the plain model, which finds its parameters there: without gradients each operator has them
+    brought, else, and if its own call is `compiled`, they are moved back to the device for good."""
+    if torch.is_grad_enabled() or compiled:
+        bring_back(model)
+    if not _lying(model):
+        yield
+        return
+    with on_device(model), _Bringing():  # type: ignore[no-untyped-call]
+        yield
