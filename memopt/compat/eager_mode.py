@@ -135,7 +135,7 @@ def _resized(operator: Any, value: torch.Tensor, sizes: Any, *settings: Any) -> 
     """
     *aligned, scales = settings
     if sizes is None:
-        sizes = upsample_compute_output_size(value.shape, None, scales)
+        sizes = upsample_compute_output_size(value.shape, None, scales)  # type: ignore[no-untyped-call]
     return operator(value, sizes, *aligned, *(scales or ()))
 
 
