@@ -194,8 +194,8 @@ class PlansOfRegions:
                 break
             except BudgetError as refused:
                 if most == sizes:
-                    above = plans.refusal(self.bounds.above(region, inputs, call))
-                    raise in_progress.moment.for_sizes_above(refused, above) if above else refused from None
+                    larger = plans.refusal(self.bounds.above(region, inputs, call))
+                    raise in_progress.moment.for_sizes_above(refused, larger) if larger else refused from None
                 plans.refuse(most, refused)
         plans.add(most, emitted, time.perf_counter() - started)
         _check_sizes(region, inputs, call)  # tracing may have found more conditions
