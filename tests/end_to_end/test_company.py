@@ -238,7 +238,7 @@ def test_plans_for_other_devices_count_nothing_elsewhere_unless_told() -> None:
     assert account.elsewhere >= cached.nbytes - account.tolerance // 2  # in steps of which bytes elsewhere are counted
     assert memopt.plan(model, 1, batch, device="h100", **EXACT).account.elsewhere == 0
     assert memopt.plan(model, 1, batch, elsewhere_gb=0, **EXACT).account.elsewhere == 0
-    told = memopt.plan(copy.deepcopy(model).to("meta"), 1, batch, device="h100", elsewhere_gb=0.25, **EXACT)
+    told = memopt.plan(copy.deepcopy(model).to("meta"), 2, batch, device="h100", elsewhere_gb=0.25, **EXACT)
     assert told.account.elsewhere == GIB // 4
 
 
