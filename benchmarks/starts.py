@@ -7,8 +7,8 @@ plan: `plan_s` is `memopt.plan` ahead of the first step, nothing on disk; `aot_e
 `torch.compile(backend="aot_eager")` in the same process, which records and differentiates alike and plans nothing.
 `whole_s` is the plan with every block traced, as for blocks that are not equal. `second_size_s` is the step of the
 first smaller batch in training without `example_inputs`, for which sizes become symbols, and `second_size_whole_s` that
-with every block traced. One thread; seconds of processor time in a process for each row, in which a GPT-2 of one block was
-planned before.
+with every block traced. One thread; seconds of processor time in a process for each row, in which a GPT-2 of one block
+was planned before.
 """
 
 from __future__ import annotations
