@@ -173,7 +173,8 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether a tensor has data: it is neither fake nor on "meta", and its memory is there."""
     there = not tensor.is_meta and not isinstance(tensor, FakeTensor)
-    return there and (tensor.numel() == 0 or has_no_storage(tensor) or tensor.untyped_storage().nbytes() > 0)
+    in_storage = there and tensor.layout is torch.strided and not has_no_storage(tensor)
+    return there and (not in_storage or tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
 
 
 def without_limit(graph: fx.Graph) -> frozenset[str]:

@@ -52,7 +52,7 @@ class _SmallOperands:
         return [_small_sizes(argument, self._numbers) for argument in positional], named
 
 
-def order(tensor: torch.Tensor) -> tuple[int, ...]:
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost to the innermost in memory."""
     strides = _as_seen(tensor.stride())
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
@@ -60,8 +60,8 @@ def order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[int]:
     """Sizes, with the values that symbols had when they were made. None may depend on data."""
-    seen = list(map(hint_of, sizes))
-    return [size for size in seen if size is not None]
+    seen: list[Any] = list(map(hint_of, sizes))
+    return seen
 
 
 def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
     strides, seen = [0] * tensor.dim(), _as_seen(tensor.stride())
     shape = [numbers.get(size, size) for size in _as_seen(tensor.shape)]
     step = 1
-    for dim in reversed(order(tensor)):
+    for dim in reversed(_order(tensor)):
         if seen[dim] > 0:
             strides[dim] = step
             step *= shape[dim]
@@ -156,7 +156,7 @@ class _Corrected:
         except Exception:  # an operator may refuse made-up values and sizes with any error
             return []
         layouts = [
-            None if _same(*pair) else (order(pair[0]), pair[0].dtype) for pair in zip(true, guessed, strict=True)
+            None if _same(*pair) else (_order(pair[0]), pair[0].dtype) for pair in zip(true, guessed, strict=True)
         ]
         return layouts if any(layouts) else []
 

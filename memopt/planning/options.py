@@ -18,6 +18,7 @@ from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
 from memopt.levers.all import LeverName, check_allow, recompute_note
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.planning.cluster import ClusterOptions, check_cluster_options
 from memopt.planning.keywords import takes_options
 from memopt.rewrite import Policy, check_policy
@@ -280,6 +281,11 @@ class Options:
             notes += (
                 "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
                 "backend='auto' means 'inductor': give backend='inductor' to plan for that",
+            )
+        if here == "inductor" and OFFLOAD_PARAMETERS.name in self.allow:
+            notes += (
+                f"{OFFLOAD_PARAMETERS.name!r} was not used: it is for plain operators; give backend='aten' to have "
+                "frozen parameters in the host's memory",
             )
         return notes
 

@@ -170,6 +170,8 @@ class Entry:
     """The forward that began last."""
     found: Found = field(default_factory=Found)
     """What the latest look at any moment found."""
+    most_elsewhere: int = 0
+    """The most bytes elsewhere that a look found when a forward began."""
     looks: LruCache[object, LatestLooks] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """The latest looks by the kind of moment."""
     due: bool = False

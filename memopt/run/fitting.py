@@ -170,13 +170,13 @@ class PlansOfRegions:
         """The call emitted by a plan that fits beside what else is on the device. Raises `Insists`, `BudgetError`,
         `CaptureError`."""
         _check_sizes(region, inputs, in_progress.call)
-        make = partial(self._emitted_in, region, inputs, in_progress.call)
+        make = partial(self._emitted_in, region, inputs, in_progress)
         return in_progress.fitting(make, lambda situation: (region, situation) in self._emitted)
 
     def _emitted_in(
-        self, region: RecordedRegion, inputs: tuple[Any, ...], call: Call, situation: Situation
+        self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress, situation: Situation
     ) -> Executable:
-        key = region, situation
+        key, call = (region, situation), in_progress.call
         if key not in self._emitted:
             self.insists |= insisted(region, inputs, call, self._marked)
             self._emitted[key] = PlansBySize()
@@ -191,7 +191,7 @@ class PlansOfRegions:
             ceiling = sizes
             if (region, situation, sizes) not in self._plans:
                 above = self.bounds.above(region, inputs, call)
-                ceiling = sizes if plans.is_refused(above) else above
+                ceiling = sizes if plans.refusal(above) else above
         if ceiling in plans:
             return plans[ceiling]
         started = time.perf_counter()
@@ -201,12 +201,14 @@ class PlansOfRegions:
                 planned = self._plans.get((region, situation, most))
                 emitted = self.road.emit_call(captured, call, situation, planned)
                 break
-            except BudgetError as error:
+            except BudgetError as refused:
                 if most == sizes:
+                    larger = plans.refusal(self.bounds.above(region, inputs, call))
+                    named = in_progress.moment.for_sizes_above(refused, larger) if larger else refused
                     if situation.to_come:
-                        self._refused[in_group] = error.adding()
-                    raise
-                plans.refuse(most)
+                        self._refused[in_group] = named.adding()
+                    raise named from None
+                plans.refuse(most, refused)
         plans.add(most, emitted, time.perf_counter() - started)
         _check_sizes(region, inputs, call)  # tracing may have found more conditions
         return emitted

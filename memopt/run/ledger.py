@@ -18,6 +18,7 @@ from memopt.account.eager_bytes import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
+from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
 from memopt.planning.derived import lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
@@ -26,6 +27,7 @@ from memopt.planning.terms import Situation
 from memopt.run.entry import Entry, LatestLooks
 from memopt.run.models_on_device import ModelsOnDevice
 from memopt.training_state import CallState
+from memopt.units import size
 
 _SHARE_OF_TIME = 0.01
 """Looks take at most this share of the time, but for those without which a step would be refused, or not be known."""
@@ -183,6 +185,17 @@ class Moment:
         if self._surely_within(room_bytes, plan.account.optimizer_state):
             return True
         return self.elsewhere_bytes(plan) <= room_bytes
+
+    def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
+        """The refusal of a call with the budget that works for larger ones, such as came before it and are to come
+        again: `above` is the refusal of these, to which belongs the most that lay elsewhere when a forward began."""
+        grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
+        smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # of which no look was made
+        if smallest <= refused.smallest_bytes:
+            return refused
+        more = size(smallest - refused.smallest_bytes)
+        words = f"{more} of it are for the largest batches seen, and beyond them where batches grow"
+        return refused.adding(words, smallest_bytes=smallest)
 
     def may_hold(self, held_bytes: int) -> bool:
         """Whether this call may hold `held_bytes` until its backward, so that each forward that waits already still has
@@ -371,6 +384,7 @@ class Ledger(ModelsOnDevice):
         levels.append((level, level - found.other))
         highest = level if looked is None or entry.due else max(level, looked.highest)
         entry.looks[key], entry.due = LatestLooks(found, levels, highest), False
+        entry.most_elsewhere = max(entry.most_elsewhere, found.other if moment.appears else 0)
         self._limit = AllocationLimit(self.device)
         self._latest_seconds = time.monotonic() - started
         self.look_seconds += 0 if planning else self._latest_seconds

@@ -324,7 +324,8 @@ class RecordedCalls:
             return False
         terms, plan = self.road.planner.terms, forward.plan
         alone = self.road.accumulation.exchange is None and not is_fully_sharded(terms.model)
-        same = not terms.fuses and "fp8" not in terms.options.allow and not any(one.steps or one.hosted for one in plan.regions)
+        own_values = not any(one.steps or one.hosted for one in plan.regions)
+        same = own_values and not terms.fuses and "fp8" not in terms.options.allow
         return "recompute" in terms.options.allow and alone and same
 
     def _plan_again(self) -> None:

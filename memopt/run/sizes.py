@@ -16,6 +16,7 @@ from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes
+from memopt.errors import BudgetError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.run.executable import Executable
@@ -205,7 +206,7 @@ class PlansBySize:
         self.planning_seconds = math.inf
         """The time that the latest of the plans took."""
         self._emitted: LruCache[Sizes, Executable] = LruCache(_MOST)
-        self._refused: LruCache[Sizes, bool] = LruCache(_MOST)
+        self._refused: LruCache[Sizes, BudgetError] = LruCache(_MOST)
         self._lost_seconds: LruCache[Sizes, float] = LruCache(_MOST)
 
     def __contains__(self, ceiling: Sizes) -> bool:
@@ -219,13 +220,13 @@ class PlansBySize:
         self._emitted[ceiling] = emitted
         self.planning_seconds = seconds
 
-    def refuse(self, ceiling: Sizes) -> None:
+    def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
         """Note that no plan for these sizes fits the budget, so that smaller calls are planned for their own."""
-        self._refused[ceiling] = True
+        self._refused[ceiling] = without_frames(refused)
 
-    def is_refused(self, ceiling: Sizes) -> bool:
-        """Whether no plan for these sizes fits the budget."""
-        return ceiling in self._refused
+    def refusal(self, ceiling: Sizes) -> BudgetError | None:
+        """The refusal of these sizes; None where they were not refused."""
+        return self._refused.get(ceiling)
 
     def covering(self, sizes: Sizes) -> Sizes | None:
         """The ceiling by whose plan a call of these sizes runs; None where the call exceeds all of them.
@@ -245,7 +246,7 @@ class PlansBySize:
         if plan.added_time <= _NEGLIGIBLE or len(self._emitted) >= _MOST_WITH_SMALLER:
             return None
         smaller = _smaller(max(plans, key=math.prod), sizes)
-        if covers(smaller, best) or self.is_refused(smaller):
+        if covers(smaller, best) or smaller in self._refused:
             return None
         lost = plan.added_seconds * math.prod(sizes) / math.prod(best)
         self._lost_seconds[smaller] = lost = lost + (self._lost_seconds.get(smaller) or 0.0)

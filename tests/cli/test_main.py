@@ -33,7 +33,10 @@ def test_reference_cycles_are_looked_for_rarely_and_as_before_afterwards(
         ("memopt plan gpt2 --device rtx-3", ["rtx-3060", "rtx-3090"]),
         ("memopt plan llama4_t", ["llama4_text"]),
         ("memopt plan gpt2 --allow default,fp8_b", ["default,fp8_block"]),
-        ("memopt plan gpt2 --allow default,-off", ["default,-offload_activations", "default,-offload_optimizer"]),
+        (
+            "memopt plan gpt2 --allow default,-off",
+            ["default,-offload_activations", "default,-offload_parameters", "default,-offload_optimizer"],
+        ),
         ("memopt plan gpt2 --allow recompute,re", ["recompute,reinplace"]),
         ("memopt report gpt2 --optimizer adam", ["adam", "adamax", "adamw"]),
     ],

@@ -141,3 +141,11 @@ def test_a_plan_for_a_card_that_is_not_here_says_its_backend() -> None:
     assert says(device="h100") is not torch.cuda.is_available()
     assert not says()
     assert not says(device="h100", backend="aten")
+
+
+def test_parameters_on_the_host_through_inductor_are_said_not_to_be() -> None:
+    allow = {"recompute", "offload_parameters"}
+    (said,) = check_options(1.0, allow=allow, backend="inductor").notes("cpu")
+    assert said.startswith("'offload_parameters' was not used")
+    assert check_options(1.0, allow=allow, backend="aten").notes("cpu") == ()
+    assert check_options(1.0, allow={"recompute"}, backend="inductor").notes("cpu") == ()

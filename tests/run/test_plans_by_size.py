@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+from memopt.errors import BudgetError
 from memopt.run.sizes import PlansBySize
 
 
@@ -54,6 +55,6 @@ def test_no_smaller_ceiling_is_planned_beside_four_plans() -> None:
 
 def test_a_ceiling_that_no_plan_fits_is_not_tried_again() -> None:
     plans = plans_of(0.0, s100=0.2)
-    plans.refuse((50,))
-    assert plans.is_refused((50,))
+    plans.refuse((50,), refused := BudgetError(100, 200, "activations"))
+    assert plans.refusal((50,)) is refused
     assert plans.covering((50,)) == (100,)

@@ -3,6 +3,7 @@ and as it was seen from the second one on, also where no meter runs."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -243,3 +244,33 @@ def test_whether_gradients_stay_until_the_next_forward_is_seen(stay: bool) -> No
         if not stay:
             trained.zero_grad()
         trained(torch.randn(ROWS, 128)).square().mean().backward()
+
+
+def test_a_refusal_names_room_for_the_largest_batch_that_was_seen() -> None:
+    """The first step has no optimiser's state yet and fits; the second one does not, though its batch is smaller."""
+
+    def train(budget: float) -> list[int]:
+        trained = model(16)
+        optimizer = torch.optim.Adam(trained.parameters())
+        memopt.optimize(trained, budget, precision="fp32", allow={"recompute", "reinplace"}, optimizer=optimizer)
+        for rows in (1024, 768, 1024, 512, 1024):
+            batch, answers = torch.randn(rows, 128), torch.randn(rows, 512)
+            made = trained(batch)
+            loss = (made @ torch.ones(16, 512) - answers).exp().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            done.append(rows)
+        return done
+
+    def refused_at(budget: float) -> float:
+        with pytest.raises(memopt.BudgetError, match="for the largest batches seen") as refusal:
+            train(budget)
+        return float(round_up(refusal.value.smallest_gb))  # the error itself holds the model
+
+    done: list[int] = []
+    works = refused_at(0.0085)
+    assert done == [1024]
+    done.clear()
+    gc.collect()  # the first model is no part of the second one's steps
+    assert len(train(works)) == 5
