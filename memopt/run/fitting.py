@@ -81,7 +81,7 @@ class CallInProgress:
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
         group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
-        others = self.moment.waiting_bytes + (self.moment.gradients if self.moment.to_come else 0)
+        others = self.moment.others_in_backward(self.situation.gradients_held)
         for elsewhere in dict.fromkeys((rounded, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
