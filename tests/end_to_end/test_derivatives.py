@@ -129,6 +129,20 @@ def in_a_checkpoint(self: Derived, x: Tensor) -> Tensor:
     return loss_of(u, *grad(u.sum(), x, create_graph=True))
 
 
+def of_counted(self: Derived, x: Tensor) -> Tensor:
+    kinds = (x.detach()[:, 0] > 0).long()
+    x = x.detach().requires_grad_()
+    energy = torch.zeros(int(kinds.max()) + 1).index_add(0, kinds, self.net(x).squeeze(1))  # a size that depends on data
+    return loss_of(energy, *grad(energy.sum(), x, create_graph=True))
+
+
+def of_selected(self: Derived, x: Tensor) -> Tensor:
+    near = x.detach().norm(dim=1) < 1.5
+    x = x.detach().requires_grad_()
+    u = self.net(x[near])
+    return loss_of(u, *grad(u.sum(), x, create_graph=True))
+
+
 def by_func(self: Derived, x: Tensor) -> Tensor:
     return loss_of(self.net(x), torch.func.grad(lambda p: self.net(p).sum())(x))
 
@@ -179,7 +193,7 @@ def through(function: Any) -> Callable[[Derived, Tensor], Tensor]:
 
 KINDS = {
     kind.__name__: kind
-    for kind in (of_input, of_intermediate, of_several, three_times, of_parameters, constant, in_a_checkpoint)
+    for kind in (of_input, of_intermediate, of_several, three_times, of_parameters, constant, in_a_checkpoint, of_counted, of_selected)
 } | {kind.__name__: kind for kind in (by_func, by_hessian, by_product)}
 NETS: dict[str, nn.Module] = {
     "dropout": nn.Sequential(nn.Linear(2, 32), nn.SiLU(), nn.Dropout(0.3), nn.Linear(32, 1)),
