@@ -81,18 +81,16 @@ class SizeOutgrown(Exception):
     """A batch has a data-dependent size above the plan's limit; raised before memory for it is allocated."""
 
 
-def observe(
-    model: nn.Module, call: Call, run: Callable[..., Any], *, derives: bool = False
-) -> tuple[Observed, ...]:
+def observe(model: nn.Module, call: Call, run: Callable[..., Any], *, derives: bool = False) -> tuple[Observed, ...]:
     """Run a forward of `model` and return the results of its data-dependent operators in order: without gradients,
     unless it `derives`, which takes derivatives itself.
 
     The model, random generators and the tensors of the call are afterwards as before, also where the forward raises.
     """
     observer = Observer()
-    with undone(model), values_restored(tensors_in(call)), plain_tensors(), _Lists(), observer:
-        with torch.set_grad_enabled(derives):
-            run(*call[0], **call[1])
+    gradients = torch.enable_grad() if derives else torch.no_grad()
+    with undone(model), values_restored(tensors_in(call)), plain_tensors(), gradients, _Lists(), observer:
+        run(*call[0], **call[1])
     return tuple(observer.observed)
 
 
