@@ -1,13 +1,14 @@
 """Steps that take derivatives themselves, each plain and planned for five budgets: bits, peaks, predictions.
 
-    python -m benchmarks.derivatives [--only SchNet burgers]
+    python -m benchmarks.derivatives [--only SchNet burgers] [--packages]
 
 The potentials and losses of `examples/models/derivatives.py`, from the smallest budget that works to the plain step's
 peak; fp32, recompute and reinplace, one thread, two steps for each budget. Prints the table of docs/derivatives.md: the
 plain peak and the smallest budget, the latter also as a share of the former without parameters, buffers and batch; the
 added time there, in how many of the runs losses and gradients are bitwise the plain model's and the peak is within the
 budget, and how far predicted peaks lie above measured ones. Batches of changing sizes run by one `optimize` without
-example inputs, whose budget lies half-way between the smallest of the first batch and its plain peak.
+example inputs, whose budget lies half-way between the smallest of the first batch and its plain peak. With `--packages`
+the models of `benchmarks/derivatives_packages.py` take their place.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from benchmarks.derivatives_packages import installed
 from benchmarks.stamp import stamp
 from examples.models.derivatives import POTENTIALS, losses, molecules
 from memopt.account.account import distinct_bytes
@@ -72,6 +74,14 @@ def trials() -> dict[str, Trial]:
     return found
 
 
+def of_packages() -> dict[str, Trial]:
+    """The models of the packages that are installed, by name."""
+    return {
+        name: Trial(model, (batch,), loss, spread=isinstance(batch, tuple))
+        for name, (model, batch, loss) in installed()
+    }
+
+
 def fresh(batch: Any) -> Any:
     """A copy of a batch, since forwards make inputs require gradients."""
     return tree_map(lambda value: value.detach().clone(), batch)
@@ -85,14 +95,14 @@ def own_bytes(model: nn.Module, batch: Any) -> int:
 def trained(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> tuple[list[Any], int]:
     """The loss of a step and the gradients of weights and inputs, and its peak with model and batch."""
     given = fresh(batch)
+    leaves = [*model.parameters(), *tree_leaves(given)]  # as they are: the forward may put others into the batch
     model.zero_grad()
     gc.collect()
     torch.manual_seed(1)
     with memopt.measure_peak("cpu") as peak:
         value = loss(model, given)
         value.backward()  # type: ignore[no-untyped-call]
-    gradients = [one.grad for one in (*model.parameters(), *tree_leaves(given))]
-    return [value.detach(), *gradients], own_bytes(model, batch) + peak.allocated_bytes
+    return [value.detach(), *(one.grad for one in leaves)], own_bytes(model, batch) + peak.allocated_bytes
 
 
 def same(ours: list[Any], plain: list[Any]) -> bool:
@@ -136,12 +146,13 @@ def row(name: str, trial: Trial) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of steps")
+    parser.add_argument("--packages", action="store_true", help="models of packages that are installed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     made = stamp()
     print(f"`{made['command']}`, {made['date']}, {made['machine']['processor']}, torch {made['torch']}\n")
     print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
-    for name, trial in trials().items():
+    for name, trial in (of_packages() if arguments.packages else trials()).items():
         if not arguments.only or name in arguments.only:
             print(f"| {' | '.join(row(name, trial))} |", flush=True)
 

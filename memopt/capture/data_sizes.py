@@ -17,7 +17,7 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
 from memopt.compat.tensors import has_no_storage
-from memopt.training_state import undone, values_restored
+from memopt.training_state import containers_restored, undone, values_restored
 
 MARGIN = 1.25
 """Sizes that depend on data, have grown between batches or differ between runs of a region are planned for up to a
@@ -85,11 +85,13 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any], *, derives: b
     """Run a forward of `model` and return the results of its data-dependent operators in order: without gradients,
     unless it `derives`, which takes derivatives itself.
 
-    The model, random generators and the tensors of the call are afterwards as before, also where the forward raises.
+    The model, random generators and the tensors, dictionaries and lists of the call are afterwards as before, also
+    where the forward raises.
     """
     observer = Observer()
     gradients = torch.enable_grad() if derives else torch.no_grad()
-    with undone(model), values_restored(tensors_in(call)), plain_tensors(), gradients, _Lists(), observer:
+    kept = values_restored(tensors_in(call))
+    with undone(model), kept, containers_restored(call), plain_tensors(), gradients, _Lists(), observer:
         run(*call[0], **call[1])
     return tuple(observer.observed)
 

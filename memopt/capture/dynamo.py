@@ -104,9 +104,7 @@ def plain_loss_call(
 
 
 _NO_GRADIENT = "One of the differentiated Tensors does not require grad"
-_BEFORE_THE_CALL = (
-    "; call requires_grad_() on the input before the model or in the loss_fn: code may leave it out if compiled"
-)
+_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model does: it may not where it is compiled"
 
 
 class GraphBreak(CaptureError):
