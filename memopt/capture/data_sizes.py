@@ -81,17 +81,16 @@ class SizeOutgrown(Exception):
     """A batch has a data-dependent size above the plan's limit; raised before memory for it is allocated."""
 
 
-def observe(model: nn.Module, call: Call, run: Callable[..., Any], *, derives: bool = False) -> tuple[Observed, ...]:
-    """Run a forward of `model` and return the results of its data-dependent operators in order: without gradients,
-    unless it `derives`, which takes derivatives itself.
+def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Observed, ...]:
+    """Run a forward of `model` without gradients and return the results of its data-dependent operators in order.
 
-    The model, random generators and the tensors, dictionaries and lists of the call are afterwards as before, also
-    where the forward raises.
+    Derivatives that the forward takes by `torch.autograd.grad` are zeros: theirs would hold its activations. The model,
+    random generators and the tensors, dictionaries and lists of the call are afterwards as before, also where the
+    forward raises.
     """
     observer = Observer()
-    gradients = torch.enable_grad() if derives else torch.no_grad()
     kept = values_restored(tensors_in(call))
-    with undone(model), kept, containers_restored(call), plain_tensors(), gradients, _Lists(), observer:
+    with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observer:
         run(*call[0], **call[1])
     return tuple(observer.observed)
 
@@ -114,14 +113,26 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Lists(TorchFunctionMode):
-    """Reads each number of `tolist()` by `item()`, as Dynamo captures it: torch itself runs no operator for it."""
+class _StandIn(TorchFunctionMode):
+    """Reads each number of `tolist()` by `item()`, as Dynamo captures it, since torch itself runs no operator for it;
+    and has zeros for derivatives."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].dtype in _WHOLE_NUMBERS:
             for number in args[0].flatten():
                 number.item()
+        if func is torch.autograd.grad:
+            return _zeros(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _zeros(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *others: Any, is_grads_batched: bool = False, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Zeros in the place of what `torch.autograd.grad` returns for these arguments."""
+    batch = _first(grad_outputs).shape[:1] if is_grads_batched else ()
+    of = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple([one.new_zeros((*batch, *one.shape)) for one in of])
 
 
 def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:

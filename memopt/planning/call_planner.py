@@ -184,7 +184,7 @@ class CallPlanner:
         sizes = captured.sizes
         notes = captured.notes + departures(run.region.graph_module for run in captured.runs)
         if captured.whole:
-            sizes |= self._sizes(joints[0], call, derives=captured.runs[0].region.takes_derivatives)
+            sizes |= self._sizes(joints[0], call)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
         if len(joints) > 1:
             notes += (BETWEEN_REGIONS,)
@@ -219,13 +219,13 @@ class CallPlanner:
             )
         return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
 
-    def _sizes(self, region: JointGraph, call: Call, *, derives: bool) -> DataSizes:
-        """The data-dependent sizes of a region, observed by running the call's forward, without gradients unless it
-        derives itself; unknown for fake tensors."""
+    def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
+        """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
+        fake tensors."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
-        seen = match(region.module.graph, observe(self.terms.model, call, self.plain, derives=derives))
+        seen = match(region.module.graph, observe(self.terms.model, call, self.plain))
         if seen is not None:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))
         return self._data_sizes.get(region.fingerprint) or DataSizes()

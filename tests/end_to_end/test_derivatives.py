@@ -226,6 +226,17 @@ def test_ways_to_take_a_derivative(kind: Callable[[Derived, Tensor], Tensor]) ->
     check(Derived(kind), {"x": X})
 
 
+def test_the_first_step_is_within_the_budget_where_sizes_depend_on_data() -> None:
+    """A run that found the sizes held what the plain step does."""
+    model, x = Derived(of_selected, models.network(2, layers=6)), torch.randn(2000, 2)
+    roomy = memopt.plan(copy.deepcopy(model), 1.0, {"x": x.clone()}, **EXACT, elsewhere_gb=0)
+    budget = (roomy.smallest_gb() + roomy.plain_peak_gb) / 2
+    expected = run(copy.deepcopy(model), lambda model: step(model, {"x": x}), {"x": x})
+    trained = run(optimised(model, budget, elsewhere_gb=0), lambda model: step(model, {"x": x}), {"x": x})
+    assert_same(trained, expected)
+    assert trained.peak_bytes - x.nbytes <= budget * GIB  # the step copies its batch
+
+
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 def test_layers_that_are_differentiated_twice(net: nn.Module) -> None:
     check(Derived(of_input, net), {"x": X}, steps=2)
