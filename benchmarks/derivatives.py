@@ -1,6 +1,6 @@
 """Steps that take derivatives themselves, each plain and planned for five budgets: bits, peaks, predictions.
 
-    python -m benchmarks.derivatives [--only SchNet burgers] [--packages]
+    python -m benchmarks.derivatives [--only SchNet burgers] [--packages | --largest]
 
 The potentials and losses of `examples/models/derivatives.py`, from the smallest budget that works to the plain step's
 peak; fp32, recompute and reinplace, one thread, two steps for each budget. Prints the table of docs/derivatives.md: the
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import memopt
 from benchmarks.derivatives_packages import installed
 from benchmarks.stamp import stamp
-from examples.models.derivatives import POTENTIALS, losses, molecules
+from examples.models.derivatives import POTENTIALS, Equivariant, losses, molecules
 from memopt.account.account import distinct_bytes
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.errors import GIB
@@ -143,12 +143,26 @@ def row(name: str, trial: Trial) -> Iterator[str]:
     yield f"{min(above):.2%} to {max(above):.2%}"
 
 
+def print_largest() -> None:
+    """Print the most atoms of an equivariant potential of width 128 at 24 GB, by planning alone."""
+    for name, allow in (("recompute and reinplace", {"recompute", "reinplace"}), ("nothing recomputed", set[str]())):
+        atoms = memopt.max_batch(
+            Equivariant(128, 3), 24, lambda atoms: molecules(atoms, 20 * atoms), multiple_of=500, device="rtx-4090",
+            backend="aten", **EXACT | {"allow": allow},
+        )  # fmt: skip
+        print(f"{name}: {atoms} atoms with {20 * atoms} edges")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of steps")
+    parser.add_argument("--largest", action="store_true", help="the most atoms of one at 24 GB instead")
     parser.add_argument("--packages", action="store_true", help="models of packages that are installed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.largest:
+        print_largest()
+        return
     made = stamp()
     print(f"`{made['command']}`, {made['date']}, {made['machine']['processor']}, torch {made['torch']}\n")
     print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
