@@ -1,7 +1,7 @@
 """Random models, budgets, optimisers and schedules, each trained plain and planned side by side.
 
-    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--low] [--cases 1]
-        [--again]
+    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--low] [--derivatives]
+        [--cases 1] [--again]
 
 A seed draws a model, a batch and an optimiser; its inputs may require gradients, be the results of other operators,
 or be written to. Each of its cases draws a schedule for it: a budget for the solvers or a random schedule, planned
@@ -9,8 +9,8 @@ ahead or at the first call, there also only where the plain step does not fit. I
 accumulates, from the same state as the plain model, and compares all losses, gradients, buffers, parameters and
 random numbers, of the first run of each emitted graph too, as nothing warms it up; within a budget, the memory of one
 more step is measured. With `--low` the plan computes in bf16, with all levers that are on by default, and the first
-step's gradients are to be near the plain ones. One capture serves the cases of a seed
-(`examples/models/random_trials.py`).
+step's gradients are to be near the plain ones; with `--derivatives` blocks are differentiated inside. One capture
+serves the cases of a seed (`examples/models/random_trials.py`).
 
 Results are written as they come, so that a run goes on where the last one stopped; `--again` repeats what was found.
 The result file holds counts, every case that needs a look, and the seconds of all workers together. Fifty seeds run in
@@ -57,7 +57,8 @@ def main() -> None:
     if arguments.child:
         _run_here(arguments)
         return
-    ways = [way for way in (arguments.backend, "low" * arguments.low) if way not in ("aten", "")]
+    ways = [arguments.backend, "low" * arguments.low, "derivatives" * arguments.derivatives]
+    ways = [way for way in ways if way not in ("aten", "")]
     record = _Record(RESULTS / ("_".join(["fuzz", *ways]) + ".json"))
     again = record.take_back() if arguments.again else {}
     wanted = sorted(again) if arguments.again else range(*arguments.seeds)
@@ -167,7 +168,7 @@ def _in_a_process(seeds: list[int], arguments: argparse.Namespace) -> Iterator[l
     """The results of these seeds, those of all its cases for each; where the process dies or hangs, the seed at which
     it did is the last one."""
     command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", arguments.backend, "--cases", str(arguments.cases)]
-    command += [*["--low"] * arguments.low, "--child", *map(str, seeds)]
+    command += [*["--low"] * arguments.low, *["--derivatives"] * arguments.derivatives, "--child", *map(str, seeds)]
     limit = LIMIT_SECONDS[arguments.backend]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -202,7 +203,7 @@ def _run_here(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for number, seed in enumerate(arguments.child):
-        found = trials(seed, arguments.backend, arguments.cases, low=arguments.low)
+        found = trials(seed, arguments.backend, arguments.cases, low=arguments.low, derivatives=arguments.derivatives)
         print(json.dumps([one.record() for one in found]), file=results, flush=True)
         if number == 0:
             gc.freeze()  # what all seeds share need not be looked through for garbage at each
@@ -215,6 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--backend", choices=("aten", "inductor"), default="aten")
     parser.add_argument("--low", action="store_true", help="plans that compute in bf16")
+    parser.add_argument("--derivatives", action="store_true", help="blocks that are differentiated inside")
     parser.add_argument("--cases", type=int, default=CASES, help="cases of each seed")
     parser.add_argument("--again", action="store_true", help="repeat the seeds that were not right")
     parser.add_argument("--child", nargs="*", type=int, help=argparse.SUPPRESS)

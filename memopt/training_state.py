@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -140,11 +140,39 @@ class Attributes:
         for table, values in self._tables:
             table.clear()
             table.update(values)
-        for container, values in self._contents:
-            container.clear()
-            container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
+        refill(self._contents)
         for generator, state in self._generators:
             _set_state(generator, state)
+
+
+Contents: TypeAlias = list[tuple[Any, Any]]
+"""Containers, each with a copy of what it held."""
+
+
+def contents_of(value: Any) -> Contents:
+    """The dictionaries and lists within nested ones, such as the batch of a call, with what they hold now."""
+    if isinstance(value, UserDict):
+        return contents_of(value.data)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    own = [(value, value.copy())] if type(value) in _CONTAINERS else []
+    return own + [found for one in inner for found in contents_of(one)]
+
+
+def refill(contents: Contents) -> None:
+    """Have all containers hold again what they held."""
+    for container, values in contents:
+        container.clear()
+        container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
+
+
+@contextmanager
+def containers_restored(call: Any) -> Iterator[None]:
+    """A block after which the dictionaries and lists of a call hold what they held before it."""
+    contents = contents_of(call)
+    try:
+        yield
+    finally:
+        refill(contents)
 
 
 _GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.Generator

@@ -150,7 +150,22 @@ class DistanceTransformer(Potential):
         return self.out(hidden)
 
 
-POTENTIALS = (SchNet, PaiNN, Equivariant, DistanceTransformer)
+class Strained(SchNet):
+    """Energies, forces and the stress of a cell: a gradient by a strain of each molecule."""
+
+    def forward(
+        self, kinds: Tensor, positions: Tensor, edges: Tensor, molecule: Tensor, energies: Tensor, forces: Tensor
+    ) -> Tensor:
+        positions.requires_grad_()
+        strain = positions.new_zeros(len(energies), 3, 3).requires_grad_()
+        symmetric = (strain + strain.mT) / 2
+        strained = positions + torch.einsum("na,nab->nb", positions, symmetric[molecule])
+        energy = torch.zeros_like(energies).index_add(0, molecule, self.atoms(kinds, strained, edges))
+        gradient, stress = grad(energy.sum(), (positions, strain), create_graph=True)
+        return F.mse_loss(energy, energies) + F.mse_loss(-gradient, forces) + stress.square().mean()
+
+
+POTENTIALS = (SchNet, PaiNN, Equivariant, DistanceTransformer, Strained)
 
 
 def network(inputs: int, outputs: int = 1, width: int = 32, layers: int = 4) -> nn.Sequential:
@@ -196,6 +211,26 @@ def maml(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.mse_loss(torch.func.functional_call(model, adapted, (x_new,)), y_new)
 
 
+def curvature(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """A loss, and its curvature along its own gradient: a Hessian-vector product."""
+    x, y = batch
+    loss = F.mse_loss(model(x), y)
+    gradients = grad(loss, tuple(model.parameters()), create_graph=True)
+    directions = [one.detach() for one in gradients]
+    products = grad(gradients, tuple(model.parameters()), directions, create_graph=True)
+    return loss + 0.01 * sum((a * b).sum() for a, b in zip(products, directions, strict=True))
+
+
+def adversarial(generator: nn.Module) -> Any:
+    """The critic's loss where it calls the generator itself."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        real, noise = batch
+        return penalised(model, (real, generator(noise).detach()))
+
+    return loss
+
+
 def losses(rows: int) -> dict[str, tuple[Any, nn.Module, Any]]:
     """By name: a loss of a model and a batch, a model for it, and a batch of `rows` rows."""
 
@@ -205,6 +240,8 @@ def losses(rows: int) -> dict[str, tuple[Any, nn.Module, Any]]:
     return {
         "burgers": (burgers, network(2), draw(1, 1, 1)),
         "gradient penalty": (penalised, network(4), draw(4, 4)),
+        "two models": (adversarial(network(2, 4)), network(4), draw(4, 2)),
         "score matching": (score_matching, network(3, 3), *draw(3)),
         "maml": (maml, network(1), draw(1, 1, 1, 1)),
+        "curvature": (curvature, network(1), draw(1, 1)),
     }

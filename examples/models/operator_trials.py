@@ -32,6 +32,8 @@ ROOMY_GB = 1000.0
 ALL, LOSS, IN_PLACE, TRANSPOSED, SMALLEST = STAGES = ("all outputs", "loss", "in place", "transposed", "smallest")
 """The smallest budget, or everything recomputed that may be: with results that the call returns, with its loss alone,
 with the operator that writes over its operand, and with operands whose dimensions lie in memory in reverse order."""
+DERIVATIVE = "derivative"
+"""A further stage: the loss is one of the operator's derivatives, everything is recomputed that may be."""
 MOST_SAMPLES = 40
 """How many of an operator's samples are looked at to choose from."""
 
@@ -75,6 +77,10 @@ class ModuleOperator:
     def name(self) -> str:
         return str(self.info.name)
 
+    @property
+    def supports_gradgrad(self) -> bool:
+        return bool(self.info.supports_gradgrad)
+
     def supports_dtype(self, dtype: torch.dtype, device: str) -> bool:
         return dtype in self.info.dtypes
 
@@ -97,7 +103,7 @@ class Case(nn.Module):
     def __init__(self, op: Callable[..., Any], finish: Callable[[Any], Any], arguments: Any, stage: str) -> None:
         super().__init__()
         self.op, self.finish, self.transposed = op, finish, stage == TRANSPOSED
-        self.all_outputs = stage in (ALL, TRANSPOSED)
+        self.all_outputs, self.derives = stage in (ALL, TRANSPOSED), stage == DERIVATIVE
         self.operands = nn.ParameterList()
         self.inputs: list[Tensor] = []
         self.template = self._emptied(arguments)
@@ -130,6 +136,9 @@ class Case(nn.Module):
         results = self.op(*args, **kwargs)
         results = self.finish(results)
         loss = torch.zeros_like(self.scale)
+        if self.derives:
+            found = [torch.tanh(one).sum() for one in tree_leaves(results) if _differentiable(one)]
+            results = torch.autograd.grad(found, operands, create_graph=True, allow_unused=True)
         for result in tree_leaves(results):
             if isinstance(result, Tensor) and result.requires_grad:
                 bent = torch.sin(result)
@@ -137,6 +146,10 @@ class Case(nn.Module):
         for operand in operands:
             loss = loss + torch.cos(operand).abs().sum() * 0.5
         return (loss, results) if self.all_outputs else loss
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
 
 
 def as_it_is(results: Any) -> Any:
@@ -293,6 +306,8 @@ def trial(op: Any, dtype: torch.dtype, stages: tuple[str, ...] = STAGES, most_sa
     for number, sample in enumerate(chosen):
         for stage in stages:
             if stage == IN_PLACE and op.inplace_variant is None:
+                continue
+            if stage == DERIVATIVE and not op.supports_gradgrad:
                 continue
             record[f"{number}, {stage}"] = staged(op, sample, stage)
     return record

@@ -144,6 +144,24 @@ def straight_through(inner: nn.Module, draw: Draw, width: int) -> nn.Module:
     return Block(lambda self, h: h + (self.inner(h) - h).detach(), inner=inner)
 
 
+def derivative(inner: nn.Module, draw: Draw, width: int) -> nn.Module:
+    """The derivative of an energy of the inner block's output by its input, or by a leaf in its place."""
+    leaf, twice, by_function = draw.random() < 0.5, draw.random() < 0.2, draw.random() < 0.3
+
+    def run(self: Any, h: Tensor) -> Tensor:
+        if by_function:
+            slope = torch.func.grad(lambda x: self.inner(x).square().mean())(h)
+            return h + (slope * h.numel()).tanh()
+        x = h.detach().requires_grad_() if leaf else h
+        found = self.inner(x).square().mean()
+        (slope,) = torch.autograd.grad(found, x, create_graph=True)
+        if twice:
+            (slope,) = torch.autograd.grad((slope * x.sin()).sum(), x, create_graph=True)
+        return h + (slope * h.numel()).tanh()
+
+    return Block(run, inner=inner)
+
+
 NESTS: dict[str, Callable[[nn.Module, Draw, int], nn.Module]] = {
     function.__name__: function
     for function in (residual, looped, checkpointed, without_gradient, frozen, branched, straight_through)
@@ -229,13 +247,20 @@ class RandomModel(nn.Module):
                 return (scores * scores.detach().sigmoid()).sum() / scores.numel()
 
 
-def random_case(seed: int) -> Case:
-    """The model and batch of a seed. The weights come from torch's generator, which is seeded with it, too."""
+def random_case(seed: int, *, derivatives: bool = False) -> Case:
+    """The model and batch of a seed; with `derivatives`, one or more of its blocks are differentiated inside. The
+    weights come from torch's generator, which is seeded with it, too."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     width, length, rows = draw.choice((16, 32)), draw.choice((5, 8, 12)), draw.choice((2, 3, 8))
     drawn = _Drawn(draw, width)
     model = RandomModel(drawn, draw.choice((1, 2, 3, 3, 4))).train()
+    if derivatives:
+        inside = random.Random(f"derivatives {seed}")
+        chosen = inside.sample(range(len(model.blocks)), inside.choice((1, 1, len(model.blocks))))
+        for number in chosen:
+            model.blocks[number] = derivative(model.blocks[number], inside, width)
+        drawn.names.append(f"derivatives of {sorted(chosen)}")
     x = torch.randn(rows, length, width)
     batch = {"x": x, "labels": torch.randint(0, 11, (rows, length))}
     (inputs,) = random.Random(f"inputs {seed}").choices(list(INPUTS), list(INPUTS.values()))

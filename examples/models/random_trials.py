@@ -71,15 +71,18 @@ class Trial:
         return asdict(self)
 
 
-def trials(seed: int, backend: str = "aten", cases: int = CASES, *, low: bool = False) -> Iterator[Trial]:
-    """Train the model of a seed plain, and planned in several cases, with `low` in 16 bits. Numbers of the backend
-    "inductor" are right to rounding; in 16 bits, the gradients of the first step are compared."""
+def trials(
+    seed: int, backend: str = "aten", cases: int = CASES, *, low: bool = False, derivatives: bool = False
+) -> Iterator[Trial]:
+    """Train the model of a seed plain, and planned in several cases, with `low` in 16 bits, or with `derivatives`
+    inside of its blocks. Numbers of the backend "inductor" are right to rounding; in 16 bits, the gradients of the
+    first step are compared."""
     torch.compiler.reset()
     draw = random.Random(f"trial {seed}")
     optimizer = draw.choice(list(OPTIMIZERS))
     blocks = ""
     try:
-        case = random_case(seed)
+        case = random_case(seed, derivatives=derivatives)
         blocks = " ".join(case.blocks)
         plain = reference(case, OPTIMIZERS[optimizer])
     except Exception as error:

@@ -17,7 +17,7 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
 from memopt.compat.tensors import has_no_storage
-from memopt.training_state import undone, values_restored
+from memopt.training_state import containers_restored, undone, values_restored
 
 MARGIN = 1.25
 """Sizes that depend on data, have grown between batches or differ between runs of a region are planned for up to a
@@ -84,10 +84,13 @@ class SizeOutgrown(Exception):
 def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Observed, ...]:
     """Run a forward of `model` without gradients and return the results of its data-dependent operators in order.
 
-    The model, random generators and the tensors of the call are afterwards as before, also where the forward raises.
+    Derivatives that the forward takes by `torch.autograd.grad` are zeros: theirs would hold its activations. The model,
+    random generators and the tensors, dictionaries and lists of the call are afterwards as before, also where the
+    forward raises.
     """
     observer = Observer()
-    with undone(model), values_restored(tensors_in(call)), plain_tensors(), torch.no_grad(), _Lists(), observer:
+    kept = values_restored(tensors_in(call))
+    with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observer:
         run(*call[0], **call[1])
     return tuple(observer.observed)
 
@@ -110,14 +113,26 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Lists(TorchFunctionMode):
-    """Reads each number of `tolist()` by `item()`, as Dynamo captures it: torch itself runs no operator for it."""
+class _StandIn(TorchFunctionMode):
+    """Reads each number of `tolist()` by `item()`, as Dynamo captures it, since torch itself runs no operator for it;
+    and has zeros for derivatives."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].dtype in _WHOLE_NUMBERS:
             for number in args[0].flatten():
                 number.item()
+        if func is torch.autograd.grad:
+            return _zeros(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _zeros(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *others: Any, is_grads_batched: bool = False, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Zeros in the place of what `torch.autograd.grad` returns for these arguments."""
+    batch = _first(grad_outputs).shape[:1] if is_grads_batched else ()
+    of = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple([one.new_zeros((*batch, *one.shape)) for one in of])
 
 
 def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:

@@ -59,7 +59,8 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
 
     What is computed from an input before its call reads it without its gradient. An intermediate value goes on as a
     leaf where derivatives are taken; gradients of parameters do not depend on the other calls. Raises `GraphBreak`
-    where the region returns an intermediate value, since its `.grad` can be read after the backward.
+    where the region returns an intermediate value, since its `.grad` can be read after the backward, unless the code
+    itself takes the derivative by it: it is returned as it was before the call then.
     """
     inputs = graph_module.graph.find_nodes(op="placeholder")
     found: set[int] = set()
@@ -74,10 +75,12 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
             if value in inputs:
                 found.add(inputs.index(value))
                 _read_apart(value, torch.detach, [node for node in nodes[:at] if node in value.users])
-            elif value in returned:
+            elif value in returned and not any(user.target is torch.autograd.grad for user in value.users):
                 raise GraphBreak("a value that requires_grad_() was called on is returned or kept by the model")
             elif derives:
-                _read_apart(value, requiring_grad, [node for node in nodes[at + 1 :] if node in value.users])
+                users = [node for node in nodes[at + 1 :] if node in value.users and node.op != "output"]
+                _read_apart(value, requiring_grad, users)
+                value.meta["example_value"] = value.meta["example_value"].detach()
             graph.erase_node(call)
         if calls:
             inner.recompile()

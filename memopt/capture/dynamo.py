@@ -103,6 +103,10 @@ def plain_loss_call(
     return run_plainly if takes_model(loss_fn) else run
 
 
+_NO_GRADIENT = "One of the differentiated Tensors does not require grad"
+_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model does: it may not where it is compiled"
+
+
 class GraphBreak(CaptureError):
     """The call cannot be captured as one graph; the message is Dynamo's reason."""
 
@@ -206,7 +210,7 @@ def compile_call(
         except DynamoError as failure:
             if not whole:
                 raise
-            reason = in_brief_with_line(failure)
+            reason = in_brief_with_line(failure) + (_BEFORE_THE_CALL if _NO_GRADIENT in str(failure) else "")
         except Exception as failure:
             if not fails_to_compile(failure):
                 raise

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
-from memopt.compat.operators import is_nested_region
+from memopt.compat.operators import is_nested_region, requiring_grad
 from memopt.compat.symbols import fixed_float
 from memopt.compat.tensors import is_sharded
 from memopt.errors import CaptureError
@@ -162,13 +162,25 @@ BETWEEN_REGIONS = (
 )
 
 
+RETURNED_WITHOUT_GRADIENT = (
+    "a value that the code calls requires_grad_() on, and takes a derivative by, is returned or kept without its .grad"
+)
+
+
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
     graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
     notes += (ATTRIBUTES_BEFORE_BLOCKS,) * any(map(_takes_attributes_before_blocks, graphs))
+    notes += (RETURNED_WITHOUT_GRADIENT,) * any(map(_returns_a_leaf, graphs))
     return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
+
+
+def _returns_a_leaf(graph_module: fx.GraphModule) -> bool:
+    """Whether a value that the code calls `requires_grad_()` on is returned."""
+    (results,) = graph_module.graph.output_node().args
+    return any(node.target is requiring_grad and node.args[0] in results for node in _nodes(graph_module))  # type: ignore[operator]
 
 
 def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -31,7 +31,8 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
         if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
             raise TypeError(
                 f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; "
-                "put the inputs of the model into one tuple or dict"
+                "put the inputs of the model into one tuple or dict, or name the first parameter of a loss_fn of the "
+                "model and the batch `model`"
             )
         return tuple(example_inputs), {}
     if isinstance(example_inputs, Mapping):

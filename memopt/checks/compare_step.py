@@ -23,7 +23,7 @@ from memopt.planning.plan_views import source_line
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of
-from memopt.training_state import TrainingState, values_restored
+from memopt.training_state import TrainingState, containers_restored, values_restored
 from memopt.units import size
 from passes.graphs.node_facts import backward_nodes
 
@@ -107,18 +107,18 @@ def _runs(
     given a dtype `low`, of that under autocast."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     tensors = list(tensors_in(call))
-    with values_restored(tensors):
+    with values_restored(tensors), containers_restored(call):
         first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
-    with values_restored(tensors):
+    with values_restored(tensors), containers_restored(call):
         beside = () if first is None else (first,)
         ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
     if first is None:
         notes.append("the first run is not compared: with the first loss scale its gradients are not finite")
     elif not _same(first, ours[0]):
         notes.append("the first run of the optimised model gives other values than the second one")
-    with values_restored(tensors):
+    with values_restored(tensors), containers_restored(call):
         plain = measured(lambda: calls.plain(*args, **kwargs), start, ours)
-    with values_restored(tensors):
+    with values_restored(tensors), containers_restored(call):
         autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (*ours, plain), low, notes)
     return ours, plain, autocast
 

@@ -32,6 +32,9 @@ _CHEAP_SECONDS = 0.005
 _TIMED_RUNS = 3
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor", "symm_mem")
 """The namespaces of operators whose kernels talk to other processes."""
+_CHECKING = ("aten", "prims", "memopt", *COLLECTIVES)
+"""The namespaces of operators that check the indices in their operands."""
+_INDICES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -181,11 +184,13 @@ def _time(op: OpOverload, args: Any, kwargs: Any) -> float:
 
 
 def _is_cheap(call: OpCall) -> bool:
-    """Whether the call may be run for its price: it is small, reaches no other device or process, and reads no more of
-    its operands than there is."""
+    """Whether the call may be run for its price: it is small, reaches no other device or process, and neither reads nor
+    writes beyond its tensors, which kernels of other libraries may do where whole numbers are made up."""
     values = (*call.args, *(value for _, value in call.kwargs))
     elsewhere = any(value.type != HOST.type for value in values if isinstance(value, torch.device))
     if call.op.namespace in COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:
+        return False
+    if call.op.namespace not in _CHECKING and any(spec.dtype in _INDICES for spec in call.inputs):
         return False
     if takes_unknown_bytes(call.op) and any(spec.bytes == 0 for spec in call.inputs):
         return False  # a fake forward's

@@ -44,7 +44,7 @@ from memopt.run.safety_net import Replay
 from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
-from memopt.training_state import ForwardState, undone, values_restored
+from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
 
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]
 """A region, its schedule, the numbers of the parameters to whose `.grad` it adds, and the limits of sizes within it."""
@@ -165,7 +165,7 @@ class RecordedCalls:
         self._dry_run = DryRun(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
-            with undone(self.model), inputs_kept, gathered.without_exchange():
+            with undone(self.model), inputs_kept, containers_restored(call), gathered.without_exchange():
                 return record_dry_run(lambda: self._compiled(*call[0], **call[1]), self._dry_run, self.model, reason)
         finally:
             self._dry_run = None
@@ -234,6 +234,7 @@ class RecordedCalls:
     def _run_a_path(self, in_progress: CallInProgress, paths: ControlPaths) -> Any:
         """Run a call one of these paths, or another one that is captured then."""
         before = ForwardState.of(self.model, tensors_in(in_progress.call), self._written)
+        contents = contents_of(in_progress.call)
         untried, captured = list(paths.calls), False
         # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
@@ -246,6 +247,7 @@ class RecordedCalls:
                 refused.undone = attempts > 1 and before.can_be_undone()
                 if refused.undone:
                     before.undo()
+                    refill(contents)
                 if not (refused.undone and isinstance(refused, OtherPathTaken)) or attempt == attempts - 1:
                     raise
             if not untried and not (captured and paths.separate()):

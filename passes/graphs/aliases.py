@@ -28,10 +28,10 @@ _MAKERS = frozenset(
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
         "_native_batch_norm_legit_functional", "_softmax", "_to_copy", "addmm",
         "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
-        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",
-        "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
-        "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
+        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "index_select",
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward",
+        "native_dropout", "native_dropout_backward", "native_group_norm", "native_group_norm_backward",
+        "native_layer_norm", "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
     }
 )  # fmt: skip
 

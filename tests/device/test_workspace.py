@@ -175,6 +175,22 @@ def lu() -> tuple[Tensor, Tensor, Tensor]:
     return torch.eye(4), torch.arange(1, 5, dtype=torch.int32), torch.ones(4, 2)
 
 
+def test_an_operator_of_another_library_is_not_run_on_made_up_indices() -> None:
+    """Its kernel may trust them: those of torchmd-net wrote past the end of their results, and the process ended."""
+    runs = []
+
+    @torch.library.custom_op("test_workspace::trusting", mutates_args=())
+    def trusting(values: Tensor, starts: Tensor) -> Tensor:
+        runs.append(starts)
+        return values + 1
+
+    values = torch.rand(8)
+    for indices, ran in ((torch.arange(9), 0), (torch.rand(9), 1)):
+        call = describe(torch.ops.test_workspace.trusting.default, (values, indices), {}, values)
+        call_workspace_bytes(call, "cpu")
+        assert bool(runs) is bool(ran)
+
+
 def test_flash_attentions_backward_on_cuda_holds_fp32_gradients() -> None:
     query = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
 
 import memopt
 from examples.models.families import BY_NAME
@@ -100,3 +104,34 @@ def test_sizes_that_the_forward_reads_as_a_list_may_grow_and_shrink() -> None:
         ours, plan = train_step(model, batch), memopt.plan_of(model)
         assert_equal(ours, theirs)
         assert ours.peak_bytes <= min(plan.predicted_peak_bytes, budget_gb * GIB)
+
+
+class WritesToItsBatch(nn.Module):
+    """Replaces what its batch, a dictionary, holds; its loss has a factor that depends on data."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.layer, self.breaks = nn.Linear(4, 4), breaks
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        batch["x"] = batch["x"] * 2
+        batch["hidden"] = self.layer(batch["x"])
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.layer(batch["hidden"]).square().mean() * int((batch["x"] > 0).sum())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at the first call", "ahead"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "breaks"])
+def test_a_batch_is_written_to_once(breaks: bool, ahead: bool) -> None:
+    """Runs that find sizes or regions left their values in the batch: the step began from them, without a word."""
+    model = WritesToItsBatch(breaks=breaks)
+    plain, given = copy.deepcopy(model), {"x": torch.arange(12.0).view(3, 4)}
+    mine, theirs = dict(given), dict(given)
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"recompute"}}
+    memopt.optimize(model, 1.0, example_inputs=(mine,) if ahead else None, **options)
+    assert mine == given
+    found, expected = model(mine), plain(theirs)
+    assert torch.equal(found, expected)
+    assert mine.keys() == theirs.keys()
+    assert torch.equal(mine["x"], theirs["x"])

@@ -129,6 +129,36 @@ def in_a_checkpoint(self: Derived, x: Tensor) -> Tensor:
     return loss_of(u, *grad(u.sum(), x, create_graph=True))
 
 
+def of_hidden(self: Derived, x: Tensor) -> Tensor:
+    hidden = self.net[:2](x)
+    hidden.requires_grad_()  # as it does already
+    u = self.net[2:](hidden)
+    return loss_of(u, *grad(u.sum(), hidden, create_graph=True))
+
+
+def of_kept(self: Derived, x: Tensor) -> Tensor:
+    shift = torch.zeros(2)
+    shift.requires_grad_()
+    self.shift = shift
+    u = self.net(x + shift)
+    return loss_of(u, *grad(u.sum(), shift, create_graph=True))
+
+
+def of_counted(self: Derived, x: Tensor) -> Tensor:
+    kinds = (x.detach()[:, 0] > 0).long()
+    x = x.detach().requires_grad_()
+    # A size that depends on data.
+    energy = torch.zeros(int(kinds.max()) + 1).index_add(0, kinds, self.net(x).squeeze(1))
+    return loss_of(energy, *grad(energy.sum(), x, create_graph=True))
+
+
+def of_selected(self: Derived, x: Tensor) -> Tensor:
+    near = x.detach().norm(dim=1) < 1.5
+    x = x.detach().requires_grad_()
+    u = self.net(x[near])
+    return loss_of(u, *grad(u.sum(), x, create_graph=True))
+
+
 def by_func(self: Derived, x: Tensor) -> Tensor:
     return loss_of(self.net(x), torch.func.grad(lambda p: self.net(p).sum())(x))
 
@@ -179,8 +209,11 @@ def through(function: Any) -> Callable[[Derived, Tensor], Tensor]:
 
 KINDS = {
     kind.__name__: kind
-    for kind in (of_input, of_intermediate, of_several, three_times, of_parameters, constant, in_a_checkpoint)
-} | {kind.__name__: kind for kind in (by_func, by_hessian, by_product)}
+    for kind in (
+        *(of_input, of_intermediate, of_hidden, of_kept, of_several, of_parameters, of_counted, of_selected),
+        *(three_times, constant, in_a_checkpoint, by_func, by_hessian, by_product),
+    )
+}
 NETS: dict[str, nn.Module] = {
     "dropout": nn.Sequential(nn.Linear(2, 32), nn.SiLU(), nn.Dropout(0.3), nn.Linear(32, 1)),
     "statistics": nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Softplus(), nn.Linear(32, 1)),
@@ -191,6 +224,17 @@ NETS: dict[str, nn.Module] = {
 @pytest.mark.parametrize("kind", [*KINDS.values(), through(Growth)], ids=[*KINDS, "custom_function"])
 def test_ways_to_take_a_derivative(kind: Callable[[Derived, Tensor], Tensor]) -> None:
     check(Derived(kind), {"x": X})
+
+
+def test_the_first_step_is_within_the_budget_where_sizes_depend_on_data() -> None:
+    """A run that found the sizes held what the plain step does."""
+    model, x = Derived(of_selected, models.network(2, layers=6)), torch.randn(2000, 2)
+    roomy = memopt.plan(copy.deepcopy(model), 1.0, {"x": x.clone()}, **EXACT, elsewhere_gb=0)
+    budget = (roomy.smallest_gb() + roomy.plain_peak_gb) / 2
+    expected = run(copy.deepcopy(model), lambda model: step(model, {"x": x}), {"x": x})
+    trained = run(optimised(model, budget, elsewhere_gb=0), lambda model: step(model, {"x": x}), {"x": x})
+    assert_same(trained, expected)
+    assert trained.peak_bytes - x.nbytes <= budget * GIB  # the step copies its batch
 
 
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
@@ -207,6 +251,25 @@ def test_a_function_whose_derivative_is_constant_is_refused() -> None:
     with pytest.warns(UserWarning, match="trains unplanned"):
         trained = run(ours, lambda model: step(model, {"x": X}), {"x": X})
     assert_same(trained, plain)
+
+
+def test_code_that_requires_no_grad_where_it_is_compiled_names_the_way() -> None:
+    """As the models of mace do."""
+
+    def kind(self: Derived, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            x.requires_grad_()
+        u = self.net(x)
+        return loss_of(u, *grad(u.sum(), x, create_graph=True))
+
+    with pytest.raises(memopt.CaptureError, match=r"does not require grad.*call requires_grad_\(\) on the input"):
+        step(optimised(Derived(kind)), {"x": X})
+
+
+def test_a_loss_of_the_model_under_another_name() -> None:
+    ours = optimised(models.network(2), loss_fn=lambda net, x: net(x).mean())
+    with pytest.raises(TypeError, match=r"name the first parameter .* `model`"):
+        memopt.training_loss(ours, X)
 
 
 def test_a_refusal_says_that_the_step_has_second_derivatives() -> None:
