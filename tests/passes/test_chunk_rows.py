@@ -1,0 +1,268 @@
+"""What `ChunkLoss` computes from each row of logits by a program: losses for each token, log probabilities, others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from passes import ChunkLoss, diff_graphs, find_losses, format_graph
+from passes.ops.linear_rows import LINEAR_ROWS
+from tests.passes.capture import Sketch, aten
+from tests.passes.operators import assert_same_gradients, capture_operators
+from tests.passes.test_chunk_loss import CLASSES, LENGTH, WIDTH, flat, tensors
+
+
+def test_golden() -> None:
+    sketch = Sketch()
+    hidden, weight = sketch.input("hidden", 2, 8, 4), sketch.input("weight", 50, 4)
+    target = sketch.input("target", 2, 8, 1, dtype=torch.int64)
+    logits = sketch.call(aten.linear.default, hidden, weight)
+    logarithms = sketch.call(aten.log_softmax.int, sketch.call(aten.mul.Tensor, logits, 0.5), -1)
+    before = sketch.returns(sketch.call(aten.gather.default, logarithms, 2, target))
+    assert_expected_inline(
+        format_graph(ChunkLoss(rows=4)(before)),
+        """\
+input hidden: f32[2, 8, 4]
+input weight: f32[50, 4]
+input target: i64[2, 8, 1]
+reshape: f32[16, 4] = aten.reshape(hidden, [-1, 4])
+reshape_1: i64[16, 1] = aten.reshape(target, [-1, 1])
+linear_rows: (f32[16, 1]) = memopt.linear_rows([reshape], [weight], [], [reshape_1], [], [], 'x0, r0: a0 = aten.mul.Tensor(x0, 0.5); a1 = aten.log_softmax.int(a0, -1); del a0; a2 = aten.gather.default(a1, -1, r0); del a1; return [a2]', 4)
+getitem: f32[16, 1] = linear_rows[0]
+reshape_2: f32[2, 8, 1] = aten.reshape(getitem, [2, 8, 1])
+return (reshape_2,)""",  # noqa: E501
+    )
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+    """TRL's, for logits in fp32."""
+    selected = torch.gather(logits, -1, index.unsqueeze(-1)).squeeze(-1)
+    return selected - torch.stack([torch.logsumexp(sample, -1) for sample in logits])
+
+
+def selective_log_softmax_in_16_bits(logits: Tensor, index: Tensor) -> Tensor:
+    """TRL's, for logits in 16 bits."""
+    pairs = zip(logits, index, strict=True)
+    return torch.stack([F.log_softmax(one, -1).gather(-1, at.unsqueeze(-1)) for one, at in pairs]).squeeze(-1)
+
+
+def each_token(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    losses = F.cross_entropy(F.linear(x, w, b).permute(0, 2, 1), y, reduction="none", label_smoothing=0.1)
+    return (losses * (y != 3)).sum() / (y != 3).sum()
+
+
+def weighted(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits, by_class = flat(F.linear(x, w, b)), b.detach().abs() + 0.1
+    losses = F.cross_entropy(logits, y.view(-1), by_class, reduction="none", label_smoothing=0.1)
+    return (losses * torch.arange(losses.numel())).sum()
+
+
+def ignored_all(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return F.cross_entropy(flat(F.linear(x, w, b)), torch.full_like(y, -100).view(-1), reduction="none").sum() + b.sum()
+
+
+def focal(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    losses = F.cross_entropy(flat(F.linear(x, w, b)), y.view(-1), reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def likelihoods(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return (F.nll_loss(flat(F.linear(x, w, b)).log_softmax(-1), y.view(-1), reduction="none") ** 2).sum()
+
+
+def label_smoother(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """transformers' `LabelSmoother`."""
+    logits, labels = F.linear(x, w, b)[..., :-1, :].contiguous(), y[..., 1:].contiguous().unsqueeze(-1)
+    negative, padding = -F.log_softmax(logits, -1), labels.eq(-100)
+    picked = negative.gather(-1, torch.clamp(labels, min=0))
+    smoothed = negative.sum(-1, keepdim=True, dtype=torch.float32)
+    picked.masked_fill_(padding, 0.0)
+    smoothed.masked_fill_(padding, 0.0)
+    active = padding.numel() - padding.long().sum()
+    return 0.9 * picked.sum() / active + 0.1 * smoothed.sum() / (active * CLASSES)
+
+
+def z_loss(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = flat(F.linear(x, w, b))
+    return F.cross_entropy(logits, y.view(-1)) + 0.1 * (logits.logsumexp(-1) ** 2).mean()
+
+
+def three_losses(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits, by_class = flat(F.linear(x, w, b)), b.detach().abs() + 0.1
+    mean = F.cross_entropy(logits, y.view(-1), weight=by_class, label_smoothing=0.1)
+    return mean + F.cross_entropy(logits, y.view(-1), reduction="sum") + logits.logsumexp(1).sum()
+
+
+def accuracy_too(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Any:
+    logits = flat(F.linear(x, w, b))
+    return F.cross_entropy(logits, y.view(-1)), (logits.argmax(-1) == y.view(-1)).float().mean()
+
+
+def distilled(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    student = F.log_softmax(F.linear(x, w, b) / 2, -1)
+    with torch.no_grad():
+        teacher = F.softmax(F.linear(x.cos(), w.sin()) / 2, -1)
+    return F.kl_div(student, teacher, reduction="batchmean") * 4
+
+
+def distilled_where_not_masked(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    student, teacher = F.log_softmax(F.linear(x, w, b), -1), F.log_softmax(F.linear(x.cos(), w.sin()).detach(), -1)
+    divergence = F.kl_div(student, teacher, reduction="none", log_target=True)
+    return divergence[y != -100].sum() / (y != -100).sum()
+
+
+def masked_classes(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    seen = (y != -100).unsqueeze(-1)
+    teacher = F.softmax(F.linear(x.cos(), w.sin()).detach(), -1)
+    losses = -(teacher * F.log_softmax(F.linear(x, w, b), -1)).masked_fill(~seen, 0).sum(-1)
+    return losses.sum() / seen.sum()
+
+
+def soft_targets(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return F.cross_entropy(flat(F.linear(x, w, b)), flat(F.linear(x, w)).detach().softmax(-1))
+
+
+def squared_softmax_error(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    one, other = F.linear(x, w, b).log_softmax(-1), F.linear(x.sin(), w).log_softmax(-1)
+    return ((one - other) ** 2).mean() + one.mean() + other.sum((1, 2)).mean()
+
+
+def preferred(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """DPO of the first text over the second, with a reference."""
+
+    def log_probabilities(x: Tensor) -> Tensor:
+        labels = y[:, 1:].clone()
+        mask = labels != -100
+        labels[~mask] = 0
+        logits = F.linear(x, w, b)[:, :-1]
+        return (torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2) * mask).sum(-1)
+
+    policy = log_probabilities(x)
+    with torch.no_grad():
+        reference = log_probabilities(x * 0.5)
+    return -F.logsigmoid(0.1 * (policy[0] - policy[1] - reference[0] + reference[1]))
+
+
+def policy_and_entropy(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)[:, :-1] / 0.9
+    logarithms = F.log_softmax(logits, -1)
+    entropy = -(logarithms.exp() * logarithms).sum(-1)
+    return (selective_log_softmax(logits, y[:, 1:].clamp(min=0)) * torch.arange(LENGTH - 1)).sum() + (entropy**2).mean()
+
+
+def in_halves(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)
+    chosen = F.cross_entropy(logits[:1].flatten(0, 1), y[:1].flatten(), reduction="none").sum()
+    rejected = F.cross_entropy(logits[1:].transpose(1, 2), y[1:], reduction="none", weight=b.detach().abs())
+    return chosen - (rejected**2).mean()
+
+
+def written_out(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)
+    largest = logits.amax(-1, keepdim=True)
+    sums = largest + (logits - largest).exp().sum(-1, keepdim=True).log()
+    by_torch = logits - torch.logsumexp(logits, -1, keepdim=True)
+    return (logits - sums).gather(-1, y.clamp(min=0).unsqueeze(-1)).mean() + (by_torch.exp() * by_torch).sum()
+
+
+def in_place(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)
+    logits /= 0.7
+    return (logits.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0] * (y > 0)).mean()
+
+
+FORMS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "each token": (1, each_token),
+    "weighted": (1, weighted),
+    "ignored": (1, ignored_all),
+    "focal": (1, focal),
+    "likelihoods": (1, likelihoods),
+    "label smoother": (1, label_smoother),
+    "z-loss": (1, z_loss),
+    "three losses": (1, three_losses),
+    "accuracy too": (1, accuracy_too),
+    "distilled": (1, distilled),
+    "distilled where not masked": (1, distilled_where_not_masked),
+    "masked": (1, masked_classes),
+    "soft targets": (1, soft_targets),
+    "squared error": (1, squared_softmax_error),
+    "preferred": (2, preferred),
+    "halves": (2, in_halves),
+    "written out": (2, written_out),
+    "in place": (1, in_place),
+    "TRL's": (4, lambda x, w, y, b: (selective_log_softmax(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum()),
+    "TRL's in 16 bits": (
+        3,
+        lambda x, w, y, b: (selective_log_softmax_in_16_bits(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum(),
+    ),
+    "policy and entropy": (4, policy_and_entropy),
+    "detached": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b).detach()), y.view(-1)) + x.sum()),
+    "tanh twice": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).tanh().tanh(), y.view(-1))),
+    "bias behind tanh": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w)).tanh() + b, y.view(-1))),
+    "two biases": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)) + b, y.view(-1))),
+    "temperature": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w)) * b[0], y.view(-1))),
+    "no softmax": (1, lambda x, w, y, b: F.nll_loss(flat(F.linear(x, w, b)), y.view(-1))),
+    "scaled likelihoods": (1, lambda x, w, y, b: F.nll_loss(flat(F.linear(x, w, b)).log_softmax(-1) * 2, y.view(-1))),
+    "picked, and read too": (
+        1,
+        lambda x, w, y, b: (
+            -(one := flat(F.linear(x, w, b)).log_softmax(1).gather(1, y.clamp(min=0).view(-1, 1))).mean() + one.amax()
+        ),
+    ),
+}  # fmt: skip
+
+
+def holds_logits(graph_module: GraphModule) -> bool:
+    values = [node.meta.get("val") for node in graph_module.graph.nodes if node.op == "call_function"]
+    return any(
+        isinstance(value, Tensor)
+        and value.dim() > 1
+        and {str(CLASSES), str(WIDTH)} & {*map(str, value.shape)} == {str(CLASSES)}
+        for value in values
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, dynamic: bool) -> None:
+    programs, call = FORMS[form]
+    given = {name: nn.Parameter(one.detach()) if name in "wb" else one for name, one in tensors().items()}
+    captured = capture_operators(call, **given, dynamic=dynamic)
+    after = ChunkLoss(rows=5)(captured.graph_module)
+    assert not any(loss.reason for loss in find_losses(captured.graph_module))
+    assert [node.target for node in after.graph.nodes].count(LINEAR_ROWS) == programs
+    assert not holds_logits(after)
+    assert_same_gradients(captured.graph_module, after, captured.inputs, 2e-6)
+
+
+LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
+    "sorted": (
+        lambda x, w, y, b: F.linear(x, w, b).log_softmax(-1).topk(3).values.sum(),
+        "log_softmax is read by topk as well",
+    ),
+    "returned": (
+        lambda x, w, y, b: ((z := F.linear(x, w, b)).logsumexp(-1).sum(), z),
+        "its logits are returned as well",
+    ),
+    "dropped at random": (
+        lambda x, w, y, b: F.dropout(F.linear(x, w, b), 0.5).logsumexp(-1).sum(),
+        "its logits come from dropout, not from a linear layer",
+    ),
+    "some classes": (
+        lambda x, w, y, b: F.linear(x, w, b)[..., 3:].logsumexp(-1).sum(),
+        "its logits come from slice, not from a linear layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", LEFT_ALONE)
+def test_left_alone_and_said(form: str) -> None:
+    call, reason = LEFT_ALONE[form]
+    before = capture_operators(call, **tensors()).graph_module
+    assert [loss.reason for loss in find_losses(before)] == [reason]
+    assert not diff_graphs(before, ChunkLoss()(before))
