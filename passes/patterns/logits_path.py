@@ -146,10 +146,11 @@ def keeps_order(step: Step) -> bool:
     name, node = op_name(step.node), step.node
     if name not in ("transpose", "permute"):
         return name in _VIEWS or name == "unsqueeze"
-    order: Any = list(range(node.meta["val"].dim())) if name == "transpose" else [*node.args[1]]
+    dims: Any = node.args[1:3] if name == "transpose" else node.args[1]
+    order = list(dims)
     if name == "transpose":
-        one, other = node.args[1:3]
-        order[one], order[other] = order[other], order[one]  # type: ignore[index]
+        order = list(range(node.meta["val"].dim()))
+        order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
     rows = [dim % len(order) for at, dim in enumerate(order) if at != step.class_dim]
     return rows == sorted(rows)
 
