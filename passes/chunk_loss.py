@@ -10,13 +10,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.chunk_rows import rewrite_rows
 from passes.compat import schema_of
-from passes.graph_pass import Pass
+from passes.graph_pass import Pass, copy_graph_module
 from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError, check_signature
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from passes.patterns.logits_path import Step, moved
+from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
 from passes.patterns.row_region import NoLayer, Region, region_of, row_seeds
@@ -48,7 +49,7 @@ class FoundLoss:
 def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
     """Returns the losses of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
     found = {}
-    for loss, match, reason in _matches(graph_module.graph, drop_logits=True):
+    for loss, match, reason in _matches(_rolled(graph_module).graph, drop_logits=True):
         if isinstance(match, LossMatch):
             found[loss] = _found(loss, match, drop_logits)
         elif match is not None:
@@ -56,6 +57,20 @@ def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tupl
         else:
             found[loss] = FoundLoss(loss.name, reason)
     return tuple(found[loss] for loss in sorted(found))
+
+
+def _rolled(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph with its loops over rows of logits rolled up, if that lets all of them be computed in chunks."""
+    if not ends_of_loops(graph_module.graph):
+        return graph_module
+    rolled = copy_graph_module(graph_module)
+    with on_stored_values(rolled.graph):
+        made = set(roll_loops(rolled.graph))
+    for _, match, _ in _matches(rolled.graph, drop_logits=True) if made else ():
+        if isinstance(match, tuple):
+            region, _ = match
+            made -= {*region.inside, *region.results}
+    return graph_module if made & {*row_seeds(rolled.graph, ())} else rolled
 
 
 _Match: TypeAlias = LossMatch | tuple[Region, list[RowProgram]]
@@ -144,6 +159,7 @@ class ChunkLoss(Pass):
             raise ValueError(f"ChunkLoss needs at least one row in a chunk, not rows={self.rows}; None lets it choose")
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph_module = _rolled(graph_module)
         graph = graph_module.graph
         with on_stored_values(graph):
             for loss, match, reason in _matches(graph, self.losses, drop_logits=self.drop_logits):
@@ -157,7 +173,7 @@ class ChunkLoss(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        graph = graph_module.graph
+        graph = _rolled(graph_module).graph
         known = {loss.name: "" for loss in (*losses(graph), *row_seeds(graph, ()))}
         mend = "name losses as find_losses does"
         check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)

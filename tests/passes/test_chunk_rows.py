@@ -155,6 +155,24 @@ def policy_and_entropy(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return (selective_log_softmax(logits, y[:, 1:].clamp(min=0)) * torch.arange(LENGTH - 1)).sum() + (entropy**2).mean()
 
 
+def entropy_of_some_rows_at_a_time(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """TRL's `entropy_from_logits`, beside a loss."""
+    logits = F.linear(x, w, b)
+    entropies = []
+    for chunk in flat(logits).split(13, dim=0):
+        logarithms = F.log_softmax(chunk, dim=-1)
+        entropies.append(-(torch.exp(logarithms) * logarithms).sum(-1))
+    entropy = torch.cat(entropies, dim=0).reshape(x.shape[:2])
+    return (entropy * F.cross_entropy(logits.transpose(1, 2), y, reduction="none")).sum()
+
+
+def in_slices(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits, labels = flat(F.linear(x, w, b)), y.view(-1, 1).clamp(min=0)
+    starts = range(0, logits.shape[0], 20)
+    parts = [F.log_softmax(logits[at : at + 20], 1).gather(1, labels[at : at + 20]) for at in starts]
+    return torch.cat(parts).square().sum()
+
+
 def in_halves(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     logits = F.linear(x, w, b)
     chosen = F.cross_entropy(logits[:1].flatten(0, 1), y[:1].flatten(), reduction="none").sum()
@@ -195,12 +213,14 @@ FORMS: dict[str, tuple[int, Callable[..., Any]]] = {
     "halves": (2, in_halves),
     "written out": (2, written_out),
     "in place": (1, in_place),
-    "TRL's": (4, lambda x, w, y, b: (selective_log_softmax(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum()),
+    "TRL's": (1, lambda x, w, y, b: (selective_log_softmax(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum()),
     "TRL's in 16 bits": (
-        3,
+        1,
         lambda x, w, y, b: (selective_log_softmax_in_16_bits(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum(),
     ),
-    "policy and entropy": (4, policy_and_entropy),
+    "policy and entropy": (1, policy_and_entropy),
+    "entropy of some rows at a time": (1, entropy_of_some_rows_at_a_time),
+    "slices": (1, in_slices),
     "detached": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b).detach()), y.view(-1)) + x.sum()),
     "tanh twice": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).tanh().tanh(), y.view(-1))),
     "bias behind tanh": (1, lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w)).tanh() + b, y.view(-1))),
