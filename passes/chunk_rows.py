@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from passes.compat import size_seen
 from passes.graphs.edit import erase_unread, new_call, store, values_after
 from passes.graphs.node_facts import arguments_of
 from passes.graphs.op_kinds import op_name
@@ -24,8 +25,9 @@ def rewrite_rows(region: Region, programs: Collection[RowProgram], rows: int) ->
     for node, class_dim in region.inside.items():
         for reader in [user for user in node.users if op_name(user) == "sym_size"]:
             _measure(region, node, class_dim, reader)
+    made: dict[Node, Node] = {}
     for program in programs:
-        _Rewrite(program).apply(rows)
+        _Rewrite(program, made).apply(rows)
     gone = sorted({*region.inside, *region.results}, reverse=True)
     sources = [source for node in gone for source in node.all_input_nodes if source not in region.inside]
     for node in gone:
@@ -61,9 +63,10 @@ def _width(linear: Linear) -> int:
 
 
 class _Rewrite:
-    """The rewriting of one program. New calls are made ahead of its first result."""
+    """The rewriting of one program, ahead of its first result. `made` has by result of the region its new value."""
 
-    def __init__(self, program: RowProgram) -> None:
+    def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
+        self.made = made
         self.program, self.region, self.place = program, program.region, place_of(program)
         self.graph: Graph = self.place.graph
 
@@ -74,7 +77,7 @@ class _Rewrite:
             found = self._call(LINEAR_ROWS, *self._operands(), self.program.text, rows)
             for at, result in enumerate(self.program.results):
                 node = self._finished(result, self._call(operator.getitem, found, at))
-                store(values_after({result.node: node.meta["val"]}) or {})
+                self.made[result.node] = node = self._laid_out(result.node, node)
                 result.node.replace_all_uses_with(node)
 
     def _operands(self) -> tuple[list[Any], ...]:
@@ -122,30 +125,44 @@ class _Rewrite:
         return source if dims == 2 else self._call(aten.reshape.default, source, [-1, width])
 
     def _rows(self, operand: Operand) -> Node:
-        value = operand.node.meta["val"]
+        node = self.made.get(operand.node, operand.node)
+        value = node.meta["val"]
         if operand.class_dim is None or operand.like is None:
-            return operand.node if value.dim() == 1 else self._call(aten.reshape.default, operand.node, [-1])
+            return node if value.dim() == 1 else self._call(aten.reshape.default, node, [-1])
         at = operand.class_dim - operand.like.meta["val"].dim() + value.dim()
         width = value.shape[at] if at >= 0 else 1
-        source = self._spread(operand, width)
+        source = self._spread(node, operand, width)
         return self._flat(self._moved(operand, source, width), self._last_dim(operand), width)
 
-    def _spread(self, operand: Operand, width: int) -> Node:
+    def _spread(self, node: Node, operand: Operand, width: int) -> Node:
         """Returns an operand with as many rows as the value that it is aligned with."""
         assert operand.like is not None
-        like, value = operand.like.meta["val"], operand.node.meta["val"]
+        like, value = operand.like.meta["val"], node.meta["val"]
         wanted = [width if at == operand.class_dim else size for at, size in enumerate(like.shape)]
         if [str(size) for size in value.shape] == [str(size) for size in wanted]:
-            return operand.node
+            return node
         rows = None if all(isinstance(size, int) for size in wanted) else _like(self.region, operand.like)
         sizes = [size if rows is None else self._size(rows, at, size) for at, size in enumerate(wanted)]
-        return self._call(aten.expand.default, operand.node, sizes)
+        return self._call(aten.expand.default, node, sizes)
 
     def _size(self, source: Node, dim: int, size: Any) -> Any:
         return size if isinstance(size, int) else self._call(aten.sym_size.int, source, dim)
 
     def _whole(self, node: Node) -> Node:
+        node = self.made.get(node, node)
         return node if node.meta["val"].dim() < 2 else self._call(aten.reshape.default, node, [-1])
+
+    def _laid_out(self, node: Node, found: Node) -> Node:
+        """Returns a value that a result's readers can read instead: with its strides, where they depend on them."""
+        changed = values_after({node: found.meta["val"]})
+        if changed is not None:
+            store(changed)
+            return found
+        strides = node.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda dim: (-(size_seen(strides[dim]) or 0), dim))
+        turned = self._call(aten.permute.default, found, order)
+        dense = self._call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self._call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def _finished(self, result: RowResult, found: Node) -> Node:
         """Returns the value of a result, from the program's."""
@@ -186,6 +203,7 @@ class _Rewrite:
         target, weight = given["target"], given["weight"]
         counts = self._call(aten.ne.Scalar, target, given["ignore_index"])
         if weight is not None:
+            weight = self._call(aten.detach.default, self.made.get(weight, weight))
             ignored = self._call(aten.eq.Scalar, target, given["ignore_index"])
             classes = self._call(aten.masked_fill.Scalar, target, ignored, 0)
             counts = self._call(aten.mul.Tensor, self._call(aten.index.Tensor, weight, [classes]), counts)

@@ -14,6 +14,7 @@ from passes.compat import schema_of, statically_known_true
 from passes.graphs.edit import erase_unread, new_call
 from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, is_pointwise, mutated_arguments, op_name
+from passes.rewrite_pattern import NoMatch, check_unwritten
 
 _OF_CLASSES = frozenset({"softmax", "log_softmax", "logsumexp"})
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
@@ -29,7 +30,7 @@ def roll_loops(graph: Graph) -> list[Node]:
         given: Any = node.args[0]
         loop = _Loop(node, samples=op_name(node) == "stack")
         whole = loop.rolled(tuple(given))
-        if whole is None or not same_sizes(whole.meta["val"].shape, node.meta["val"].shape):
+        if whole is None or loop.is_written_to() or not same_sizes(whole.meta["val"].shape, node.meta["val"].shape):
             erase_unread(reversed(loop.made))
             continue
         node.replace_all_uses_with(whole)
@@ -64,6 +65,16 @@ class _Loop:
         self.end, self.samples = end, samples
         self.made: list[Node] = []
         self.known: dict[tuple[Node, ...], Node | None] = {}
+        """By its turns' calls."""
+
+    def is_written_to(self) -> bool:
+        """Returns whether a call between the first turn and the end writes to what the turns read."""
+        read = {source for turns in self.known for call in turns for source in call.all_input_nodes}
+        try:
+            check_unwritten(read, min(min(turns) for turns in self.known), self.end)
+        except NoMatch:
+            return True
+        return False
 
     def rolled(self, nodes: tuple[Node, ...]) -> Node | None:
         """Returns a node with the values that the loop has in its turns, for all rows; None if there cannot be one."""

@@ -285,9 +285,9 @@ def _reads(program: RowProgram) -> Iterator[tuple[Node, Node]]:
 
 
 def _depends(alone: RowProgram, program: RowProgram) -> bool:
-    """Returns whether the operands of a result are computed from those of a program."""
-    before = {result.node for result in program.results}
-    first = min(before)
+    """Returns whether the operands of a result are computed from results that are computed by or behind a program."""
+    first = place_of(program)
+    before = {node for node in program.region.results if not node < first}
     pending, seen = [operand.node for operand in (*alone.rows, *alone.whole)], set[Node]()
     while pending:
         node = pending.pop()
@@ -303,7 +303,7 @@ def _check_place(program: RowProgram) -> None:
     """Raises `NoMatch` where an operand cannot be read at the program's place as it is read where it stands."""
     place = place_of(program)
     for node in late_operands(program):
-        if not is_pure(node) or mutated_arguments(node):
+        if not is_pure(node) or mutated_arguments(node) or node in program.region.results:
             raise NoMatch(f"{node.name} cannot be computed ahead of {place.name}")
         check_unwritten(node.all_input_nodes, place, node)
     for node, reader in _reads(program):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from passes import ChunkLoss, diff_graphs, find_losses, format_graph
 from passes.ops.linear_rows import LINEAR_ROWS
 from tests.passes.capture import Sketch, aten
-from tests.passes.operators import assert_same_gradients, capture_operators
+from tests.passes.operators import assert_same_gradients, capture_operators, norm_error, outputs_and_gradients
 from tests.passes.test_chunk_loss import CLASSES, LENGTH, WIDTH, flat, tensors
 
 
@@ -188,6 +188,28 @@ def written_out(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return (logits - sums).gather(-1, y.clamp(min=0).unsqueeze(-1)).mean() + (by_torch.exp() * by_torch).sum()
 
 
+def weighted_by_confidence(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """The classes' weights of each row come from its own largest logit, and those of the next loss from that."""
+    logits = F.linear(x, w, b)
+    largest = logits.amax(-1)
+    sure = torch.sigmoid(largest).unsqueeze(-1)
+    losses = -(F.log_softmax(logits * sure, -1) * b.sigmoid()).sum(-1)
+    return (losses * (logits * losses.detach().unsqueeze(-1)).logsumexp(-1)).sum() + largest.mean()
+
+
+def time_first(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Any:
+    logits = F.linear(x, w, b).transpose(0, 1)
+    seen = (y.t() != -100).unsqueeze(-1)
+    sums = torch.where(seen, logits, b * 2).logsumexp(-1)
+    return (sums**2).sum(), sums
+
+
+def adapted(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """LoRA on the layer."""
+    low = F.linear(F.linear(F.dropout(x, 0.5), w[:3]), w[:, :3])
+    return (F.cross_entropy(flat(F.linear(x, w, b) + 2.0 * low), y.view(-1), reduction="none") ** 2).mean()
+
+
 def in_place(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     logits = F.linear(x, w, b)
     logits /= 0.7
@@ -213,6 +235,9 @@ FORMS: dict[str, tuple[int, Callable[..., Any]]] = {
     "halves": (2, in_halves),
     "written out": (2, written_out),
     "in place": (1, in_place),
+    "confidence": (3, weighted_by_confidence),
+    "time first": (1, time_first),
+    "adapted": (1, adapted),
     "TRL's": (1, lambda x, w, y, b: (selective_log_softmax(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum()),
     "TRL's in 16 bits": (
         1,
@@ -238,13 +263,10 @@ FORMS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 
 def holds_logits(graph_module: GraphModule) -> bool:
+    """Whether a call makes rows of classes, which weights and their transposes are not."""
     values = [node.meta.get("val") for node in graph_module.graph.nodes if node.op == "call_function"]
-    return any(
-        isinstance(value, Tensor)
-        and value.dim() > 1
-        and {str(CLASSES), str(WIDTH)} & {*map(str, value.shape)} == {str(CLASSES)}
-        for value in values
-    )
+    shapes = [[str(size) for size in value.shape] for value in values if isinstance(value, Tensor) and value.dim() > 1]
+    return any(str(CLASSES) in shape[1:] and str(WIDTH) not in shape for shape in shapes)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -258,6 +280,65 @@ def test_forms(form: str, dynamic: bool) -> None:
     assert [node.target for node in after.graph.nodes].count(LINEAR_ROWS) == programs
     assert not holds_logits(after)
     assert_same_gradients(captured.graph_module, after, captured.inputs, 2e-6)
+
+
+def trained_teacher(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    targets = (x @ x.transpose(1, 2)).mean(-1, keepdim=True) * b
+    return F.cross_entropy(F.linear(x, w).transpose(1, 2), targets.softmax(-1).transpose(1, 2), label_smoothing=0.1)
+
+
+def test_a_teacher_that_is_trained() -> None:
+    captured = capture_operators(trained_teacher, **tensors())
+    after = ChunkLoss(rows=5)(captured.graph_module)
+    assert LINEAR_ROWS in {node.target for node in after.graph.nodes}
+    assert_same_gradients(captured.graph_module, after, captured.inputs, 2e-6)
+
+
+def test_no_target_at_all() -> None:
+    """The mean is NaN, and its gradients are zeros."""
+    given = {**tensors(), "y": tensors()["y"].fill_(-100)}
+    for form in (z_loss, three_losses):
+        captured = capture_operators(form, **given)
+        after = ChunkLoss(rows=5)(captured.graph_module)
+        (one, *_), expected = outputs_and_gradients(captured.graph_module, captured.inputs)
+        (other, *_), found = outputs_and_gradients(after, captured.inputs)
+        assert one.isnan()
+        assert other.isnan()
+        torch.testing.assert_close(found, expected)
+
+
+def written_between_turns(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b) * 1.0
+    sums = [sample.logsumexp(-1) for sample in logits.detach()]
+    logits.mul_(2.0)
+    return torch.stack(sums).sum() + (logits.log_softmax(-1)[..., 3] ** 2).sum()
+
+
+def test_a_loop_whose_logits_are_written_to_is_not_rolled_up() -> None:
+    captured = capture_operators(written_between_turns, **tensors())
+    after = ChunkLoss(rows=5)(captured.graph_module)
+    assert_same_gradients(captured.graph_module, after, captured.inputs, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["each token", "TRL's in 16 bits", "z-loss", "distilled"])
+def test_16_bits_are_no_worse_than_the_plain_loss(form: str, dtype: torch.dtype) -> None:
+    """With weights in fp32 that are cast, as autocast does."""
+    _, call = FORMS[form]
+
+    def low(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Any:
+        return call(x.to(dtype), w.to(dtype), y, b.to(dtype))
+
+    captured = capture_operators(low, **tensors())
+    after = ChunkLoss(rows=5)(captured.graph_module)
+    assert LINEAR_ROWS in {node.target for node in after.graph.nodes}
+    wide = capture_operators(call, **tensors())
+    _, exact = outputs_and_gradients(wide.graph_module, wide.inputs)
+    _, plain = outputs_and_gradients(captured.graph_module, captured.inputs)
+    _, found = outputs_and_gradients(after, captured.inputs)
+    for reference, expected, one in zip(exact, plain, found, strict=True):
+        assert one is not None
+        assert norm_error(one, reference) <= 1.2 * norm_error(expected, reference) + torch.finfo(dtype).eps / 4
 
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
