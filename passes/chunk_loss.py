@@ -1,4 +1,4 @@
-"""The cross entropy of a linear layer as one operator, which never holds the logits."""
+"""What a loss reads from a linear layer's logits as one operator, which never holds them."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A cross entropy in a graph, and whether `ChunkLoss` can rewrite it."""
+    """A loss in a graph, and whether `ChunkLoss` can rewrite it."""
 
     name: str
-    """The name of its node."""
+    """The name of its node; of its first where several calls read the same logits."""
     reason: str = ""
     """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
@@ -130,9 +130,11 @@ class ChunkLoss(Pass):
     """Computes the cross entropy of a linear layer in chunks of rows, together with its gradients.
 
     The loss is `cross_entropy_loss`, `nll_loss` of a log_softmax, or the mean or sum of log probabilities picked at the
-    targets. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits; casts,
-    scaling, a softcap and a bias become options of the operator. Logits that anything else reads are left alone: see
-    `find_losses`. Losses and gradients differ from the plain ones by rounding.
+    targets; casts, scaling, a softcap and a bias become options of the operator. Whatever else is computed from each
+    row of logits alone becomes a program of `memopt::linear_rows`, whose gradients come from logits that are computed
+    once more. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits. Logits
+    that anything else reads are left alone: see `find_losses`. Losses and gradients differ from the plain ones by
+    rounding.
 
     Before:
         linear: f32[2, 8, 50] = aten.linear(hidden, weight)
