@@ -210,6 +210,9 @@ def _check_shapes(match: LossMatch) -> None:
     hidden, weight = match.linear.hidden.meta["val"], match.linear.weight.meta["val"]
     if not all(isinstance(size, int) for size in weight.shape):
         raise NoMatch("its weight has symbolic sizes")
+    top = match.path.nodes[0]
+    if top.class_dim != top.node.meta["val"].dim() - 1:
+        raise NoMatch(f"its classes are not the last dimension of {top.node.name}")
     if not hidden.is_floating_point() or hidden.dim() < 1:
         raise NoMatch("its hidden values are no floating-point rows")
     bias = match.bias

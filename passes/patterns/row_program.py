@@ -134,7 +134,7 @@ class RowProgram:
         values += [f"{key}={self._argument(given, node, steps)}" for key, given in kept.items()]
         packet = name.removesuffix("_") if mutated_arguments(node) else name
         overload = overload_name(node.target)
-        if not hasattr(getattr(torch.ops.aten, packet), overload):
+        if not hasattr(getattr(torch.ops.aten, packet, None), overload):
             raise NoMatch(f"{node.name} has no variant that makes new memory")
         return self._line(f"aten.{packet}.{overload}({', '.join(values)})")
 

@@ -71,7 +71,7 @@ def region_of(seed: Node) -> Region:
     last = value.meta["val"].dim() - 1
     class_dim = min(1, last) if op_name(seed) in TOKEN_LOSSES else last
     if op_name(seed) in ("log_softmax", "logsumexp"):
-        dims: Any = seed.args[1]
+        dims: Any = arguments_of(seed)["dim"]
         class_dim = (dims[0] if isinstance(dims, (list, tuple)) else dims) % (last + 1)
     region = Region()
     _grow(region, *_layer_above(value, class_dim))
@@ -87,6 +87,8 @@ def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
         if above is None:
             raise NoLayer(f"its logits come from {op_name(value) or value.name}, not from a linear layer")
         value, class_dim = above
+    if class_dim != value.meta["val"].dim() - 1:
+        raise NoLayer(f"its classes are not the last dimension of {value.name}")
     return value, class_dim
 
 
@@ -180,7 +182,7 @@ def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
                 continue
     name = op_name(node)
     if name in ("softmax", "log_softmax"):
-        over: Any = node.args[1]
+        over: Any = arguments_of(node)["dim"]
         return class_dim if over % before.dim() == class_dim else None
     same_device = before.device == value.device and not is_random(node)
     if not same_device or not same_sizes(value.shape, before.shape):
@@ -197,7 +199,7 @@ def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
 def is_result(node: Node, source: Node, class_dim: int) -> bool:
     """Returns whether a call reduces the classes of one of its inputs, or picks among them, in each row alone."""
     name, before = op_name(node), source.meta["val"]
-    if not name or not isinstance(node.meta["val"], torch.Tensor) or mutated_arguments(node):
+    if not name or not isinstance(node.meta.get("val"), torch.Tensor) or mutated_arguments(node):
         return False
     given = arguments_of(node)
     if name in TOKEN_LOSSES:
@@ -215,6 +217,8 @@ def is_result(node: Node, source: Node, class_dim: int) -> bool:
     if name in ("argmax", "argmin", "gather", "select"):
         at = given["dim"]
         rows = given.get("index")
+        if name == "select" and isinstance(rows, Node):
+            return False
         index = rows.meta["val"].shape if isinstance(rows, Node) else ()
         same = name != "gather" or all(
             same_sizes(index[dim : dim + 1], before.shape[dim : dim + 1])

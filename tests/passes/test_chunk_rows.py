@@ -354,6 +354,14 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, w, y, b: F.dropout(F.linear(x, w, b), 0.5).logsumexp(-1).sum(),
         "its logits come from dropout, not from a linear layer",
     ),
+    "turned": (
+        lambda x, w, y, b: (w @ x[0].t()).transpose(0, 1).log_softmax(-1).gather(1, y[:1].clamp(min=0).t()).sum(),
+        "its classes are not the last dimension of matmul",
+    ),
+    "turned, cross entropy": (
+        lambda x, w, y, b: F.cross_entropy((w @ x[0].t()).transpose(0, 1), y[0]),
+        "its classes are not the last dimension of matmul",
+    ),
     "some classes": (
         lambda x, w, y, b: F.linear(x, w, b)[..., 3:].logsumexp(-1).sum(),
         "its logits come from slice, not from a linear layer",
