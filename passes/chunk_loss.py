@@ -1,32 +1,37 @@
-"""The cross entropy of a linear layer as one operator, which never holds the logits."""
+"""What a loss reads from a linear layer's logits as one operator, which never holds them."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.chunk_rows import rewrite_rows
 from passes.compat import schema_of
-from passes.graph_pass import Pass
+from passes.graph_pass import Pass, copy_graph_module
 from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError, check_signature
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import Step
-from passes.patterns.loss_pattern import LossMatch, logits_bytes, losses, match_loss
-from passes.rewrite_pattern import check_named, erase_up_to, judged
+from passes.patterns.logits_path import Step, moved
+from passes.patterns.loops import ends_of_loops, roll_loops
+from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
+from passes.patterns.row_program import RowProgram, programs
+from passes.patterns.row_region import NoLayer, Region, region_of, row_seeds
+from passes.rewrite_pattern import NoMatch, check_named, erase_up_to, judged
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A cross entropy in a graph, and whether `ChunkLoss` can rewrite it."""
+    """A loss in a graph, and whether `ChunkLoss` can rewrite it."""
 
     name: str
-    """The name of its node."""
+    """The name of its node; of its first where several calls read the same logits."""
     reason: str = ""
     """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
@@ -42,19 +47,82 @@ class FoundLoss:
 
 
 def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
-    """Returns the cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
-    found = judged(losses(graph_module.graph), partial(match_loss, drop_logits=True))
-    return tuple(
-        FoundLoss(loss.name, reason) if match is None else _found(loss, match, drop_logits)
-        for loss, match, reason in found
-    )
+    """Returns the losses of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
+    found = {}
+    for loss, match, reason in _matches(_rolled(graph_module).graph, drop_logits=True):
+        if isinstance(match, LossMatch):
+            found[loss] = _found(loss, match, drop_logits)
+        elif match is not None:
+            found[loss] = _found_rows(loss, match)
+        else:
+            found[loss] = FoundLoss(loss.name, reason)
+    return tuple(found[loss] for loss in sorted(found))
+
+
+def _rolled(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph with its loops over rows of logits rolled up, if that lets all of them be computed in chunks."""
+    if not ends_of_loops(graph_module.graph):
+        return graph_module
+    rolled = copy_graph_module(graph_module)
+    with on_stored_values(rolled.graph):
+        made = set(roll_loops(rolled.graph))
+    for _, match, _ in _matches(rolled.graph, drop_logits=True) if made else ():
+        if isinstance(match, tuple):
+            region, _ = match
+            made -= {*region.inside, *region.results}
+    return graph_module if made & {*row_seeds(rolled.graph, ())} else rolled
+
+
+_Match: TypeAlias = LossMatch | tuple[Region, list[RowProgram]]
+
+
+def _matches(
+    graph: Graph, names: Collection[str] | None = None, *, drop_logits: bool
+) -> Iterator[tuple[Node, _Match | None, str]]:
+    """Yields the losses with what is known of them, and the reason where they cannot be rewritten.
+
+    First those that are a cross entropy's mean or sum, then, with the name of the first in it, each part of the graph
+    that computes anything else from rows of logits. The graph may be rewritten in between.
+    """
+    others, taken = {}, set[Node]()
+    for loss, match, reason in judged(losses(graph), partial(match_loss, drop_logits=drop_logits), names):
+        if match is None:
+            picked = find_picked(loss)
+            others[loss if picked is None else picked.log_probabilities] = reason
+        else:
+            taken.update(step.node for step in match.path.nodes)
+            yield loss, match, ""
+    for seed in row_seeds(graph, taken):
+        others.setdefault(seed, "")
+    known = set[Node]()
+    for seed in sorted(others):
+        if seed in known or (names is not None and seed.name not in names):
+            continue
+        try:
+            region = region_of(seed)
+            known.update(region.inside, region.results)
+            found, reason = programs(region), ""
+        except NoLayer as mismatch:
+            found, reason = None, others[seed] or str(mismatch)
+        except NoMatch as mismatch:
+            found, reason = None, str(mismatch)
+        yield seed, None if found is None else (region, found), reason
+
+
+def _found_rows(seed: Node, match: tuple[Region, list[RowProgram]]) -> FoundLoss:
+    region, _ = match
+    layer, linear = next(iter(region.layers.items()))
+    weight = linear.weight.meta["val"]
+    return FoundLoss(seed.name, "", bytes_in_fp32(layer), weight.numel() * weight.element_size())
 
 
 def _found(loss: Node, match: LossMatch, drop_logits: bool) -> FoundLoss:
     returned = bool(match.path.returned)
     reason = "its logits are returned as well" if returned and not drop_logits else ""
     weight = match.linear.weight.meta["val"]
-    return FoundLoss(loss.name, reason, logits_bytes(match), weight.numel() * weight.element_size(), returned)
+    return FoundLoss(
+        loss.name, reason, bytes_in_fp32(match.path.nodes[-1].node), weight.numel() * weight.element_size(), returned
+    )
 
 
 @dataclass(frozen=True)
@@ -62,9 +130,11 @@ class ChunkLoss(Pass):
     """Computes the cross entropy of a linear layer in chunks of rows, together with its gradients.
 
     The loss is `cross_entropy_loss`, `nll_loss` of a log_softmax, or the mean or sum of log probabilities picked at the
-    targets. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits; casts,
-    scaling, a softcap and a bias become options of the operator. Logits that anything else reads are left alone: see
-    `find_losses`. Losses and gradients differ from the plain ones by rounding.
+    targets; casts, scaling, a softcap and a bias become options of the operator. Whatever else is computed from each
+    row of logits alone becomes a program of `memopt::linear_rows`, whose gradients come from logits that are computed
+    once more. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits. Logits
+    that anything else reads are left alone: see `find_losses`. Losses and gradients differ from the plain ones by
+    rounding.
 
     Before:
         linear: f32[2, 8, 50] = aten.linear(hidden, weight)
@@ -91,11 +161,13 @@ class ChunkLoss(Pass):
             raise ValueError(f"ChunkLoss needs at least one row in a chunk, not rows={self.rows}; None lets it choose")
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph_module = _rolled(graph_module)
         graph = graph_module.graph
-        match_one = partial(match_loss, drop_logits=self.drop_logits)
         with on_stored_values(graph):
-            for loss, match, reason in judged(losses(graph), match_one, self.losses):
-                if match is not None:
+            for loss, match, reason in _matches(graph, self.losses, drop_logits=self.drop_logits):
+                if isinstance(match, tuple):
+                    rewrite_rows(*match, self.rows or 0)
+                elif match is not None:
                     _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
                 elif self.losses is not None:
                     raise VerifyError(loss.name, reason, "name only losses that find_losses matches")
@@ -103,7 +175,8 @@ class ChunkLoss(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        known = {loss.name: "" for loss in losses(graph_module.graph)}
+        graph = _rolled(graph_module).graph
+        known = {loss.name: "" for loss in (*losses(graph), *row_seeds(graph, ()))}
         mend = "name losses as find_losses does"
         check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)
 
@@ -126,7 +199,10 @@ class _Rewrite:
     def apply(self, **options: Any) -> None:
         source = self.match.linear.hidden
         for step in self.match.path.nodes:
-            source = self.hidden[step.node] = self._move(step, source) if step.moves_rows else source
+            if step.moves_rows:
+                with self.graph.inserting_before(step.node):
+                    source = moved(step, source, self.width)
+            self.hidden[step.node] = source
             for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
                 self._measure(reader, step, source)
         self._return_nothing()
@@ -134,18 +210,6 @@ class _Rewrite:
             result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
         self.match.loss.replace_all_uses_with(result)
         self._erase(self.match.loss)
-
-    def _move(self, step: Step, source: Node) -> Node:
-        """Returns the call of a step, made on the layer's input."""
-        node = step.node
-        arguments: list[Any] = [source, *node.args[1:]]
-        target: Any = node.target
-        if op_name(node) in ("view", "reshape", "_unsafe_view"):
-            sizes: Any = node.args[1]
-            target, arguments[1] = aten.reshape.default, [*sizes[:-1], self.width]
-        with self.graph.inserting_before(node):
-            options: dict[str, Any] = dict(node.kwargs)
-            return new_call(node, target, *arguments, **options)
 
     def _measure(self, reader: Node, step: Step, source: Node) -> None:
         """Has a call that reads a size of the logits read it from the layer's input."""

@@ -81,7 +81,7 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
 def _misaligned(node: fx.Node) -> float:
     """How many times as long a product takes on a card whose 16-bit matrices have rows of a size that is no multiple of
     16 bytes: cuBLAS takes kernels of older cards then. 3.2 to 7 were measured for 50,257 columns on an H100
-    (`passes.ops.chunked_cross_entropy`)."""
+    (`passes.ops.chunked_linear`)."""
     if _name(node) not in _PRODUCTS:
         return 1.0
     matrices = [tensor for one in (node, *node.all_input_nodes) for tensor in tensors_of(one) if tensor.dim() > 1]

@@ -9,7 +9,7 @@ import torch
 
 from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall, TensorSpec
-from passes.ops.chunked_cross_entropy import chunk_rows
+from passes.ops.chunked_linear import chunk_rows
 from passes.ops.fp8_formats import E8M0
 
 Rule = Callable[[OpCall], int]
@@ -92,6 +92,23 @@ def chunked_loss(call: OpCall) -> int:
     return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + KB
 
 
+def linear_rows(call: OpCall) -> int:
+    """Numbers computed from rows of logits, at most: for a chunk each value of the program in fp32, its gradient and
+    one more, also with zeros behind the classes; each layer's weight in the dtype of its input, and the sums of its
+    gradient in fp32."""
+    backward = rule_name(call) == "linear_rows_backward"
+    hidden, weights = call.args[backward : backward + 2]
+    program, chunk = call.argument(6 + backward), call.argument(7 + backward)
+    tokens, width = hidden[0].size
+    rows = min(tokens, chunk or chunk_rows(tokens, width))
+    wide = max(4, hidden[0].dtype.itemsize)
+    values = (program.count(" = ") + 4) * (1 + backward)
+    classes = sum(weight.size[0] + 8 for weight in weights)
+    layers = sum(2 * wide * (weight.numel + 8 * width) for weight in weights)
+    others = sum(spec.dense_bytes for spec in call.inputs) + sum(spec.dense_bytes for spec in call.outputs)
+    return values * rows * classes * wide + layers + others + KB
+
+
 def class_vectors(call: OpCall) -> int:
     """Numbers for each class in a chunked cross entropy: bias, class weights, their casts and sums."""
     hidden, weight = call.inputs[:2]
@@ -106,6 +123,7 @@ def fp8_scales(call: OpCall) -> int:
 
 
 COMMON: dict[str, Rule] = {
+    **for_each("linear_rows linear_rows_backward", linear_rows),
     **for_each(
         "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
         lambda call: chunked_loss(call) + class_vectors(call),

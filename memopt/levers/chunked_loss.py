@@ -1,4 +1,4 @@
-"""The lever that computes a linear layer's cross entropy in chunks."""
+"""The lever that computes what a loss reads from a linear layer's logits in chunks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LABEL = "chunked_loss"
 
 @dataclass(frozen=True)
 class _ChunkLosses:
-    """Decides which cross entropies of a region are computed in chunks, without holding the logits.
+    """Decides which losses of a region are computed in chunks, without holding the logits.
 
-    The forward computes the gradients too. With `weight_in_backward` the backward computes that of the weight, from
-    recomputed logits: a fourth matmul, but the gradient is held only once.
+    The forward of a cross entropy's mean or sum computes the gradients too. With `weight_in_backward` the backward
+    computes that of the weight, from recomputed logits: a fourth matmul, but the gradient is held only once.
     """
 
     weight_in_backward: bool = False
@@ -41,7 +41,7 @@ class _ChunkLosses:
 
 CHUNKED_LOSS = Lever(
     LABEL,
-    "The cross entropy of a linear layer is computed in chunks, without holding the logits.",
+    "What a loss reads from a linear layer's logits is computed in chunks of rows, without holding them.",
     "rounding",
     "up to one more product with the layer's weight",
     default=True,

@@ -10,24 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-LARGEST_SHARE = 8
-"""A chunk holds at most one in this many rows."""
-_LEAST_ROWS = 512
-_ALIGNED = 8
-"""Numbers of 16 bits in 16 bytes. On an H100 a chunk of 1,024 rows of 1,024 features and 50,257 classes took 1.11, 0.79
-and 0.86 ms for the logits and the gradients of the rows and of the weight, and 0.16, 0.15 and 0.33 with 50,264."""
+from passes.ops.chunked_linear import ChunkedLinear, chunk_rows
+
 # Gradients of logits lie between -1 and 1 and are as small as probabilities: lifted into fp16's range for its matmul.
 _FP16_LIFT = 128.0
-
-
-def chunk_rows(rows: int, width: int) -> int:
-    """Returns the rows of a chunk for `rows` tokens of `width` features: an eighth of them, at most half of `width`.
-
-    Then the logits of a chunk have at most half as many elements as the weight's gradient. The least is 512 rows.
-    """
-    return max(1, min(-(-rows // LARGEST_SHARE), max(_LEAST_ROWS, width // 2)))
 
 
 @dataclass(frozen=True)
@@ -86,16 +73,10 @@ class ChunkedCrossEntropy:
         class_weight: Tensor | None,
         how: Options,
     ) -> None:
-        self.how, self.hidden, self.class_weight = how, hidden, class_weight
-        # Logits are reduced, and weight gradients summed, in this dtype.
-        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.classes = weight.shape[0]
-        # A card multiplies 16-bit matrices much faster where their sizes are multiples of 8. A dry run for one is on
-        # "meta".
-        pads = hidden.device.type != "cpu" and hidden.element_size() == 2
-        self.padding = -self.classes % _ALIGNED if pads else 0
-        self.weight = self._padded(weight)
-        self.bias = None if bias is None else self._padded(bias)
+        self.how, self.class_weight = how, class_weight
+        self.layer = ChunkedLinear(hidden, weight, bias)
+        # Logits are reduced in the dtype in which the weight's gradient is summed.
+        self.wide = self.layer.wide
         valid = target != how.ignore_index
         self.target = target.masked_fill(~valid, 0)
         if class_weight is None:
@@ -109,11 +90,12 @@ class ChunkedCrossEntropy:
 
     def run(self, *, hidden: bool, weight: bool, bias: bool) -> _Result:
         """Returns the loss and the gradients that are asked for."""
-        rows, width = self.hidden.shape
-        make = self.hidden.new_zeros
-        of_hidden = self.hidden.new_empty((rows, width), dtype=gradient_dtype(self.hidden.dtype)) if hidden else None
-        of_weight = make((self.classes, width), dtype=self.wide) if weight else None
-        of_bias = make(self.classes, dtype=self.wide) if bias else None
+        given = self.layer.hidden
+        rows, width = given.shape
+        make = given.new_zeros
+        of_hidden = given.new_empty((rows, width), dtype=gradient_dtype(given.dtype)) if hidden else None
+        of_weight = make((self.layer.classes, width), dtype=self.wide) if weight else None
+        of_bias = make(self.layer.classes, dtype=self.wide) if bias else None
         total = make((), dtype=self.wide)
         size = self.how.rows or chunk_rows(rows, width)
         for start in range(0, rows, size):
@@ -135,25 +117,16 @@ class ChunkedCrossEntropy:
         del tanh
         if of_bias is not None:
             of_bias += logits.sum(0)
-        self._spread(logits, part, of_hidden, of_weight)
+        lift = _FP16_LIFT if self.layer.hidden.dtype == torch.float16 else 1.0
+        self.layer.spread(logits, part, of_hidden, of_weight, lift)
         return loss
 
     def _logits(self, part: slice) -> Tensor:
         """[chunk, classes] in the wide dtype: `scale * x`, its tanh where there is a softcap."""
-        logits = F.linear(self.hidden[part], self.weight, self.bias)
-        logits = logits[:, : self.classes].to(self.wide, memory_format=torch.contiguous_format)
+        logits = self.layer.logits(part).to(self.wide, memory_format=torch.contiguous_format)
         if self.how.scale != 1.0:
             logits.mul_(self.how.scale)
         return logits.tanh_() if self.how.softcap else logits
-
-    def _padded(self, given: Tensor) -> Tensor:
-        """A tensor of classes in the dtype of `hidden`, with zeros behind them."""
-        if not self.padding:
-            return given.to(self.hidden.dtype)
-        padded = self.hidden.new_empty(self.classes + self.padding, *given.shape[1:])
-        padded[: self.classes].copy_(given)
-        padded[self.classes :].zero_()
-        return padded
 
     def _loss(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the summed loss of a chunk and the sums of the exponentials, [chunk, 1]; `logits` become those."""
@@ -184,31 +157,3 @@ class ChunkedCrossEntropy:
         gradient.scatter_(1, index, gradient.gather(1, index) - towards)
         if tanh is not None:
             gradient.mul_(tanh.square_().neg_().add_(1.0))
-
-    def _spread(self, gradient: Tensor, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
-        """Computes the gradient of a chunk's rows of `hidden` from that of `x`, and adds to the one of `weight`."""
-        hidden, low = self.hidden[part], self.hidden.dtype
-        lift = _FP16_LIFT if low == torch.float16 else 1.0
-        narrow = gradient if low == self.wide else gradient * lift if lift != 1.0 else gradient
-        if low != self.wide and self.padding:
-            wide = narrow
-            narrow = hidden.new_empty(len(hidden), self.classes + self.padding)
-            narrow[:, : self.classes].copy_(wide)
-            narrow[:, self.classes :].zero_()
-            del wide
-        else:
-            narrow = narrow.to(low)
-        if of_hidden is not None and lift == 1.0:
-            torch.mm(narrow, self.weight, out=of_hidden[part])
-        elif of_hidden is not None:
-            of_hidden[part] = torch.mm(narrow, self.weight)
-            of_hidden[part].div_(lift)
-        if of_weight is None:
-            return
-        if low == self.wide or hidden.device.type == "cpu":
-            of_weight.addmm_(gradient.t(), hidden.to(self.wide))
-        else:
-            # Its matrix units read 16 bits and sum in fp32.
-            torch.addmm(
-                of_weight, narrow[:, : self.classes].t(), hidden, alpha=1 / lift, out_dtype=self.wide, out=of_weight
-            )

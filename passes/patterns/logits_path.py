@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from passes.compat import overload_name, statically_known_true
+from passes.graphs.edit import new_call
 from passes.graphs.op_kinds import is_cast, op_name
 from passes.rewrite_pattern import NoMatch
 
@@ -93,36 +94,78 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None, class_dim, False
-    before: Any = source.meta.get("val")
-    after: Any = node.meta["val"]
     if name == "add":
         return _added_to(node), class_dim, False
     if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
         return source, class_dim, False
     if name == "log_softmax":
         dim: Any = node.args[1]
-        if dim % after.dim() != class_dim:
+        if dim % node.meta["val"].dim() != class_dim:
             raise NoMatch("its log_softmax is not over the classes")
         return source, class_dim, False
+    moved = row_move(node, class_dim)
+    return (None, class_dim, False) if moved is None else (*moved, not takes_all(node, class_dim))
+
+
+def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
+    """Returns the input of a call that moves, picks or copies rows of classes, and the dimension of the classes there.
+
+    None for another call. Raises `NoMatch` for one that splits the classes, or picks among them.
+    """
+    name, source = op_name(node), node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    before: Any = source.meta.get("val")
+    after: Any = node.meta["val"]
     if name in _VIEWS and overload_name(node.target) != "dtype":
         if class_dim == after.dim() - 1 and statically_known_true(before.shape[-1] == after.shape[-1]):
-            return source, before.dim() - 1, True
+            return source, before.dim() - 1
         raise NoMatch(f"{node.name} splits the classes")
     if name in ("slice", "select", "index_select"):
         return _picked(node, class_dim)
     if name == "transpose":
         dims: Any = node.args[1:3]
         first, second = (number % after.dim() for number in dims)
-        return source, {first: second, second: first}.get(class_dim, class_dim), True
+        return source, {first: second, second: first}.get(class_dim, class_dim)
     if name == "permute":
         order: Any = node.args[1]
-        return source, order[class_dim] % after.dim(), True
+        return source, order[class_dim] % after.dim()
     if name == "index":
         indices: Any = node.args[1]
         if class_dim != after.dim() - 1 or None in indices or _indexed(indices) >= before.dim():
             raise NoMatch(f"{node.name} picks among the classes")
-        return source, before.dim() - 1, True
-    return None, class_dim, False
+        return source, before.dim() - 1
+    if name == "unsqueeze":
+        new: Any = node.args[1]
+        return source, class_dim - (new % after.dim() < class_dim)
+    return None
+
+
+def keeps_order(step: Step) -> bool:
+    """Whether a call that moves rows leaves them all, in their order: views, and moves of the class dimension."""
+    name, node = op_name(step.node), step.node
+    if name not in ("transpose", "permute"):
+        return name in _VIEWS or name == "unsqueeze"
+    dims: Any = node.args[1:3] if name == "transpose" else node.args[1]
+    order = list(dims)
+    if name == "transpose":
+        order = list(range(node.meta["val"].dim()))
+        order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
+    rows = [dim % len(order) for at, dim in enumerate(order) if at != step.class_dim]
+    return rows == sorted(rows)
+
+
+def moved(step: Step, source: Node, width: int) -> Node:
+    """Returns the call of a step that moves rows, made on another value with them, which has `width` in the place of
+    the classes. It is made at the graph's insertion point."""
+    node = step.node
+    arguments: list[Any] = [source, *node.args[1:]]
+    target: Any = node.target
+    if op_name(node) in ("view", "reshape", "_unsafe_view"):
+        sizes: Any = node.args[1]
+        target, arguments[1] = torch.ops.aten.reshape.default, [*sizes[:-1], width]
+    options: dict[str, Any] = dict(node.kwargs)
+    return new_call(node, target, *arguments, **options)
 
 
 def _indexed(indices: Any) -> int:
@@ -131,19 +174,29 @@ def _indexed(indices: Any) -> int:
     return sum(index.meta["val"].dim() if index.meta["val"].dtype in masks else 1 for index in indices)
 
 
-def _picked(node: Node, class_dim: int) -> tuple[Node, int, bool]:
-    """Returns the step for `slice`, `select` or `index_select` of rows. Raises `NoMatch` if it selects classes."""
+def _picked(node: Node, class_dim: int) -> tuple[Node, int]:
+    """Returns the source of a `slice`, `select` or `index_select` of rows. Raises `NoMatch` if it selects classes."""
     source: Any = node.args[0]
     before, after = source.meta["val"], node.meta["val"]
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    dim = given % before.dim()
+    dim = _selected(node)
     if op_name(node) == "select":
-        if dim <= class_dim:
-            class_dim += 1
-        return source, class_dim, True
+        return source, class_dim + (dim <= class_dim)
     if dim == class_dim and not statically_known_true(before.shape[dim] == after.shape[dim]):
         raise NoMatch(f"{node.name} picks among the classes")
-    return source, class_dim, dim != class_dim
+    return source, class_dim
+
+
+def _selected(node: Node) -> int:
+    """The dimension that a `slice`, `select` or `index_select` picks from."""
+    source: Any = node.args[0]
+    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim: int = given % source.meta["val"].dim()
+    return dim
+
+
+def takes_all(node: Node, class_dim: int) -> bool:
+    """Whether a call that `row_move` knows is a slice of all classes, and moves no row."""
+    return op_name(node) == "slice" and _selected(node) == class_dim
 
 
 def _factor(node: Node) -> float | None:

@@ -42,7 +42,7 @@ def find_picked(loss: Node) -> _Picked | None:
     source: Any = node.args[0]
     if op_name(source) != "log_softmax":
         return None
-    target = _gathered(node, source) if op_name(node) == "gather" else _indexed(node, source)
+    target = _gathered(node, source) if op_name(node) == "gather" else picked_by_index(node)
     return _Picked(node, source, target, op_name(loss), negative) if target is not None else None
 
 
@@ -64,8 +64,9 @@ def _gathered(pick: Node, source: Node) -> Node | None:
     return index if one_each else None
 
 
-def _indexed(pick: Node, source: Node) -> Node | None:
+def picked_by_index(pick: Node) -> Node | None:
     """Returns the targets of `source[arange(rows), targets]`, or None."""
+    source: Any = pick.args[0]
     indices: Any = pick.args[1]
     value = source.meta["val"]
     if value.dim() != 2 or len(indices) != 2 or None in indices:
@@ -84,7 +85,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class _Linear:
+class Linear:
     """`hidden @ weight.T + bias`, computed by `linear`, `matmul`, `addmm` or the like."""
 
     node: Node
@@ -101,7 +102,7 @@ class LossMatch:
     """A loss, the linear layer that its logits come from, and the calls between them."""
 
     loss: Node
-    linear: _Linear
+    linear: Linear
     path: Path
     target: Node
     class_weight: Node | None
@@ -136,7 +137,7 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
         raise NoMatch("its ignore_index is a symbol")
     class_dim = min(1, value.meta["val"].dim() - 1)
     path = walk_up(value, class_dim, loss)
-    linear = _linear(path.top)
+    linear = match_linear(path.top)
     smoothing = float(given.get("label_smoothing", 0.0))
     match = LossMatch(loss, linear, path, target, given["weight"], _REDUCTIONS[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
@@ -149,7 +150,7 @@ def _match_picked(loss: Node, picked: _Picked, drop_logits: bool) -> LossMatch:
     check_readers(picked, loss)
     value = picked.log_probabilities
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
-    linear = _linear(path.top)
+    linear = match_linear(path.top)
     match = LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, not picked.negative)
     return _checked(match, drop_logits)
 
@@ -165,7 +166,8 @@ def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
     return match
 
 
-def _linear(node: Node) -> _Linear:
+def match_linear(node: Node) -> Linear:
+    """Returns the linear layer that computes a node. Raises `NoMatch` for any other node."""
     name, args = op_name(node), node.args
     hidden: Any
     weight: Any
@@ -182,7 +184,7 @@ def _linear(node: Node) -> _Linear:
         raise NoMatch("its logits are a product of two activations")
     if transposed and (turned := _turned(weight)) is not None:
         weight, transposed = turned, False
-    return _Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
+    return Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
 
 
 def _turned(weight: Node) -> Node | None:
@@ -208,6 +210,9 @@ def _check_shapes(match: LossMatch) -> None:
     hidden, weight = match.linear.hidden.meta["val"], match.linear.weight.meta["val"]
     if not all(isinstance(size, int) for size in weight.shape):
         raise NoMatch("its weight has symbolic sizes")
+    top = match.path.nodes[0]
+    if top.class_dim != top.node.meta["val"].dim() - 1:
+        raise NoMatch(f"its classes are not the last dimension of {top.node.name}")
     if not hidden.is_floating_point() or hidden.dim() < 1:
         raise NoMatch("its hidden values are no floating-point rows")
     bias = match.bias
@@ -218,8 +223,8 @@ def _check_shapes(match: LossMatch) -> None:
         raise NoMatch("it has two biases")
 
 
-def logits_bytes(match: LossMatch) -> int | None:
-    """Returns the bytes of the loss's logits in fp32, or None if a size is symbolic."""
-    value = match.path.nodes[-1].node.meta["val"]
+def bytes_in_fp32(logits: Node) -> int | None:
+    """Returns the bytes of logits in fp32, or None if a size is symbolic."""
+    value = logits.meta["val"]
     sizes = [size for size in value.shape if isinstance(size, int)]
     return 4 * torch.Size(sizes).numel() if len(sizes) == value.dim() else None

@@ -1,0 +1,211 @@
+"""Puts `memopt::linear_rows` in the place of what a graph computes from each row of logits: a part of `ChunkLoss`."""
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.compat import size_seen
+from passes.graphs.edit import erase_unread, new_call, store, values_after
+from passes.graphs.node_facts import arguments_of
+from passes.graphs.op_kinds import op_name
+from passes.ops.linear_rows import LINEAR_ROWS
+from passes.patterns.logits_path import moved
+from passes.patterns.loss_pattern import Linear
+from passes.patterns.row_program import Operand, RowProgram, RowResult, late_operands, place_of
+from passes.patterns.row_region import Region
+
+aten = torch.ops.aten
+
+
+def rewrite_rows(region: Region, programs: Collection[RowProgram], rows: int) -> None:
+    """Replaces the results of a region by those of its programs, with `rows` in a chunk, and erases what is unread."""
+    for node, class_dim in region.inside.items():
+        for reader in [user for user in node.users if op_name(user) == "sym_size"]:
+            _measure(region, node, class_dim, reader)
+    made: dict[Node, Node] = {}
+    for program in programs:
+        _Rewrite(program, made).apply(rows)
+    gone = sorted({*region.inside, *region.results}, reverse=True)
+    sources = [source for node in gone for source in node.all_input_nodes if source not in region.inside]
+    for node in gone:
+        node.graph.erase_node(node)
+    erase_unread(source for source in sources if source not in region.results)
+
+
+def _measure(region: Region, node: Node, class_dim: int, reader: Node) -> None:
+    """Has a call that reads a size of a value with classes read it from the layer's input."""
+    value = node.meta["val"]
+    dim: Any = reader.args[1]
+    if dim % value.dim() == class_dim:
+        reader.replace_all_uses_with(value.shape[class_dim])
+    else:
+        with reader.graph.inserting_before(reader):
+            reader.replace_input_with(node, _like(region, node))
+        return
+    reader.graph.erase_node(reader)
+
+
+def _like(region: Region, node: Node) -> Node:
+    """Returns the input of a layer with its rows moved as those of a value of the region, at the insertion point."""
+    layer, steps = region.path(node)
+    source = region.layers[layer].hidden
+    for step in steps:
+        source = moved(step, source, _width(region.layers[layer]))
+    return source
+
+
+def _width(linear: Linear) -> int:
+    width: int = linear.weight.meta["val"].shape[0 if linear.transposed else 1]
+    return width
+
+
+class _Rewrite:
+    """The rewriting of one program, ahead of its first result. `made` has by result of the region its new value."""
+
+    def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
+        self.made = made
+        self.program, self.region, self.place = program, program.region, place_of(program)
+        self.graph: Graph = self.place.graph
+
+    def apply(self, rows: int) -> None:
+        for node in late_operands(self.program):
+            self.place.prepend(node)
+        with self.graph.inserting_before(self.place):
+            found = self._call(LINEAR_ROWS, *self._operands(), self.program.text, rows)
+            for at, result in enumerate(self.program.results):
+                node = self._finished(result, self._call(operator.getitem, found, at))
+                self.made[result.node] = node = self._laid_out(result.node, node)
+                result.node.replace_all_uses_with(node)
+
+    def _operands(self) -> tuple[list[Any], ...]:
+        """Returns hidden, weight, bias, rows, whole and biased. Those without derivatives are detached."""
+        learned, program = self.program.learned(), self.program
+        hidden, weight, bias, biased = list[Node](), list[Node](), list[Node](), list[int]()
+        for at, layer in enumerate(program.layers):
+            linear, stops = self.region.layers[layer.node], f"x{at}" not in learned
+            turned = self._call(aten.t.default, linear.weight) if linear.transposed else linear.weight
+            hidden.append(self._detached(self._hidden(layer), stops))
+            weight.append(self._detached(turned, stops))
+            if linear.bias is not None:
+                bias.append(self._detached(linear.bias, stops))
+                biased.append(at)
+        rows = [self._detached(self._rows(one), f"r{at}" not in learned) for at, one in enumerate(program.rows)]
+        whole = [self._detached(self._whole(one.node), f"w{at}" not in learned) for at, one in enumerate(program.whole)]
+        return hidden, weight, bias, rows, whole, biased
+
+    def _detached(self, node: Node, stops: bool) -> Node:
+        stops = stops and node.meta["val"].is_floating_point()
+        return self._call(aten.detach.default, node) if stops else node
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return new_call(self.place, target, *args, **kwargs)
+
+    def _hidden(self, layer: Operand) -> Node:
+        linear = self.region.layers[layer.node]
+        return self._flat(self._moved(layer, linear.hidden, _width(linear)), self._last_dim(layer), _width(linear))
+
+    @staticmethod
+    def _last_dim(operand: Operand) -> int | None:
+        return operand.steps[-1].class_dim if operand.steps else operand.class_dim
+
+    @staticmethod
+    def _moved(operand: Operand, source: Node, width: int) -> Node:
+        for step in operand.steps:
+            source = moved(step, source, width)
+        return source
+
+    def _flat(self, source: Node, class_dim: int | None, width: int) -> Node:
+        """Returns a value as [rows, width]."""
+        dims = source.meta["val"].dim()
+        if class_dim is not None and class_dim != dims - 1:
+            source = self._call(aten.movedim.int, source, class_dim, -1)
+        return source if dims == 2 else self._call(aten.reshape.default, source, [-1, width])
+
+    def _rows(self, operand: Operand) -> Node:
+        node = self.made.get(operand.node, operand.node)
+        value = node.meta["val"]
+        if operand.class_dim is None or operand.like is None:
+            return node if value.dim() == 1 else self._call(aten.reshape.default, node, [-1])
+        at = operand.class_dim - operand.like.meta["val"].dim() + value.dim()
+        width = value.shape[at] if at >= 0 else 1
+        source = self._spread(node, operand, width)
+        return self._flat(self._moved(operand, source, width), self._last_dim(operand), width)
+
+    def _spread(self, node: Node, operand: Operand, width: int) -> Node:
+        """Returns an operand with as many rows as the value that it is aligned with."""
+        assert operand.like is not None
+        like, value = operand.like.meta["val"], node.meta["val"]
+        wanted = [width if at == operand.class_dim else size for at, size in enumerate(like.shape)]
+        if [str(size) for size in value.shape] == [str(size) for size in wanted]:
+            return node
+        rows = None if all(isinstance(size, int) for size in wanted) else _like(self.region, operand.like)
+        sizes = [size if rows is None else self._size(rows, at, size) for at, size in enumerate(wanted)]
+        return self._call(aten.expand.default, node, sizes)
+
+    def _size(self, source: Node, dim: int, size: Any) -> Any:
+        return size if isinstance(size, int) else self._call(aten.sym_size.int, source, dim)
+
+    def _whole(self, node: Node) -> Node:
+        node = self.made.get(node, node)
+        return node if node.meta["val"].dim() < 2 else self._call(aten.reshape.default, node, [-1])
+
+    def _laid_out(self, node: Node, found: Node) -> Node:
+        """Returns a value that a result's readers can read instead: with its strides, where they depend on them."""
+        changed = values_after({node: found.meta["val"]})
+        if changed is not None:
+            store(changed)
+            return found
+        strides = node.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda dim: (-(size_seen(strides[dim]) or 0), dim))
+        turned = self._call(aten.permute.default, found, order)
+        dense = self._call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self._call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
+
+    def _finished(self, result: RowResult, found: Node) -> Node:
+        """Returns the value of a result, from the program's."""
+        node, dtype = result.node, result.node.meta["val"].dtype
+        if result.finish == "targets":
+            found = self._mean_of_targets(node, found)
+        elif result.finish in ("sum", "mean"):
+            found = self._call(getattr(aten, result.finish).default, found)
+        else:
+            found = self._shaped(result, found)
+        return found if found.meta["val"].dtype == dtype else self._call(aten.to.dtype, found, dtype)
+
+    def _shaped(self, result: RowResult, found: Node) -> Node:
+        """Returns a program's result in the shape of the graph's; reduced over rows too by the graph's own call."""
+        node, class_dim = result.node, self.region.inside[result.value]
+        shape, width = result.value.meta["val"].shape, found.meta["val"].shape[1:]
+        rows = [at for at in range(len(shape)) if at != class_dim]
+        # A reshape finds out one size by itself.
+        several = sum(not isinstance(shape[at], int) for at in rows) > 1
+        source = _like(self.region, result.value) if several else None
+        sizes = [
+            self._size(source, at, shape[at]) if source else shape[at] if isinstance(shape[at], int) else -1
+            for at in rows
+        ]
+        if width:
+            shaped = self._call(aten.reshape.default, found, [*sizes, *width])
+            return shaped if class_dim == len(shape) - 1 else self._call(aten.movedim.int, shaped, -1, class_dim)
+        again = result.finish == "again"
+        if again or node.meta["val"].dim() == len(shape):
+            sizes.insert(class_dim, 1)
+        shaped = found if len(sizes) == 1 else self._call(aten.reshape.default, found, sizes)
+        options = {name: given for name, given in node.kwargs.items() if name != "dtype"}
+        return self._call(node.target, shaped, *node.args[1:], **options) if again else shaped
+
+    def _mean_of_targets(self, node: Node, found: Node) -> Node:
+        """Returns the mean of a loss over the targets that are not ignored, weighted by class."""
+        given = arguments_of(node)
+        target, weight = given["target"], given["weight"]
+        counts = self._call(aten.ne.Scalar, target, given["ignore_index"])
+        if weight is not None:
+            weight = self._call(aten.detach.default, self.made.get(weight, weight))
+            ignored = self._call(aten.eq.Scalar, target, given["ignore_index"])
+            classes = self._call(aten.masked_fill.Scalar, target, ignored, 0)
+            counts = self._call(aten.mul.Tensor, self._call(aten.index.Tensor, weight, [classes]), counts)
+        total = self._call(aten.sum.default, counts)
+        return self._call(aten.div.Tensor, self._call(aten.sum.default, found), total)

@@ -1,0 +1,248 @@
+"""The part of a graph that treats each row of a linear layer's results alone, up to what has no class dimension.
+
+Its values have one number for each class, in any dimension, and calls that only move rows may stand between them. It
+ends in *results*, which reduce the classes or pick some of them: a few numbers for each row. Other values with classes
+belong to it where nothing else reads them, another layer's logits among them: those of a teacher or a reference model.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import arguments_of, is_random, same_sizes
+from passes.graphs.op_kinds import is_cast, is_pointwise, mutated_arguments, op_name
+from passes.patterns.logits_path import Step, row_move, takes_all
+from passes.patterns.loss_pattern import Linear, match_linear, picked_by_index
+from passes.rewrite_pattern import NoMatch
+
+LAYERS = frozenset({"linear", "matmul", "mm", "addmm"})
+TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+CLASS_LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+"""Losses that are computed for each class, and then reduced."""
+REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
+"""Reductions over any dimensions, which may be done over one after the other."""
+SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
+_NOT_BY_ELEMENT = frozenset(
+    {"alpha_dropout", "cat", "concat", "dropout", "feature_dropout", "glu", "hstack", "native_dropout",
+     "stack", "vstack"}
+)  # fmt: skip
+
+
+@dataclass
+class Region:
+    """A region while it grows."""
+
+    inside: dict[Node, int] = field(default_factory=dict)
+    """The values with classes, and the dimension of these."""
+    layers: dict[Node, Linear] = field(default_factory=dict)
+    """Those of the values that are a linear layer's results."""
+    results: dict[Node, Node] = field(default_factory=dict)
+    """By result the value with classes that it is computed from."""
+
+    def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
+        """Returns a layer that a value comes from, and the calls between them that move rows."""
+        steps: tuple[Step, ...] = ()
+        while node not in self.layers:
+            moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])
+            steps = (Step(node, self.inside[node], True), *steps) if moves else steps
+            node = next(source for source in node.all_input_nodes if source in self.inside)
+        return node, steps
+
+
+class NoLayer(NoMatch):
+    """A value with classes is not computed from a linear layer."""
+
+
+def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
+    """Yields the calls, but for those in `taken`, that are likely to be part of a loss, if their input is logits."""
+    for node in graph.nodes:
+        of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
+        if op_name(node) in ("log_softmax", "logsumexp") and node not in taken and not of_a_loss:
+            yield node
+
+
+def region_of(seed: Node) -> Region:
+    """Returns the region that a call belongs to, which is or reads a value with classes. Raises `NoMatch`."""
+    value: Any = seed.args[0]
+    last = value.meta["val"].dim() - 1
+    class_dim = min(1, last) if op_name(seed) in TOKEN_LOSSES else last
+    if op_name(seed) in ("log_softmax", "logsumexp"):
+        dims: Any = arguments_of(seed)["dim"]
+        class_dim = (dims[0] if isinstance(dims, (list, tuple)) else dims) % (last + 1)
+    region = Region()
+    _grow(region, *_layer_above(value, class_dim))
+    _absorb(region)
+    _check_writes(region)
+    return region
+
+
+def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
+    """Returns the linear layer that a value with classes is computed from, and the dimension of the classes there."""
+    while op_name(value) not in LAYERS:
+        above = next(_with_classes(value, class_dim), None)
+        if above is None:
+            raise NoLayer(f"its logits come from {op_name(value) or value.name}, not from a linear layer")
+        value, class_dim = above
+    if class_dim != value.meta["val"].dim() - 1:
+        raise NoLayer(f"its classes are not the last dimension of {value.name}")
+    return value, class_dim
+
+
+def _layer(node: Node) -> Linear:
+    """Returns a linear layer whose results are rows of classes. Raises `NoMatch`."""
+    linear = match_linear(node)
+    if not all(isinstance(size, int) for size in linear.weight.meta["val"].shape):
+        raise NoMatch("its weight has symbolic sizes")
+    if node.meta["val"].dim() < 1 or not node.meta["val"].is_floating_point():
+        raise NoMatch("its hidden values are no floating-point rows")
+    if linear.bias is not None and linear.bias.meta["val"].dim() != 1:
+        raise NoMatch("its bias has not one number for each class")
+    return linear
+
+
+def _with_classes(node: Node, class_dim: int) -> Any:
+    """Yields the inputs of a call that have classes where its result does, each with their dimension."""
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        for dim in range(value.dim()) if isinstance(value, torch.Tensor) else ():
+            if class_dim_after(node, source, dim) == class_dim:
+                yield source, dim
+
+
+def _grow(region: Region, node: Node, class_dim: int) -> None:
+    """Adds a value, and what is computed from it. Raises `NoMatch` where anything else reads it."""
+    pending = [(node, class_dim)]
+    while pending:
+        value, dim = pending.pop()
+        if value in region.inside:
+            continue
+        region.inside[value] = dim
+        if op_name(value) in LAYERS:
+            region.layers[value] = _layer(value)
+        for user in value.users:
+            after = class_dim_after(user, value, dim)
+            if user.op == "output":
+                raise NoMatch("its logits are returned as well")
+            if after is not None:
+                pending.append((user, after))
+            elif is_result(user, value, dim):
+                region.results[user] = value
+            elif op_name(user) != "sym_size":
+                raise NoMatch(f"{value.name} is read by {user.name} as well")
+
+
+def _absorb(region: Region) -> None:
+    """Adds other values with classes that the region reads: with all that is computed from their linear layer, or where
+    nothing but the region reads them."""
+    pending = [*region.inside, *region.results]
+    while pending:
+        node = pending.pop()
+        for source, dim in list(_others_with_classes(region, node)):
+            before = {*region.inside, *region.results}
+            trial = Region(dict(region.inside), dict(region.layers), dict(region.results))
+            try:
+                _grow(trial, *_layer_above(source, dim))
+                region.inside, region.layers, region.results = trial.inside, trial.layers, trial.results
+            except NoMatch:
+                alone = all(user in region.inside or user in region.results for user in source.users)
+                if alone and next(_with_classes(source, dim), None) is not None:
+                    region.inside[source] = dim
+            pending += {*region.inside, *region.results} - before
+
+
+def _others_with_classes(region: Region, node: Node) -> Iterator[tuple[Node, int]]:
+    """Yields the inputs of a value or result that have classes and are not in the region, each with their dimension."""
+    value = region.results.get(node, node)
+    shape, class_dim = value.meta["val"].shape, region.inside[value]
+    for source in node.all_input_nodes:
+        if source not in region.inside and isinstance(source.meta.get("val"), torch.Tensor):
+            dim = next((dim for found, dim in _with_classes(node, class_dim) if found is source), None)
+            if dim is None and node in region.results and same_sizes(source.meta["val"].shape, shape):
+                dim = class_dim
+            if dim is not None and source.op == "call_function":
+                yield source, dim
+
+
+def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
+    """Returns the dimension of the classes in a call's result, given that of one input; None where the call does not
+    treat each row alone, or its result has no classes."""
+    value, before = node.meta.get("val"), source.meta["val"]
+    if not isinstance(value, torch.Tensor) or node.op != "call_function":
+        return None
+    if node.args and node.args[0] is source:
+        for dim in range(value.dim()):
+            try:
+                if row_move(node, dim) == (source, class_dim):
+                    return dim
+            except NoMatch:
+                continue
+    name = op_name(node)
+    if name in ("softmax", "log_softmax"):
+        over: Any = arguments_of(node)["dim"]
+        return class_dim if over % before.dim() == class_dim else None
+    same_device = before.device == value.device and not is_random(node)
+    if not same_device or not same_sizes(value.shape, before.shape):
+        return None
+    if is_cast(node) or name in SAME or name in ("zeros_like", "ones_like", "full_like"):
+        return class_dim
+    by_class = name in CLASS_LOSSES and arguments_of(node)["reduction"] == 0
+    by_element = by_class or (is_pointwise(node) and name.removesuffix("_") not in _NOT_BY_ELEMENT)
+    numbers = [other for other in node.all_input_nodes if not isinstance(other.meta.get("val"), torch.Tensor)]
+    written = mutated_arguments(node)
+    return class_dim if by_element and not numbers and written in ((), (source,)) else None
+
+
+def is_result(node: Node, source: Node, class_dim: int) -> bool:
+    """Returns whether a call reduces the classes of one of its inputs, or picks among them, in each row alone."""
+    name, before = op_name(node), source.meta["val"]
+    if not name or not isinstance(node.meta.get("val"), torch.Tensor) or mutated_arguments(node):
+        return False
+    given = arguments_of(node)
+    if name in TOKEN_LOSSES:
+        first: Any = node.args[0]
+        dims: int = first.meta["val"].dim()
+        return isinstance(given["ignore_index"], int) and class_dim == min(1, dims - 1) and before.dim() == dims
+    if name in CLASS_LOSSES:
+        other: Any = node.args[1 if node.args[0] is source else 0]
+        return bool(given["reduction"]) and same_sizes(other.meta["val"].shape, before.shape)
+    if node.args[0] is not source:
+        return False
+    if name in REDUCTIONS:
+        over = reduced(node)
+        return class_dim in over and (name != "logsumexp" or len(over) == 1)
+    if name in ("argmax", "argmin", "gather", "select"):
+        at = given["dim"]
+        rows = given.get("index")
+        if name == "select" and isinstance(rows, Node):
+            return False
+        index = rows.meta["val"].shape if isinstance(rows, Node) else ()
+        same = name != "gather" or all(
+            same_sizes(index[dim : dim + 1], before.shape[dim : dim + 1])
+            for dim in range(before.dim())
+            if dim != class_dim
+        )
+        return at is not None and at % before.dim() == class_dim and same
+    return name == "index" and picked_by_index(node) is not None
+
+
+def reduced(node: Node) -> tuple[int, ...]:
+    """Returns the dimensions that a call of `REDUCTIONS` reduces."""
+    source: Any = node.args[0]
+    dims, given = source.meta["val"].dim(), arguments_of(node).get("dim")
+    if given is None or given == []:
+        return tuple(range(dims))
+    return tuple(dim % dims for dim in given) if isinstance(given, (list, tuple)) else (given % dims,)
+
+
+def _check_writes(region: Region) -> None:
+    """Raises `NoMatch` where a value that is written over is read under another name afterwards."""
+    for node in region.inside:
+        written = mutated_arguments(node)
+        held = frozenset().union(*map(storages, written)) if written else frozenset()
+        for other in region.inside:
+            if other < node and held & storages(other) and any(user > node for user in other.users):
+                raise NoMatch(f"{node.name} writes to logits that are read later under another name")
