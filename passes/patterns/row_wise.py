@@ -1,0 +1,324 @@
+"""How operators treat the rows of a dimension: which of them compute each row of their result from the same row of
+their operands, so that they may run on some rows after the others.
+
+An operator that is not known here mixes rows. So does one that draws random numbers or writes to an operand, and an
+embedding: the derivative for some rows is as large as the table.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from passes.graphs.node_facts import arguments_of, is_pure, tensors
+from passes.graphs.op_kinds import is_pointwise, op_name
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Place:
+    """The dimension in which a tensor has the rows. Its size is `outer` · rows · `inner`: a view may have merged
+    dimensions on either side into it."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+
+Operands: TypeAlias = tuple[tuple[Node, Place | None], ...]
+"""The operands of a call, each with the place of the rows in it; None for one that every row reads as a whole."""
+
+
+def row_operands(node: Node, place: Place) -> Operands | None:
+    """Returns the operands of a call whose result has the rows at a place; None where the call is not known to compute
+    each row from the same rows of its operands."""
+    if node.target is operator.getitem:
+        return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
+    name = op_name(node)
+    if not name or not (is_pure(node) or _draws_nothing(node, name)) or _has_symbols(node, place.dim):
+        return None
+    if name in _ELEMENTWISE or (is_pointwise(node) and name not in _NOT_ELEMENTWISE):
+        return _elementwise(node, place)
+    rule = _RULES.get(name)
+    return None if rule is None else rule(node, place)
+
+
+def row_result(node: Node, operand: Node, place: Place) -> tuple[Place, Operands] | None:
+    """Returns the place of the rows in a call's result, with all operands, where one operand has them at `place`; None
+    where the call mixes rows."""
+    value = next(tensors(node.meta.get("val")), None)
+    if value is None:
+        return None
+    moved = moved_place(shape_of(operand), tuple(value.shape), place) if op_name(node) in _RESHAPES else None
+    for candidate in (replace(place, dim=dim) for dim in range(value.dim())) if moved is None else (moved,):
+        operands = row_operands(node, candidate)
+        if operands is not None and all(at == place for source, at in operands if source is operand):
+            return candidate, operands
+    return None
+
+
+def with_rows(node: Node, place: Place, rows: int) -> tuple[Any, ...]:
+    """Returns the arguments of a call whose result has the rows at a place, for this number of rows."""
+    if op_name(node) not in _SIZED:
+        return node.args
+    sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
+    number = place.dim
+    if op_name(node) == "unflatten":
+        number -= int(node.args[1]) % len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    if not 0 <= number < len(sizes) or sizes[number] == -1:
+        return node.args
+    changed = [*sizes[:number], place.outer * rows * place.inner, *sizes[number + 1 :]]
+    return tuple(changed if argument is sizes else argument for argument in node.args)
+
+
+def shape_of(node: Any) -> tuple[Any, ...]:
+    """Returns the shape of a node's value, or of the first tensor in it."""
+    return tuple(next(tensors(node.meta["val"])).shape)
+
+
+def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: Place) -> Place | None:
+    """Returns the place of the rows once a tensor of shape `before` is viewed as `after`; None where the view splits
+    the rows, or a size is symbolic."""
+    if not all(isinstance(size, int) for size in (*before, *after)):
+        return None
+    rows = before[place.dim] // (place.outer * place.inner)
+    outer, inner = _product(before[: place.dim]) * place.outer, place.inner * _product(before[place.dim + 1 :])
+    for dim, size in enumerate(after):
+        left, right = _product(after[:dim]), _product(after[dim + 1 :])
+        if left and right and not outer % left and not inner % right:
+            found = Place(dim, outer // left, inner // right)
+            if size == found.outer * rows * found.inner:
+                return found
+    return None
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _has_symbols(node: Node, dim: int) -> bool:
+    """Returns whether the number of rows is symbolic, or an argument is a size that the graph computes."""
+    if not all(list(tensors(source.meta.get("val"))) for source in node.all_input_nodes):
+        return True
+    return any(tensor.dim() > dim and not isinstance(tensor.shape[dim], int) for tensor in tensors(node.meta["val"]))
+
+
+def _draws_nothing(node: Node, name: str) -> bool:
+    """Returns whether a call is dropout that is switched off."""
+    arguments = arguments_of(node)
+    return name == "dropout" and (arguments["p"] == 0.0 or not arguments["train"])
+
+
+def _aligned(node: Node, source: Node, place: Place) -> Place | None:
+    """Returns the place of the rows in an operand that is broadcast to the result; None where it has one row for all
+    of them."""
+    shape = shape_of(source)
+    dim = place.dim - (len(shape_of(node)) - len(shape))
+    return None if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1) else replace(place, dim=dim)
+
+
+def _elementwise(node: Node, place: Place) -> Operands:
+    return tuple((source, _aligned(node, source, place)) for source in node.all_input_nodes)
+
+
+def _sources(node: Node, *places: Place | None) -> Operands:
+    """Returns the operands with these places, in the order of the arguments; those that follow are read as a whole."""
+    given = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, Node)]
+    return tuple((source, places[number] if number < len(places) else None) for number, source in enumerate(given))
+
+
+def _dims(node: Node, name: str = "dim") -> frozenset[int]:
+    """Returns the dimensions that an argument names, counted from the front; all where it names none."""
+    dims, count = arguments_of(node).get(name), len(shape_of(node.all_input_nodes[0]))
+    if dims is None or dims == []:
+        return frozenset(range(count))
+    return frozenset(dim % count for dim in (dims if isinstance(dims, (list, tuple)) else (dims,)))
+
+
+def _product_of_matrices(node: Node, place: Place) -> Operands | None:
+    """`matmul` and its kin, where the rows are those of the first matrix, or columns of the second, or of a batch."""
+    added: Operands = ()
+    first, second = [value for value in node.args if isinstance(value, Node)][-2:]
+    if op_name(node) in ("addmm", "baddbmm"):
+        source: Any = node.args[0]
+        added = ((source, _aligned(node, source, place)),)
+    ranks, dims = (len(shape_of(first)), len(shape_of(second))), len(shape_of(node))
+    if ranks[0] < 2:
+        return None
+    if ranks[1] == 1:
+        return (*added, (first, place), (second, None))
+    if place.dim == dims - 1:
+        return (*added, (first, None), (second, replace(place, dim=ranks[1] - 1)))
+    if place.dim == dims - 2:
+        return (*added, (first, replace(place, dim=ranks[0] - 2)), (second, None))
+    return (*added, (first, _aligned(node, first, place)), (second, _aligned(node, second, place)))
+
+
+def _einsum(node: Node, place: Place) -> Operands | None:
+    equation, given = node.args[:2]
+    left, arrow, right = str(equation).replace(" ", "").partition("->")
+    letters = left.split(",")
+    if not arrow or "." in left or any(len(set(one)) < len(one) for one in (*letters, right)):
+        return None
+    letter = right[place.dim]
+    sources: Any = given
+    return tuple(
+        (source, replace(place, dim=one.index(letter)) if letter in one else None)
+        for source, one in zip(sources, letters, strict=True)
+    )
+
+
+def _linear(node: Node, place: Place) -> Operands | None:
+    return _sources(node, place) if place.dim < len(shape_of(node)) - 1 else None
+
+
+def _norm(node: Node, place: Place) -> Operands | None:
+    shape: Any = node.args[1]
+    return _sources(node, place) if place.dim < len(shape_of(node)) - len(shape) else None
+
+
+def _samples(node: Node, place: Place) -> Operands | None:
+    return _sources(node, place) if place.dim == 0 else None
+
+
+def _along(name: str = "dim") -> Callable[[Node, Place], Operands | None]:
+    """Returns the rule of operators that work along dimensions, and keep them."""
+
+    def rule(node: Node, place: Place) -> Operands | None:
+        return None if place.dim in _dims(node, name) else _sources(node, place)
+
+    return rule
+
+
+def _reduction(node: Node, place: Place) -> Operands | None:
+    """Reductions, `select` and `unbind`, whose result may lack the dimensions that they work along."""
+    dims, dim = _dims(node), place.dim
+    if not arguments_of(node).get("keepdim", False):
+        kept = [number for number in range(len(shape_of(node.args[0]))) if number not in dims]
+        if dim >= len(kept):
+            return None
+        dim = kept[dim]
+    return None if dim in dims else _sources(node, replace(place, dim=dim))
+
+
+def _squeeze(node: Node, place: Place) -> Operands | None:
+    shape = shape_of(node.args[0])
+    if "dim" not in arguments_of(node):
+        return None
+    kept = [number for number, size in enumerate(shape) if number not in _dims(node) or size != 1]
+    return _sources(node, replace(place, dim=kept[place.dim]))
+
+
+def _unsqueeze(node: Node, place: Place) -> Operands | None:
+    dim = int(node.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
+    return None if place.dim == dim else _sources(node, replace(place, dim=place.dim - (place.dim > dim)))
+
+
+def _slice(node: Node, place: Place) -> Operands | None:
+    """A slice that takes all rows is the same for some of them."""
+    whole = shape_of(node)[place.dim] == shape_of(node.args[0])[place.dim]
+    from_start = arguments_of(node)["start"] in (None, 0) and arguments_of(node)["step"] == 1
+    return _sources(node, place) if place.dim not in _dims(node) or (whole and from_start) else None
+
+
+def _permutation(node: Node, place: Place) -> Operands | None:
+    count, arguments = len(shape_of(node)), arguments_of(node)
+    order: list[Any] = list(range(count))
+    if op_name(node) == "permute":
+        order = [dim % count for dim in arguments["dims"]]
+    else:
+        dims = [arguments[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in arguments] or [-1, -2]
+        if count > 1:
+            one, other = (dim % count for dim in dims)
+            order[one], order[other] = other, one
+    return _sources(node, replace(place, dim=order[place.dim]))
+
+
+def _reshape(node: Node, place: Place) -> Operands | None:
+    source = node.args[0]
+    moved = moved_place(shape_of(node), shape_of(source), place)
+    return None if moved is None or node.target is aten.view.dtype else _sources(node, moved)
+
+
+def _expand(node: Node, place: Place) -> Operands | None:
+    source: Any = node.args[0]
+    return ((source, _aligned(node, source, place)),)
+
+
+def _joined(node: Node, place: Place) -> Operands | None:
+    """`cat` and `stack`."""
+    dim, count = int(arguments_of(node).get("dim", 0)), len(shape_of(node))
+    if place.dim == dim % count or any(len(shape_of(source)) == 1 for source in node.all_input_nodes if count > 1):
+        return None
+    moved = replace(place, dim=place.dim - 1) if op_name(node) == "stack" and place.dim > dim % count else place
+    return tuple((source, moved) for source in node.all_input_nodes)
+
+
+def _pad(node: Node, place: Place) -> Operands | None:
+    pads: Any = node.args[1]
+    from_end = 2 * (len(shape_of(node)) - 1 - place.dim)
+    constant = arguments_of(node).get("mode", "constant") == "constant"
+    return _sources(node, place) if constant and not any(pads[from_end : from_end + 2]) else None
+
+
+def _triangle(node: Node, place: Place) -> Operands | None:
+    return _sources(node, place) if place.dim < len(shape_of(node)) - 2 else None
+
+
+def _gather(node: Node, place: Place) -> Operands | None:
+    sizes = {shape_of(source)[place.dim] for source in node.all_input_nodes if len(shape_of(source)) > place.dim}
+    return _sources(node, place, place, place) if place.dim not in _dims(node) and len(sizes) == 1 else None
+
+
+_ELEMENTWISE = frozenset(
+    {
+        "to", "_to_copy", "contiguous", "clone", "alias", "detach", "dropout", "expand_as", "full_like", "ones_like",
+        "zeros_like",
+    }
+)  # fmt: skip
+# Operators that torch tags as elementwise, or that `is_pointwise` counts as such, though they join or halve a
+# dimension, draw numbers, or align an operand with another dimension than broadcasting does.
+_NOT_ELEMENTWISE = frozenset(
+    {
+        "alpha_dropout", "bucketize", "cat", "concat", "feature_dropout", "glu", "hstack", "native_dropout", "prelu",
+        "stack", "vstack",
+    }
+)  # fmt: skip
+_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+_SIZED = _RESHAPES - {"flatten"} | {"expand"}
+
+_RULES: Mapping[str, Callable[[Node, Place], Operands | None]] = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product_of_matrices),
+    "einsum": _einsum,
+    "linear": _linear,
+    **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
+    "group_norm": _samples,
+    **dict.fromkeys(
+        ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "glu",
+         "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "repeat_interleave"),
+        _along(),
+    ),
+    **dict.fromkeys(("flip", "roll"), _along("dims")),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "var", "std", "any", "all",
+         "linalg_vector_norm", "select", "unbind"),
+        _reduction,
+    ),
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "slice": _slice,
+    **dict.fromkeys(("transpose", "permute", "t", "mT", "swapaxes", "swapdims"), _permutation),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    "expand": _expand,
+    **dict.fromkeys(("cat", "concat", "stack"), _joined),
+    **dict.fromkeys(("constant_pad_nd", "pad"), _pad),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("gather", "scatter"), _gather),
+}  # fmt: skip
