@@ -136,7 +136,8 @@ class _Tiling:
 
         def read(source: Node) -> Node:
             if source not in copies and _narrows(source):
-                copies[source] = new_call(source, source.target, *source.args, **source.kwargs)
+                options: dict[str, Any] = dict(source.kwargs)
+                copies[source] = new_call(source, source.target, *source.args, **options)
             return copies.get(source, source)
 
         for node in made:
