@@ -3,11 +3,13 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.compat import size_seen, statically_known_true
 from passes.graph_pass import Pass
 from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.op_kinds import is_cast
@@ -39,7 +41,7 @@ class TileRows(Pass):
 
     segments: tuple[RowSegment, ...]
     tiles: int
-    """The number of parts that the rows of each segment are split into, as evenly as they can be."""
+    """The number of parts that the rows of each segment are split into: equal ones, and the last with what is left."""
 
     def __repr__(self) -> str:
         return f"TileRows({len(self.segments)} segments, tiles={self.tiles})"
@@ -55,7 +57,7 @@ class TileRows(Pass):
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         for segment in self.segments:
-            if not 1 < self.tiles <= segment.rows:
+            if not 1 < self.tiles <= (size_seen(segment.rows) or 0):
                 raise VerifyError(segment.name, f"{segment.rows} rows make no {self.tiles} tiles", "give 2 or more")
             _check(graph_module.graph, segment)
 
@@ -80,8 +82,11 @@ class _Tiling:
         self.places = {nodes[name]: place for name, place in segment.members}
         self.inputs = {nodes[name]: place for name, place in segment.inputs}
         self.outputs = [nodes[name] for name in segment.outputs]
-        few, more = divmod(segment.rows, tiles)
-        self.rows = [few + (number < more) for number in range(tiles)]
+        self.count: Any = segment.rows
+        """The number of rows: a node where it is a symbol."""
+        self.tiles = tiles
+        self.rows: list[Any] = []
+        """The number of rows of each tile."""
 
     def apply(self) -> dict[str, Node]:
         """Rewrites the segment, and returns the nodes that take the place of its outputs, by their names."""
@@ -89,10 +94,11 @@ class _Tiling:
         *_, last = self.places
         anchor = last.next
         with self.graph.inserting_before(anchor):
+            self._measure()
             pieces = {source: self._split(source) for source in self.inputs}
             results: dict[Node, list[Node]] = {node: [] for node in self.outputs}
             made = self._read_in_tiles()
-            for number in range(len(self.rows)):
+            for number in range(self.tiles):
                 tile = self._tile(number, {source: parts[number] for source, parts in pieces.items()}, made)
                 for node, parts in results.items():
                     parts.append(tile[node])
@@ -122,13 +128,37 @@ class _Tiling:
                 needed.update(source for source in node.all_input_nodes if source in self.places)
         return [node for node in self.places if node in needed]
 
+    def _measure(self) -> None:
+        """Finds the number of rows of each tile: equal ones but for the last. Symbols are computed in the graph."""
+        if not isinstance(self.count, int):
+            source, place = next(pair for pair in self.inputs.items() if pair[1] == Place(pair[1].dim))
+            self.count = self._number(aten.sym_size.int, source, place.dim)
+        few = self._number(operator.floordiv, self.count, self.tiles)
+        before = self._number(operator.mul, few, self.tiles - 1)
+        self.rows = [*[few] * (self.tiles - 1), self._number(operator.sub, self.count, before)]
+
+    def _number(self, target: Any, *args: Any) -> Any:
+        """Returns what a call returns for sizes: a number, or the node of the call where one of them is a node."""
+        if any(isinstance(argument, Node) for argument in args):
+            return new_call(next(iter(self.places)), target, *args)
+        return target(*args)
+
+    def _resized(self, number: int, size: Any, place: Place) -> Any:
+        """Returns the size of a dimension with rows in tile `number`, given that in the whole."""
+        if place == Place(place.dim):
+            return self.rows[number]
+        return self._number(operator.mul, self._number(operator.floordiv, size, self.count), self.rows[number])
+
     def _split(self, source: Node) -> list[Node]:
         place = self.inputs[source]
         first = next(iter(self.places))
-        sizes = [rows * place.inner for rows in self.rows]
+        size: Any = shape_of(source)[place.dim]
+        if not isinstance(size, int):
+            size = self._number(aten.sym_size.int, source, place.dim)
+        sizes = [self._resized(number, size, place) for number in range(self.tiles)]
         # One operator for all parts: the derivative of a slice would be a whole tensor with zeros around it.
         parts = new_call(first, aten.split_with_sizes.default, source, sizes, place.dim)
-        return [new_call(first, operator.getitem, parts, number) for number in range(len(sizes))]
+        return [new_call(first, operator.getitem, parts, number) for number in range(self.tiles)]
 
     def _tile(self, number: int, parts: dict[Node, Node], made: list[Node]) -> dict[Node, Node]:
         """Returns the members of one tile by those that they are copies of."""
@@ -141,7 +171,7 @@ class _Tiling:
             return copies.get(source, source)
 
         for node in made:
-            arguments = with_rows(node, self.places[node], self.rows[number])
+            arguments = with_rows(node, self.places[node], partial(self._resized, number))
             args, kwargs = torch.fx.map_arg((arguments, node.kwargs), read)
             copies[node] = new_call(node, node.target, *args, node_name=f"{node.name}_tile_{number}", **kwargs)
         return copies
@@ -149,15 +179,16 @@ class _Tiling:
     def _together(self, node: Node, parts: list[Node]) -> Node:
         """Returns the value of a member, put together from its tiles in the memory order that it has."""
         place, value = self.places[node], node.meta["val"]
-        shape, dim = shape_of(node), place.dim
-        if place.outer > 1:
+        before, after, dim = shape_of(node)[: place.dim], shape_of(node)[place.dim + 1 :], place.dim
+        merged = not statically_known_true(place.outer == 1)
+        if merged:
             dim += 1
             for number, part in enumerate(parts):
-                sizes = [*shape[: place.dim], place.outer, self.rows[number] * place.inner, *shape[place.dim + 1 :]]
-                parts[number] = new_call(node, aten.view.default, part, sizes)
+                size = self._number(operator.mul, self.rows[number], place.inner)
+                parts[number] = new_call(node, aten.view.default, part, [*before, -1, size, *after])
         order = memory_order(value)
         assert order is not None
-        if place.outer > 1:
+        if merged:
             order = tuple(at for one in order for at in _opened(one, place.dim))
         if order == tuple(sorted(order)):
             whole = new_call(node, aten.cat.default, parts, dim)
@@ -165,7 +196,7 @@ class _Tiling:
             ordered = [new_call(node, aten.permute.default, part, list(order)) for part in parts]
             whole = new_call(node, aten.cat.default, ordered, order.index(dim))
             whole = new_call(node, aten.permute.default, whole, [order.index(at) for at in range(len(order))])
-        return new_call(node, aten.view.default, whole, list(shape)) if place.outer > 1 else whole
+        return new_call(node, aten.view.default, whole, [*before, -1, *after]) if merged else whole
 
 
 def _opened(dim: int, split: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.compat import size_seen
+from passes.compat import size_seen, statically_known_true
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write, tensors
 from passes.graphs.op_kinds import mutated_arguments
@@ -36,7 +36,8 @@ class RowSegment:
     """The values from outside that have these rows."""
     outputs: tuple[str, ...]
     """The members whose memory is read outside, perhaps by views that are members, too."""
-    rows: int
+    rows: Any
+    """Their number, which may be a symbol."""
     inside_bytes: int = field(default=0, compare=False)
     """Bytes of the values that nothing outside reads, counted once each."""
     edge_bytes: int = field(default=0, compare=False)
@@ -102,7 +103,7 @@ class _Finder:
                 continue
             grown = [_Growth(self, number, operand, place).grown() for operand, place in self._starts(call)]
             if any(grown):
-                best = max(filter(None, grown), key=lambda one: one.gain)
+                best = max(filter(None, grown), key=_Growth.preference)
                 seen.update(best.places)
                 yield best.segment()
 
@@ -111,7 +112,7 @@ class _Finder:
         for operand in call.all_input_nodes:
             if operand not in self.given and isinstance(operand.meta.get("val"), torch.Tensor):
                 for dim, size in enumerate(shape_of(operand)):
-                    if isinstance(size, int) and size >= self.tiles:
+                    if (size_seen(size) or 0) >= self.tiles:
                         yield operand, Place(dim)
 
     def is_written(self, node: Node) -> bool:
@@ -133,10 +134,13 @@ class _Growth:
         self.unread: dict[Node, int] = {}
         """By root, and by input that is trained, the number of its readers that are no members, or not yet."""
 
-    @property
-    def gain(self) -> int:
+    def preference(self) -> tuple[int, bool, int]:
+        """Returns a key that is larger for the better of two segments: with more bytes inside; of equal ones, that
+        whose rows are a multiple of the tiles, as a copy is least likely then; and that with more rows, if symbols."""
         segment = self.segment()
-        return segment.inside_bytes - segment.edge_bytes
+        even = isinstance(self.rows, int) and not self.rows % self.finder.tiles
+        rows = 0 if isinstance(self.rows, int) else size_seen(self.rows) or 0
+        return segment.inside_bytes - segment.edge_bytes, even, rows
 
     def grown(self) -> "_Growth | None":
         """Returns the segment where it ends; None where the first call cannot be in one."""
@@ -145,7 +149,7 @@ class _Growth:
                 continue
             if not self._join(call) or self._is_narrow() or len(self.places) == _MOST_MEMBERS:
                 break
-        return self if self.places and all(map(_is_dense, self._outputs())) else None
+        return self if self.places and all(map(self._can_join, self._outputs())) else None
 
     def segment(self) -> RowSegment:
         """Returns the segment."""
@@ -197,9 +201,8 @@ class _Growth:
         value = source.meta.get("val")
         return (
             isinstance(value, torch.Tensor)
-            and place.outer == 1
-            and isinstance(value.shape[place.dim], int)
-            and value.shape[place.dim] == self.rows * place.inner
+            and statically_known_true(place.outer == 1)
+            and statically_known_true(value.shape[place.dim] == self.rows * place.inner)
             and not self.finder.is_written(source)
         )
 
@@ -208,6 +211,15 @@ class _Growth:
         left = [node for node, count in self.unread.items() if count]
         inputs = [_bytes(node) for node in self.inputs if node in self.finder.trained]
         return len(left) == 1 and left[0] not in self.inputs and bool(inputs) and _bytes(left[0]) <= max(inputs)
+
+    def _can_join(self, node: Node) -> bool:
+        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where the
+        rows are merged with others, all else is numbers."""
+        value, place = node.meta.get("val"), self.places[node]
+        if not isinstance(value, torch.Tensor) or memory_order(value) is None:
+            return False
+        others = (*value.shape[: place.dim], *value.shape[place.dim + 1 :], place.inner)
+        return statically_known_true(place.outer == 1) or all(isinstance(size, int) for size in others)
 
     def _outputs(self) -> list[Node]:
         """Returns the roots that are read outside, in order."""
@@ -219,22 +231,14 @@ def _bytes(node: Node) -> int:
     return sum(int(size_seen(value.numel() * value.element_size()) or 0) for value in tensors(node.meta.get("val")))
 
 
-def _is_dense(node: Node) -> bool:
-    """Returns whether a value is one tensor that fills its memory without gaps, in some order of its dimensions."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and memory_order(value) is not None
-
-
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor in the order in which it lies in memory; None where there are gaps, or where
-    strides are symbolic."""
-    strides: list[Any] = list(value.stride())
-    if not all(isinstance(number, int) for number in (*strides, *value.shape)):
-        return None
+    """Returns the dimensions of a tensor in the order in which it lies in memory; None where there are gaps."""
+    strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-    expected = 1
+    expected: Any = 1
     for dim in reversed(order):
-        if value.shape[dim] != 1 and strides[dim] != expected:
+        alone = statically_known_true(value.shape[dim] == 1)
+        if not alone and not statically_known_true(value.stride(dim) == expected):
             return None
-        expected *= value.shape[dim]
+        expected = expected * value.shape[dim]
     return tuple(order)

@@ -8,25 +8,35 @@ embedding: the derivative for some rows is as large as the table.
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
 
-from passes.graphs.node_facts import arguments_of, is_pure, tensors
+from passes.compat import statically_known_true
+from passes.graphs.node_facts import arguments_of, is_pure, same_sizes, tensors
 from passes.graphs.op_kinds import is_pointwise, op_name
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """The dimension in which a tensor has the rows. Its size is `outer` · rows · `inner`: a view may have merged
-    dimensions on either side into it."""
+    dimensions on either side into it, whose sizes may be symbols."""
 
     dim: int
-    outer: int = 1
-    inner: int = 1
+    outer: Any = 1
+    inner: Any = 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and same_sizes(
+            (self.dim, self.outer, self.inner), (other.dim, other.outer, other.inner)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
 
 
 Operands: TypeAlias = tuple[tuple[Node, Place | None], ...]
@@ -39,7 +49,7 @@ def row_operands(node: Node, place: Place) -> Operands | None:
     if node.target is operator.getitem:
         return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
     name = op_name(node)
-    if not name or not (is_pure(node) or _draws_nothing(node, name)) or _has_symbols(node, place.dim):
+    if not name or not (is_pure(node) or _draws_nothing(node, name)):
         return None
     if name in _ELEMENTWISE or (is_pointwise(node) and name not in _NOT_ELEMENTWISE):
         return _elementwise(node, place)
@@ -61,18 +71,23 @@ def row_result(node: Node, operand: Node, place: Place) -> tuple[Place, Operands
     return None
 
 
-def with_rows(node: Node, place: Place, rows: int) -> tuple[Any, ...]:
-    """Returns the arguments of a call whose result has the rows at a place, for this number of rows."""
+def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
+    """Returns the arguments of a call whose result has the rows at a place, for another number of rows: `resize`
+    returns the size of the dimension for that, given the one that the call has now."""
     if op_name(node) not in _SIZED:
         return node.args
     sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
     number = place.dim
     if op_name(node) == "unflatten":
         number -= int(node.args[1]) % len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    if not 0 <= number < len(sizes) or sizes[number] == -1:
+    if not 0 <= number < len(sizes) or _is_inferred(sizes[number]):
         return node.args
-    changed = [*sizes[:number], place.outer * rows * place.inner, *sizes[number + 1 :]]
+    changed = [*sizes[:number], resize(sizes[number], place), *sizes[number + 1 :]]
     return tuple(changed if argument is sizes else argument for argument in node.args)
+
+
+def _is_inferred(size: Any) -> bool:
+    return isinstance(size, int) and size == -1
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
@@ -82,32 +97,22 @@ def shape_of(node: Any) -> tuple[Any, ...]:
 
 def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: Place) -> Place | None:
     """Returns the place of the rows once a tensor of shape `before` is viewed as `after`; None where the view splits
-    the rows, or a size is symbolic."""
-    if not all(isinstance(size, int) for size in (*before, *after)):
-        return None
-    rows = before[place.dim] // (place.outer * place.inner)
-    outer, inner = _product(before[: place.dim]) * place.outer, place.inner * _product(before[place.dim + 1 :])
+    the rows, or where that is not known for all values of symbols."""
+    rows = _quotient(before[place.dim], place.outer * place.inner)
+    outer, inner = prod(before[: place.dim]) * place.outer, place.inner * prod(before[place.dim + 1 :])
     for dim, size in enumerate(after):
-        left, right = _product(after[:dim]), _product(after[dim + 1 :])
-        if left and right and not outer % left and not inner % right:
-            found = Place(dim, outer // left, inner // right)
-            if size == found.outer * rows * found.inner:
-                return found
+        left, right = _quotient(outer, prod(after[:dim])), _quotient(inner, prod(after[dim + 1 :]))
+        if None not in (rows, left, right) and statically_known_true(size == left * rows * right):
+            return Place(dim, left, right)
     return None
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
-def _has_symbols(node: Node, dim: int) -> bool:
-    """Returns whether the number of rows is symbolic, or an argument is a size that the graph computes."""
-    if not all(list(tensors(source.meta.get("val"))) for source in node.all_input_nodes):
-        return True
-    return any(tensor.dim() > dim and not isinstance(tensor.shape[dim], int) for tensor in tensors(node.meta["val"]))
+def _quotient(size: Any, by: Any) -> Any:
+    """Returns a size divided by another one; None where a remainder may be left."""
+    if isinstance(by, int) and not by:
+        return None
+    quotient = size // by
+    return quotient if statically_known_true(quotient * by == size) else None
 
 
 def _draws_nothing(node: Node, name: str) -> bool:
@@ -121,11 +126,12 @@ def _aligned(node: Node, source: Node, place: Place) -> Place | None:
     of them."""
     shape = shape_of(source)
     dim = place.dim - (len(shape_of(node)) - len(shape))
-    return None if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1) else replace(place, dim=dim)
+    return None if dim < 0 or statically_known_true(shape[dim] == 1) else replace(place, dim=dim)
 
 
 def _elementwise(node: Node, place: Place) -> Operands:
-    return tuple((source, _aligned(node, source, place)) for source in node.all_input_nodes)
+    operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
+    return tuple((source, _aligned(node, source, place)) for source in operands)
 
 
 def _sources(node: Node, *places: Place | None) -> Operands:
@@ -212,7 +218,8 @@ def _squeeze(node: Node, place: Place) -> Operands | None:
     shape = shape_of(node.args[0])
     if "dim" not in arguments_of(node):
         return None
-    kept = [number for number, size in enumerate(shape) if number not in _dims(node) or size != 1]
+    squeezed = [dim for dim in _dims(node) if statically_known_true(shape[dim] == 1)]
+    kept = [dim for dim in range(len(shape)) if dim not in squeezed]
     return _sources(node, replace(place, dim=kept[place.dim]))
 
 
@@ -223,7 +230,7 @@ def _unsqueeze(node: Node, place: Place) -> Operands | None:
 
 def _slice(node: Node, place: Place) -> Operands | None:
     """A slice that takes all rows is the same for some of them."""
-    whole = shape_of(node)[place.dim] == shape_of(node.args[0])[place.dim]
+    whole = statically_known_true(shape_of(node)[place.dim] == shape_of(node.args[0])[place.dim])
     from_start = arguments_of(node)["start"] in (None, 0) and arguments_of(node)["step"] == 1
     return _sources(node, place) if place.dim not in _dims(node) or (whole and from_start) else None
 
@@ -273,8 +280,9 @@ def _triangle(node: Node, place: Place) -> Operands | None:
 
 
 def _gather(node: Node, place: Place) -> Operands | None:
-    sizes = {shape_of(source)[place.dim] for source in node.all_input_nodes if len(shape_of(source)) > place.dim}
-    return _sources(node, place, place, place) if place.dim not in _dims(node) and len(sizes) == 1 else None
+    sizes = [shape_of(source)[place.dim : place.dim + 1] for source in node.all_input_nodes]
+    equal = all(same_sizes(size, sizes[0]) for size in sizes)
+    return _sources(node, place, place, place) if place.dim not in _dims(node) and equal else None
 
 
 _ELEMENTWISE = frozenset(

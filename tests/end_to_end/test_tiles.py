@@ -37,7 +37,8 @@ class InTiles(Pass):
         return TileRows(segments, self.tiles)(graph_module)
 
 
-SLOW = ("gpt2-eager", "bert", "whisper", "t5", "clip", "tied-encoder", "mixtral")
+SLOW = ("gpt2-eager", "bert", "whisper", "clip", "mixtral")
+"""Others have dropout within their MLPs, which leaves little to run in tiles."""
 
 
 @pytest.mark.parametrize("tiles", [4, 3])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import nn
 from torch.fx import GraphModule
 
 from passes import EliminateDeadCode, PassError, RowSegment, TileRows, diff_graphs, find_row_segments, format_graph
@@ -22,7 +23,9 @@ Tensor = torch.Tensor
 def segments(graph: GraphModule, tiles: int) -> tuple[RowSegment, ...]:
     """Matrices are parameters."""
     given = graph.graph.find_nodes(op="placeholder")
-    return find_row_segments(graph, tiles, {number for number, node in enumerate(given) if node.meta["val"].dim() == 2})
+    values = [node.meta["val"] for node in given]
+    matrices = {number for number, value in enumerate(values) if isinstance(value, Tensor) and value.dim() == 2}
+    return find_row_segments(graph, tiles, matrices)
 
 
 def mlp(x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
@@ -76,6 +79,28 @@ def test_loss_and_gradients_are_those_of_the_whole(name: str, tiles: int) -> Non
     after = in_tiles(before, tiles)
     assert sum("tile" in node.name for node in after.graph.nodes) > tiles
     assert_same_gradients(before.graph_module, after, before.inputs, 2e-2 if name == "low" else 1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_whose_number_is_a_symbol(name: str) -> None:
+    """The graph is captured with 13 rows in two samples, and right for other numbers that are enough for the tiles."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape) / 4) for shape in ((64, 8), (8, 64))]
+    before = capture_operators(
+        lambda x: FORMS[name](x, *weights).float().square().sum(), torch.randn(2, 13, 8), dynamic=True
+    )
+    after = in_tiles(before, 4)
+    assert sum("tile" in node.name for node in after.graph.nodes) > 4
+    for samples, rows in ((2, 13), (3, 12), (2, 41), (2, 5), (5, 4)):
+        x = torch.randn(samples, rows, 8)
+        given = before.graph_module.graph.find_nodes(op="placeholder")
+        sizes = {"2": samples, "13": rows}
+        inputs = [
+            sizes[str(node.meta["val"].node.hint)] if isinstance(node.meta["val"], torch.SymInt) else value
+            for node, value in zip(given, before.inputs, strict=True)
+        ]
+        inputs = [x if isinstance(value, Tensor) and value.dim() == 3 else value for value in inputs]
+        assert_same_gradients(before.graph_module, after, inputs, 2e-2 if name == "low" else 1e-6)
 
 
 def test_text() -> None:

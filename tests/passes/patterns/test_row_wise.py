@@ -61,7 +61,10 @@ def rows_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> set[int]:
                 at = places[source]
                 return names[source] if at is None else parts_of(names[source], start, rows, at)
 
-            given, options = torch.fx.map_arg((with_rows(call, place, rows), call.kwargs), read)
+            given, options = torch.fx.map_arg(
+                (with_rows(call, place, lambda size, _, rows=rows, count=count: size * rows // count), call.kwargs),
+                read,
+            )
             torch.testing.assert_close(target(*given, **options), parts_of(expected, start, rows, place))
     return found
 
