@@ -127,7 +127,8 @@ class Attributes:
                     yield value
 
     def have_changed(self) -> bool:
-        """Whether any of them was set to another object, or a container has other ones."""
+        """Whether, since this object was made, an attribute of a module was set, added or deleted, or an element of one
+        of its containers. Objects are compared by identity, so that values written in place do not count."""
         tables = [(table, values) for table, values in self._tables]
         tables += [(container, values) for container, values in self._contents if isinstance(container, dict)]
         others = [(container, values) for container, values in self._contents if not isinstance(container, dict)]

@@ -238,8 +238,8 @@ def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
 
 
 def live_optimizer_of(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
-    """The only one of the class that is planned for, a class or its name; None where there is none or several, or an
-    optimiser with its own options is planned for."""
+    """The live optimiser whose class is `optimizer`, a class or its name, where there is exactly one. None else, and
+    where `optimizer` is an instance or a function that makes one."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     found = [one for one in live if one.kind is optimizer or one.kind.__name__.lower() == name]
     return found[0] if len(found) == 1 else None

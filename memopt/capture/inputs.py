@@ -161,7 +161,8 @@ def special_tensors(call: Call, parts: Parts) -> dict[str, str]:
 
 
 def check_kinds(call: Call, parts: Parts) -> None:
-    """Raise `CaptureError` where a call has tensors that cannot be planned."""
+    """Raise `CaptureError` where an argument, a parameter or a buffer is a sparse, quantised, mkldnn or nested tensor
+    (`special_kind`), which torch.compile does not capture."""
     for name, kind in special_tensors(call, parts).items():
         raise CaptureError(
             f"{name} is a {kind} tensor, whose operators cannot be captured, and the plain step does not fit the "

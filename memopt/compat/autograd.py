@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from memopt.compat.tensors import bytes_by_address
 from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
@@ -21,6 +23,7 @@ PRIVATE_NAMES = (
     *private("torch.autograd", "_engine_run_backward", call="outputs"),
     *private("torch.autograd.graph", "Node._input_metadata", needed=False),
     *private("torch._C._autograd", "_unsafe_set_version_counter"),
+    *private("torch._C", "_FunctionBase._raw_saved_tensors"),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
@@ -299,9 +302,68 @@ def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
     return [table for table in tables if table]
 
 
+def python_nodes(node: Any) -> Iterator[Any]:
+    """The nodes of autograd functions in Python, such as those of regions, at a node: itself, or those that an operator
+    in place on a region's output (`CopyBackwards`) leads to."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        yield node
+    else:
+        for further, _ in node.next_functions:
+            if isinstance(further, torch.autograd.function.BackwardCFunction):
+                yield further
+
+
+def replace_saved(
+    node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
+) -> int:
+    """Free the tensors on a device that an `autograd.Function`'s node has saved, but for those at the addresses `kept`:
+    its backward reads those that `values` returns in their places. Returns the bytes that are no longer the node's."""
+    later, freed = _Later(values), dict[int, int]()
+    saved: list[torch.Tensor | None] = list(node.saved_tensors)
+    for number, raw in enumerate(node._raw_saved_tensors):
+        memory = bytes_by_address((saved[number],), device)
+        saved[number] = None
+        if memory and memory.keys().isdisjoint(kept):
+            try:
+                raw.register_hooks(partial(later.packed, number), later.take)
+            except RuntimeError:  # the user's own hooks have packed it
+                break
+            freed |= memory
+    if freed:
+        node.metadata[_REPLACED] = True
+    return sum(freed.values())
+
+
+class _Later:
+    """Saved tensors that are computed all at once when the first of them is read; each is handed out once."""
+
+    def __init__(self, values: Callable[[], Sequence[torch.Tensor | None]]) -> None:
+        self.values, self._numbers = values, set[int]()
+        self._found: dict[int, torch.Tensor | None] = {}
+
+    def packed(self, number: int, _: torch.Tensor) -> int:
+        """What takes the place of a tensor with this number."""
+        self._numbers.add(number)
+        return number
+
+    def take(self, number: int) -> torch.Tensor:
+        """The tensor that had this number."""
+        if number not in self._found:
+            values = self.values()
+            self._found = {one: values[one] for one in self._numbers}
+        value = self._found.pop(number)
+        assert value is not None
+        return value
+
+
+_REPLACED = "memopt replaced what it saved"
+
+
 def changed_since_saved(node: Any) -> str:
     """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
-    that its backward would stop with torch's error; "" where there is none."""
+    that its backward would stop with torch's error; "" where there is none, or `replace_saved` has freed them."""
+    if node is None or _REPLACED in node.metadata:
+        return ""
     try:
         node.saved_tensors  # noqa: B018
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """What eager mode does and tracing by itself would not: its kernels, which torch replaces by Python functions that give
 other bits, and the choices that transformers makes by values.
 
-With a mask, attention in which several heads share keys repeats the keys; without one it shares them itself, and the
-gradients of the keys are then summed in another order. Transformers gives this choice up while Dynamo traces.
+A mask that masks nothing is not made in eager mode: attention runs by another kernel then, which is told `is_causal`,
+and several heads share keys that are else repeated. Transformers gives this choice up while Dynamo traces.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from operator import add, getitem
 from types import FunctionType, ModuleType
 from typing import Any, TypeGuard
@@ -33,7 +34,7 @@ PRIVATE_NAMES = (
     *private("torch._inductor.config", "fallback_random"),
     *private("torch._decomp.decompositions", "upsample_compute_output_size"),
     *private("transformers.masking_utils", "find_packed_sequence_indices", call="position_ids", needed=False),
-    *private("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa", needed=False),
+    *private("transformers.masking_utils", "_ignore_causal_mask_sdpa _ignore_bidirectional_mask_sdpa", needed=False),
     *private(
         "torch._dynamo.comptime", "comptime ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator"
     ),
@@ -201,25 +202,31 @@ def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
     return forward, backward
 
 
-_SAME_VALUES = {"expand", "to", "long", "contiguous"}
+_SAME_VALUES = {"expand", "to", "long", "bool", "contiguous"}
+_IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, or positions of one sequence a row")
 
 
 @contextmanager
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, makes these choices as for the arguments of this call in eager
     mode. Dynamo guards on them: a call for which they differ is captured by itself."""
-    names = "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.utils.import_utils"
-    masking, attention, asking = map(sys.modules.get, names)
+    masking, asking = map(sys.modules.get, ("transformers.masking_utils", "transformers.utils.import_utils"))
     for loaded in filter(None, (masking, asking)):
         _run_frames_eagerly(loaded)
-    changes = [(masking, "find_packed_sequence_indices", _finding_packed)]
-    if _mask_is_idle(args, kwargs):
-        changes.append((attention, "use_gqa_in_sdpa", _sharing_keys))
-    with ExitStack() as stack:
-        for module, name, change in changes:
-            if (original := getattr(module, name, None)) is not None:
-                stack.enter_context(replaced(module, name, change(original)))
-        yield
+    idle = _idle_mask(args, kwargs)
+    changes: dict[str, Callable[..., Any]] = {"find_packed_sequence_indices": _finding_packed}
+    if idle is not None:
+        changes["find_packed_sequence_indices"] = lambda original: _unless_idle(_finding_packed(original))
+        changes |= dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), _unless_idle)
+    token = _IDLE.set(idle)
+    try:
+        with ExitStack() as stack:
+            for name, change in changes.items():
+                if masking is not None and (original := getattr(masking, name, None)) is not None:
+                    stack.enter_context(replaced(masking, name, change(original)))
+            yield
+    finally:
+        _IDLE.reset(token)
 
 
 @functools.cache
@@ -234,16 +241,24 @@ def _run_frames_eagerly(module: ModuleType) -> None:
             function = getattr(function, "__wrapped__", None)
 
 
-def _mask_is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has an attention mask that masks nothing, or positions of one sequence a row: eager mode makes no
-    mask of either."""
+def _idle_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The attention mask of a call that masks nothing, or its positions of one sequence a row: eager mode makes no mask
+    of either."""
     for named in (kwargs, *(value for value in args if isinstance(value, Mapping))):
         mask, positions = named.get("attention_mask"), named.get("position_ids")
         if _has_values(mask):
-            return bool(mask.all())
+            return mask if _is_ones(mask) else None
         if _has_values(positions):
-            return bool((positions.diff(dim=-1) == 1).all())
-    return False
+            return positions if (positions.diff(dim=-1) == 1).all() else None
+    return None
+
+
+def _is_ones(mask: torch.Tensor) -> bool:
+    """Whether all values are one, so that each is true in any dtype."""
+    if mask.numel() == 0:
+        return True
+    least, most = mask.aminmax()
+    return bool((least == 1) & (most == 1))
 
 
 def _has_values(value: Any) -> TypeGuard[torch.Tensor]:
@@ -251,12 +266,19 @@ def _has_values(value: Any) -> TypeGuard[torch.Tensor]:
     return known and value.dim() == 2
 
 
-@functools.lru_cache(maxsize=2)
-def _sharing_keys(original: Callable[..., bool]) -> Callable[..., bool]:
-    def use_gqa_in_sdpa(attention_mask: Any, *rest: Any) -> bool:
-        return original(None, *rest)
+@functools.lru_cache(maxsize=8)
+def _unless_idle(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a mask or of positions, which is given None in place of those of the call that are idle."""
+    from torch._dynamo.comptime import comptime
+    from torch._dynamo.eval_frame import skip_code
 
-    return use_gqa_in_sdpa
+    def unless_idle(mask: Any, *others: Any, **named: Any) -> Any:
+        is_idle = False
+        comptime(_note_idle)
+        return original(None if is_idle else mask, *others, **named)
+
+    skip_code(unless_idle.__code__)
+    return unless_idle
 
 
 @functools.lru_cache(maxsize=2)
@@ -275,15 +297,41 @@ def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_counting(context: Any) -> None:
     """Set the traced function's `counts_up` where its positions are plainly 0, 1, 2 and so on: one sequence a row."""
+    _note(context, "counts_up", _counts_up(_node_of(context, "position_ids")))
+
+
+def _note_idle(context: Any) -> None:
+    """Set the traced function's `is_idle` where its `mask` has the values of the call's mask that masks nothing."""
+    _note(context, "is_idle", _is_idle(_node_of(context, "mask")))
+
+
+def _node_of(context: Any, name: str) -> fx.Node | None:
+    """The node of Dynamo's graph that is a local variable of the traced function; None for what is no tensor."""
+    value = context.get_local(name)
+    return None if value.is_python_constant() else value.as_proxy().node
+
+
+def _note(context: Any, name: str, value: bool) -> None:
     from torch._dynamo.variables import ConstantVariable
 
-    if _counts_up(context.get_local("position_ids").as_proxy().node):
+    if value:
         traced = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-        traced.symbolic_locals["counts_up"] = ConstantVariable.create(True)
+        traced.symbolic_locals[name] = ConstantVariable.create(True)
 
 
-def _counts_up(node: fx.Node) -> bool:
-    """Whether a value of Dynamo's graph is an `arange` of whole steps of one, shifted or repeated in rows."""
+def _is_idle(node: fx.Node | None) -> bool:
+    """Whether a value of Dynamo's graph is the mask that was found idle, perhaps of another dtype."""
+    while node is not None and node.op != "placeholder":
+        tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
+        node = tensors[0] if len(tensors) == 1 and node.target in _SAME_VALUES else None
+    return node is not None and getattr(node.meta.get("grapharg"), "example", None) is _IDLE.get()
+
+
+def _counts_up(node: fx.Node | None) -> bool:
+    """Whether a value of Dynamo's graph is an `arange` of whole steps of one, shifted or repeated in rows; so is None,
+    in whose place models make such positions."""
+    if node is None:
+        return True
     while node.target is not torch.arange:
         tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
         shifts = node.target in (add, torch.add)

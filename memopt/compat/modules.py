@@ -191,7 +191,8 @@ class CurrentParts:
         return self._latest
 
     def _now_held(self) -> list[Any]:
-        """The modules' own children and parameters. Those of one that has come are seen in it once it is among them."""
+        """The submodules and parameters that the modules of the latest `Parts` have themselves, in order. What lies in
+        a submodule that is new is not read: the submodule itself shows that the model has changed."""
         return list(chain.from_iterable([table.values() for table in self._tables if table]))
 
 

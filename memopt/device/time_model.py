@@ -48,7 +48,8 @@ def _turned_bytes(node: fx.Node) -> int:
 
 
 def _second_read(node: fx.Node) -> int:
-    """Bytes of the input, which is read once to find its scale and once more to divide by it."""
+    """Bytes of the input of a quantisation (`fp8_quantize`), which its kernels read once more to divide by the scale
+    that the first read has found."""
     return _touched_bytes(node.all_input_nodes[0].meta["val"])
 
 

@@ -83,10 +83,11 @@ class PricedLevers:
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """The account of the step once the levers are used, whether or not the parameters are narrowed already.
+        """An account with the rows of parameters, gradients and optimiser as these levers make them; it may be of a
+        model whose parameters are in bfloat16 already.
 
-        A parameter that is stepped within the backward leaves no gradient and no temporaries behind; the problem that
-        is solved has them, so they are 0 in the account.
+        Where parameters are stepped in the backward, gradients and the optimiser's temporaries are 0: the solver's
+        problem has them.
         """
         rows: dict[str, Any] = self.after.rows
         if self.stepping is not None:

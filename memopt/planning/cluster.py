@@ -134,6 +134,7 @@ class ShardedCall:
         )
 
     def exchange_prices(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, NodePrice]:
-        """The prices of the nodes that stand for exchanges within layers: these wait for the links between cards."""
+        """The prices of the collectives of tensor parallelism (all-gather, reduce-scatter, all-reduce) among these
+        nodes: their seconds on the links between cards, and no temporaries. Other nodes are left out."""
         ring = self.sharding.cluster.tp
         return {node: NodePrice(exchange_seconds(node, ring), 0) for node in nodes if is_exchange(node)}

@@ -266,29 +266,34 @@ def leaving_room(plan: Plan) -> Plan:
     return least_plan(plan)
 
 
-def leaving_free(plan: Callable[[int], Plan], spared_bytes: int) -> Plan:
-    """The result of `plan` with as many of these bytes left free between forward and backward as the budget allows; 0
-    is the last number that it is asked for. Raises the `BudgetError` of that."""
-    if not spared_bytes:
-        return plan(0)
+def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_bytes: int = 0) -> Plan:
+    """The result of `plan` with as many of `spared_bytes` left free between forward and backward as the budget allows,
+    and first of all with `staying_bytes` of them left free to the end of the backward, or as many as it allows of
+    these; (0, 0) is the last that it is asked for. Raises the `BudgetError` of that."""
 
-    def alone(nbytes: int) -> Plan:
-        found = plan(nbytes)
-        return _with_meanwhile(found, found.account.meanwhile - nbytes)
+    def alone(nbytes: int, staying: int) -> Plan:
+        found = plan(nbytes, staying)
+        account = replace(found.account, other_forwards=found.account.other_forwards - staying)
+        return _under(found, replace(account, meanwhile=account.meanwhile - (nbytes - staying)))
 
-    with suppress(BudgetError):
-        try:
-            return alone(spared_bytes)
-        except BudgetError as refused:
-            less = spared_bytes - (refused.smallest_bytes - refused.budget_bytes)
-        if less > 0:
-            return alone(less)
-    return plan(0)
+    for staying in dict.fromkeys((staying_bytes, 0) if spared_bytes else ()):
+        with suppress(BudgetError):
+            try:
+                return alone(spared_bytes, staying)
+            except BudgetError as refused:
+                lacking = refused.smallest_bytes - refused.budget_bytes
+            if (staying or spared_bytes) > lacking:
+                return alone(spared_bytes - (0 if staying else lacking), staying and staying - lacking)
+    return plan(0, 0)
 
 
 def _with_meanwhile(plan: Plan, nbytes: int) -> Plan:
     """The plan with the figures of a step in which other code takes that many bytes until the backward."""
-    account = replace(plan.account, meanwhile=nbytes)
+    return _under(plan, replace(plan.account, meanwhile=nbytes))
+
+
+def _under(plan: Plan, account: Account) -> Plan:
+    """The plan with the figures of a step with another account."""
     step = plan.solved[0].under(account)
     shown = replace(plan, source=StepOfPlan(lambda: step))
     return recounted(shown, account, plain=plain_step(step.plain, account))

@@ -219,7 +219,8 @@ class PlanSearch:
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
-        """The best plan with the chosen proposals, and its lever set."""
+        """Solve each step that was tried once more with the chosen levers on the optimiser; returns the plan with the
+        shortest step, and its levers on the graph."""
         for priced in self._with(chosen, self._steps):
             with contextlib.suppress(BudgetError):
                 plan = priced.solve(self.budget_bytes, self.effort)

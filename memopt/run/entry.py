@@ -62,6 +62,12 @@ class _Forward(Waiting, Protocol):
     def held(self) -> list[torch.Tensor]:
         """The tensors that it has saved and not freed yet."""
 
+    again_bytes: int
+    """The bytes that its backward takes beside the plan, where it runs a second time then."""
+
+    def free_saved(self) -> int:
+        """Free what it has saved until its backward; returns the bytes."""
+
     def after_backward(self) -> None:
         """Mark it as done."""
 
@@ -329,6 +335,15 @@ class Entry:
     def state_now(self) -> list[torch.Tensor]:
         """The state of its optimiser, where that is known."""
         return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
+
+    def state_to_come(self, plan: Plan, returned_bytes: int, elsewhere_bytes: int) -> int:
+        """The bytes of the optimiser's state that a plan counts and that is not there yet, as it was just looked at. 0
+        where the optimiser's own step has no room beside outputs and other memory of so many bytes."""
+        account = plan.account
+        if account.caching or any(region.steps for region in plan.regions):
+            return 0
+        in_step = account.optimizer_step_bytes(returned_bytes) - account.elsewhere + elsewhere_bytes
+        return max(0, account.optimizer_state - self.found.state) if in_step <= plan.budget_bytes else 0
 
     def waiting(self) -> list[_Forward]:
         """The planned forwards whose backward has not run yet, in their order."""

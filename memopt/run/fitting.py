@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ class CallInProgress:
             if self.moment.fits(made.plan, situation):
                 return made
         try:
-            if refused is None or closely.may_fit(made.plan):
+            if refused is None or self.moment.may_fit(made.plan) or closely.may_fit(made.plan):
                 return made
             if self.moment.closely:
                 raise refused
@@ -81,11 +81,12 @@ class CallInProgress:
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
         group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
+        others = self.moment.others_in_backward(self.situation.gradients_held)
         for elsewhere in dict.fromkeys((rounded, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
-            yield replace(own, other_forwards=self.moment.waiting_bytes, elsewhere=elsewhere)
+            yield replace(own, other_forwards=others, elsewhere=elsewhere)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""
@@ -131,6 +132,9 @@ class PlansOfRegions:
         """The plans that were made before the first run of their call."""
         self._emitted: LruCache[tuple[RecordedRegion, Situation], PlansBySize] = LruCache(_MOST)
         self._captured: LruCache[tuple[RecordedRegion, Sizes], CapturedCall] = LruCache(_MOST)
+        self._refused: LruCache[Hashable, BudgetError] = LruCache(_MOST)
+        """The refusals of groups of forwards, by region, situation, sizes and what lies elsewhere: a group that has no
+        room may run one by one, and is not planned in each step again."""
 
     @property
     def runs(self) -> bool:
@@ -155,6 +159,7 @@ class PlansOfRegions:
         """Drop all plans and emitted code, so that calls are planned again; captured calls are kept."""
         self._plans.clear()
         self._emitted.clear()
+        self._refused.clear()
 
     def forget_captured(self) -> None:
         """Drop captured calls too."""
@@ -177,6 +182,10 @@ class PlansOfRegions:
             self._emitted[key] = PlansBySize()
         plans = self._emitted[key]
         sizes = region.sizes_of(inputs)
+        elsewhere = self.road.planner.accounts.beside.found.other if situation.to_come else 0
+        in_group = region, situation, sizes, in_steps(elsewhere, self.road.planner.terms.options.budget_bytes)
+        if situation.to_come and (refused := self._refused.get(in_group)) is not None:
+            raise refused.adding()
         ceiling = plans.covering(sizes)
         if ceiling is None:
             ceiling = sizes
@@ -195,7 +204,10 @@ class PlansOfRegions:
             except BudgetError as refused:
                 if most == sizes:
                     larger = plans.refusal(self.bounds.above(region, inputs, call))
-                    raise in_progress.moment.for_sizes_above(refused, larger) if larger else refused from None
+                    named = in_progress.moment.for_sizes_above(refused, larger) if larger else refused
+                    if situation.to_come:
+                        self._refused[in_group] = named.adding()
+                    raise named from None
                 plans.refuse(most, refused)
         plans.add(most, emitted, time.perf_counter() - started)
         _check_sizes(region, inputs, call)  # tracing may have found more conditions

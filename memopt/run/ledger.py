@@ -124,12 +124,9 @@ class Moment:
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan that was made for a situation leaves room for all that is here, and that is to come."""
-        account, others = plan.account, self.waiting_bytes
-        if situation.to_come:
-            others += self.to_come * plan.held_bytes + self.gradients
-        elif self.to_come:
-            held = plan.held_bytes if self.entry.held_after is None else self.entry.held_after
-            others += self.to_come * held + self.gradients
+        account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
+        own = situation.to_come or self.entry.held_after is None
+        others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         alone = self._alone(plan)
@@ -172,11 +169,18 @@ class Moment:
         about = self._ledger.latest_elsewhere(self)
         return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
 
+    def others_in_backward(self, gradients_held: bool) -> int:
+        """The bytes of forwards that wait, and of gradients that the backward of this call may find beside those of its
+        plan: of forwards to come, and where gradients are held, of one backward through all that wait, which cannot add
+        to them before its end."""
+        if self.to_come:
+            return self.waiting_bytes + self.gradients
+        return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
+
     def may_fit(self, plan: Plan) -> bool:
         """Whether a plan leaves room for all that is here, and for forwards to come that are done before its
         backward."""
-        account = plan.account
-        others = self.waiting_bytes + (self.gradients if self.to_come else 0)
+        account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         alone = self._alone(plan)
         return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -26,6 +26,7 @@ from memopt.compat.autograd import (
     graph_until,
     keeps_graph,
     nodes_since,
+    python_nodes,
     saved_by,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
@@ -34,7 +35,7 @@ from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.planning.derived import lasting_bytes
+from memopt.planning.derived import lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry
@@ -42,7 +43,8 @@ from memopt.run.ledger import Ledger, Moment
 from memopt.run.on_demand import Releasable
 from memopt.run.overlaps import Overlap
 from memopt.run.safety_net import GradientsBefore
-from memopt.run.until_backward import UntilBackward
+from memopt.run.second_run import SecondRun
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward, staying
 from memopt.solver import Schedule
 from memopt.training_state import CallState
 from memopt.units import size
@@ -91,6 +93,10 @@ class PendingForward:
     """The parameters of its model that are gathered before use."""
     whole_gradients: int = 0
     """The bytes of their gradients that were held whole when it began, which its plan includes."""
+    second_run: SecondRun | None = None
+    """How what it has saved is computed once more; None where that is not possible."""
+    again_bytes: int = 0
+    """The bytes that its backward takes beside the plan, since it runs a second time then."""
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)
@@ -115,7 +121,7 @@ class PendingForward:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
-        for node in [node for found in nodes for node in _python_nodes(found)]:
+        for node in [node for found in nodes for node in python_nodes(found)]:
             self.nodes.append(weakref.ref(node))
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
@@ -133,10 +139,25 @@ class PendingForward:
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that its regions, and the code between them, have saved and not freed yet."""
+        if self.again_bytes and self.second_run is not None:  # to read what is freed would run it
+            return self.second_run.tensors
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if self.first_node is not None:
             nodes = nodes_since(nodes, self.first_node)
         return [tensor for node in nodes for tensor in saved_by(node)]
+
+    def free_saved(self) -> int:
+        """Free what it has saved until its backward runs it a second time; returns the bytes, 0 where it cannot."""
+        nodes = [node for reference in self.nodes if (node := reference()) is not None]
+        if self.second_run is None or self.again_bytes or self.done or len(nodes) != 1:
+            return 0
+        freed = self.second_run.free(nodes[0], self.entry.device, {one.address for one in self.outputs})
+        if freed:
+            returned = sum(one.nbytes for one in self.outputs)
+            self.held_bytes = max(returned, self.held_bytes - freed)
+            self.again_bytes = max(1, 2 * returned)  # both runs' outputs, and their gradients
+            self.copied_bytes = 0  # the second run takes the inputs themselves
+        return freed
 
     def present(self, device: torch.device) -> dict[int, int]:
         """The bytes on a device, by address, of its inputs, and of what its regions have saved and returned, parameters
@@ -154,7 +175,7 @@ class PendingForward:
         if self._beside_plan == current_backward():
             return
         if begins := self._backward != current_backward():
-            self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
+            self._backward, self._extra_bytes = current_backward(), self._held_unplanned() + self.again_bytes
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
@@ -172,7 +193,8 @@ class PendingForward:
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
-        if needed - self.plan.account.tolerance > self.plan.budget_bytes:  # half of it may be taken at the forward
+        above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # half of it may be taken at the forward
+        if above > 0 and above > self._state_to_come(self._elsewhere_now(gradients)):
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
@@ -200,17 +222,15 @@ class PendingForward:
                 self.entry.reached_bytes = self.entry.found.other
         self.entry.seen_until_backward = True
 
+    def _elsewhere_now(self, gradients: Sequence[object]) -> int:
+        """The bytes elsewhere, as a look finds them."""
+        return replace(self.moment_of(self, gradients), closely=True).elsewhere_bytes(self.plan)
+
     def _state_to_come(self, elsewhere_bytes: int) -> int:
-        """The bytes that a backward may hold in place of the optimiser's state which is not there yet, as it was just
-        looked at: what has appeared before the first backward is planned for from the second step on. 0 where the
-        optimiser's own step has no room beside it."""
-        account = self.plan.account
-        if account.caching or any(region.steps for region in self.plan.regions):
-            return 0
+        """The bytes that a backward may hold in place of the optimiser's state which is not there yet: what has
+        appeared before the first backward is planned for from the second step on."""
         outputs = sum(one.nbytes for one in self.outputs)
-        in_step = account.optimizer_step_bytes(outputs) - account.elsewhere + elsewhere_bytes
-        missing = max(0, account.optimizer_state - self.entry.found.state - self.copied_bytes)
-        return missing if in_step <= self.plan.budget_bytes else 0
+        return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - self.copied_bytes)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
@@ -219,7 +239,9 @@ class PendingForward:
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
         plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes
         ledger = Ledger.of(self.entry)
-        works = lacking if ledger.others_training(self.entry) else max(lacking, plain)
+        guessed = (LARGE_LOSS_OUTSIDE - LOSS_OUTSIDE) * tangent_bytes(self.plan)
+        foreseen = self.entry.later_bytes <= staying(guessed)  # a first plan has room for it, where there is any
+        works = lacking if foreseen or ledger.others_training(self.entry) else max(lacking, plain)
         if works > lacking:
             works = max(lacking, self.runs_plain_from(elsewhere_bytes, works) or works)
         refused = BudgetError(
@@ -408,14 +430,3 @@ def retained_peak(plan: Plan, schedule: Schedule) -> int:
     early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
     peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
     return peak + sum(problem.storages[offload.storage].bytes for offload in late)
-
-
-def _python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of autograd functions in Python, such as those of regions, at a node: itself, or those that an operator
-    in place on a region's output (`CopyBackwards`) leads to."""
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        yield node
-    else:
-        for further, _ in node.next_functions:
-            if isinstance(further, torch.autograd.function.BackwardCFunction):
-                yield further

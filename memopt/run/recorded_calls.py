@@ -41,6 +41,7 @@ from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
 from memopt.run.road import Road
 from memopt.run.safety_net import Replay
+from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
 from memopt.training_state import ForwardState, undone, values_restored
@@ -288,6 +289,9 @@ class RecordedCalls:
         if emitted is None:
             return region.graph_module(*inputs)
         pending, own_run = forward.pending, emitted.run
+        if self._in_progress is not None and self._may_run_twice(pending):
+            joint = forward.planned.step.regions[0]
+            pending.second_run = SecondRun.of(region.written | set(joint.statistics), inputs, own_run, pending.before)
         if region.changed is None and self._in_progress is not None:
             watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
             copies = watched.copies(pending.plan, self._in_progress.moment)
@@ -312,6 +316,17 @@ class RecordedCalls:
                 "numbers"
             ) from None
         return hand_out(outputs, pending, replay, region.undifferentiated)
+
+    def _may_run_twice(self, forward: PendingForward) -> bool:
+        """Whether a forward in one region may be run a second time by its plan, to have its room until its backward:
+        where others may begin before that, its values are the same then, and no other rank takes part."""
+        if forward.entry.seen.backward and not forward.entry.others_expected:
+            return False
+        terms, plan = self.road.planner.terms, forward.plan
+        alone = self.road.accumulation.exchange is None and not is_fully_sharded(terms.model)
+        own_values = not any(one.steps or one.hosted for one in plan.regions)
+        same = own_values and not terms.fuses and "fp8" not in terms.options.allow
+        return "recompute" in terms.options.allow and alone and same
 
     def _plan_again(self) -> None:
         """Have calls in one region planned again, after a change of what they were given."""

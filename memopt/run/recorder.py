@@ -70,7 +70,8 @@ class Recorder:
         each changes once at most, and all is recorded again then."""
 
     def _in_present_terms(self) -> None:
-        """Begin without any recording where the terms have changed, and at first."""
+        """Begin without any recording at first, and where the dtype of floating-point inputs, or whether all outputs
+        are differentiated, has changed since the recordings were made."""
         terms = self.planner.optimizer_choice.floats, self.planner.differentiate_all
         if self._terms == terms:
             return

@@ -44,6 +44,7 @@ from memopt.run.kept_plans import (
     finished_as_compiled,
     smallest_plan,
 )
+from memopt.run.until_backward import staying
 from memopt.solver import SolverError
 from memopt.units import size
 from passes import PassError
@@ -242,8 +243,9 @@ class Road:
         held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
 
         def least(spared: int) -> int:
-            others = (situation.for_other_models or 0) + spared
+            others = (situation.for_other_models or 0) + spared - staying(spared)
             later = replace(situation, gradients_held=held, for_other_models=others)
+            later = replace(later, other_forwards=situation.other_forwards + staying(spared))
             return min(priced.smallest()[0] for priced in replace(recorded, situation=later).candidates())
 
         # The smallest plans that are found need not hold more where more is to be left free.
@@ -257,8 +259,10 @@ class Road:
         `CaptureError`."""
         situation = recorded.situation
 
-        def spare(nbytes: int) -> Plan:
-            sparing_it = replace(recorded, situation=replace(situation, for_other_models=nbytes))
+        def spare(nbytes: int, staying: int = 0) -> Plan:
+            others = situation.other_forwards + staying
+            sparing = replace(situation, for_other_models=nbytes - staying, other_forwards=others)
+            sparing_it = replace(recorded, situation=sparing)
             fresh = search_for(sparing_it, advise=False) if nbytes else search
             return self.kept.agreed(
                 fresh.fastest(sparing_it, lowering_bytes=lowering_bytes), sparing_it, lowering_bytes
@@ -274,7 +278,7 @@ class Road:
         if situation.for_other_models is None:
             return leaving_room(spare(0))
         _, guessed = recorded.trace(self.planner.terms.lever_sets[0]).callers_code
-        return leaving_free(spare, situation.for_other_models + guessed)
+        return leaving_free(spare, situation.for_other_models + guessed, staying(guessed))
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""

@@ -263,9 +263,13 @@ class Session:
                 if calls.recorded.broken.ran_unplanned:
                     self._run_unplanned_from_now("its forward takes another way than when it was planned")
                 return result
-            except BudgetError as refused:
-                plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
-                raise self.share.explain(refused, waiting, plain) from None
+            except BudgetError as error:
+                refused = without_frames(error)
+            if waiting and self.share.free_waiting():
+                moment = self.share.moment(in_progress.call, in_progress.situation)
+                return self._by_plan(calls, replace(in_progress, moment=moment), parts, waiting)
+            plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
+            raise self.share.explain(refused, waiting, plain)
 
     def _run_checkpointed(
         self,

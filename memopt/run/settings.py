@@ -59,8 +59,8 @@ class Settings:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """A block in which the model runs. What its code names there for the first time, such as the kind of problem
-        that transformers takes from the first labels, makes no other state: the code runs by these names from there on.
+        """Context around a run of the model. Attributes that it changes from None to a string there, as transformers
+        sets `config.problem_type` from the first labels, count as no other state.
 
         To be entered after `number`, in the same state.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ class Share:
         self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models at the latest moments of each kind."""
+        self._freed = False
+        """Whether it was said that forwards run a second time."""
         self._others_there: bool | None = None
         """Whether parameters of models that are not optimised lay on the device at the first call; None before it."""
 
@@ -145,6 +148,19 @@ class Share:
         waiting = self.waiting
         self.entry.begin(waiting)
         return waiting
+
+    def free_waiting(self) -> bool:
+        """Have forwards that wait free what they saved, and compute it again in their backward; whether any does."""
+        freed = sum([forward.free_saved() for forward in self.entry.waiting()])
+        if freed and not self._freed:
+            self._freed = True
+            warnings.warn(
+                f"{type(self.model).__name__} is called several times before a backward, and the budget has no room "
+                "for what all these forwards save: earlier ones run a second time in the backward; a larger budget "
+                "saves that time",
+                stacklevel=2,
+            )
+        return freed > 0
 
     def returned(self, call: Call, result: Any) -> None:
         """Note that the forward of a call returns to the caller, whose code runs until the backward."""
@@ -283,7 +299,8 @@ class Share:
         held = plan.held_bytes
         waiting = self.waiting
         wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left()) if waiting else 0
-        if waiting and (lacking := wanted - self._room_beside(call)) > 0:
+        lacking = wanted - self._room_beside(call) if waiting else 0
+        if lacking > 0 and lacking > self._state_to_come(plan, call):
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
             raise self._refusal(works, plan.account.elsewhere)
@@ -302,6 +319,11 @@ class Share:
         self.entry.add(forward)
         self.ledger.begins(forward)
         return forward
+
+    def _state_to_come(self, plan: Plan, call: Call) -> int:
+        """The bytes of the optimiser's state that a plan counts and that is not there yet when a call begins."""
+        moment = replace(self._counted(call), closely=True)
+        return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_bytes(plan))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
         """The refusal of a call that began while others waited, with a budget in which those save all that they can and
@@ -370,7 +392,8 @@ class Share:
         earlier_bytes = 0
         for forward in self.entry.waiting():
             plan = forward.plan
-            left.append(plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards - earlier_bytes)
+            spare = plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards
+            left.append(spare - forward.again_bytes - earlier_bytes)
             earlier_bytes += forward.held_bytes
         return min(left)
 

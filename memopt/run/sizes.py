@@ -221,7 +221,8 @@ class PlansBySize:
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Note that no plan for these sizes fits the budget, so that smaller calls are planned for their own."""
+        """Keep the refusal of a plan for calls of up to these sizes: from then on a smaller call is planned for exactly
+        its own sizes."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:

@@ -24,6 +24,9 @@ LOSS_OUTSIDE = 1
 entropy does where nobody holds the outputs;"""
 LARGE_LOSS_OUTSIDE = 5
 """and this many times as far as the budget allows, and in the budget that a refusal names, as a few losses together."""
+_STAYING = 2
+"""Of what is guessed beyond the least, one part in so many is taken to stay to the end of the backward: one-hot targets
+and probabilities that the caller has names for."""
 _BEGIN, _END = 12_347, 12_343
 """Sizes in bytes that mark two moments among the allocations: of a block that is freed at once."""
 _RETURNED = "memopt returned"
@@ -147,6 +150,12 @@ def held_bytes(
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
     return all_saved + largest, most
+
+
+def staying(guessed_bytes: int) -> int:
+    """Of the bytes that a loss outside of the model is guessed to take beyond the least, those that may stay to the end
+    of the backward."""
+    return guessed_bytes // _STAYING
 
 
 def _end(seen: weakref.ref[UntilBackward], *_: object) -> None:

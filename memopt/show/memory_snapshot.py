@@ -49,7 +49,8 @@ def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
 
 
 class _Recording:
-    """The events of a step, and the allocator that gives them addresses."""
+    """Collects the allocations and frees of a planned step, with addresses by the model of torch's caching allocator,
+    in the format of `torch.cuda.memory._snapshot`."""
 
     def __init__(self) -> None:
         self.micros = 0

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import masking_utils
-from transformers.integrations import sdpa_attention
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    masking_utils,
+)
 
+import memopt
 from memopt.compat.eager_mode import eager_mask_branches
 
 LENGTH = 6
@@ -65,10 +79,70 @@ IDLE = {
 
 
 @pytest.mark.parametrize("case", IDLE)
-def test_shared_keys_are_repeated_only_for_a_mask_that_masks(case: str) -> None:
-    named, shared = IDLE[case]
-    original, key = sdpa_attention.use_gqa_in_sdpa, torch.ones(1, 1, 2, 4)
+def test_no_mask_is_made_where_eager_mode_makes_none(case: str) -> None:
+    named, skipped = IDLE[case]
+    names = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices"
+    originals = [getattr(masking_utils, name) for name in names]
     for args, kwargs in (((), named), ((named,), {})):
         with eager_mask_branches(args, kwargs):
-            assert sdpa_attention.use_gqa_in_sdpa(torch.ones(2, 2), key, key) is shared
-        assert sdpa_attention.use_gqa_in_sdpa is original
+            changed = [getattr(masking_utils, name) for name in names]
+            assert [one is not other for one, other in zip(changed, originals, strict=True)] == [skipped, skipped, True]
+        assert [getattr(masking_utils, name) for name in names] == originals
+
+
+LLAMA = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHARING = LLAMA | {"num_key_value_heads": 2}
+
+
+def models() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
+    """Models with one attention kernel for all masks, each with the names of its masks."""
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 99, "dropout_rate": 0.0}
+    t5 |= {"decoder_start_token_id": 0}
+    bart = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 99}
+    bart |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_attention_heads": 4, "dropout": 0.0}
+    one, two = ("attention_mask",), ("attention_mask", "decoder_attention_mask")
+    return {
+        "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHARING)), one),
+        "mistral": (lambda: MistralForCausalLM(MistralConfig(sliding_window=8, **SHARING)), one),
+        "bert": (lambda: BertForMaskedLM(BertConfig(attention_probs_dropout_prob=0.0, **LLAMA)), one),
+        "bart": (lambda: BartForConditionalGeneration(BartConfig(**bart)), two),
+        "t5": (lambda: T5ForConditionalGeneration(T5Config(**t5)), two),
+    }
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("name", models())
+def test_masks_that_mask_nothing_and_others_train_bitwise_in_turn(name: str) -> None:
+    make, masks = models()[name]
+    torch.manual_seed(0)
+    plain = make().train()
+    planned = memopt.optimize(copy.deepcopy(plain), 4, precision="fp32", allow={"recompute"}, optimizer=torch.optim.SGD)
+    ids = torch.randint(5, 99, (3, 20))
+    ones, padded = torch.ones_like(ids), torch.ones_like(ids)
+    padded[0, 15:] = 0
+    for chosen in [*itertools.product((ones, padded), repeat=len(masks)), (ones,) * len(masks)]:
+        batch = {"input_ids": ids, "labels": ids, **dict(zip(masks, chosen, strict=True))}
+        losses = [one_step(model, batch) for model in (plain, planned)]
+        assert losses[0] == losses[1]
+        for (label, left), right in zip(plain.named_parameters(), planned.parameters(), strict=True):
+            assert (left.grad is None) == (right.grad is None)
+            assert left.grad is None or right.grad is None or torch.equal(left.grad, right.grad), label
+
+
+def one_step(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.plans_always
+def test_a_mask_that_masks_nothing_takes_no_memory() -> None:
+    model = models()["llama"][0]()
+    memopt.optimize(model, 4, precision="fp32", allow={"recompute"}, optimizer=torch.optim.SGD)
+    ids = torch.randint(5, 99, (1, 256))
+    one_step(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+    code = memopt.plan_of(model).graphs["captured"][0].code
+    assert "scaled_dot_product" in code
+    assert "attn_mask" not in code

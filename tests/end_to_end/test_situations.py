@@ -210,7 +210,8 @@ def test_two_forwards_before_their_backwards(pair: Callable[..., Any]) -> None:
         pair(model, first, second)
 
     error = refusal(model, piece, usual().tight, first)
-    check(memopt.remove(model), piece, error.smallest_gb, first)
+    for more in (1.0, 1.07):
+        check(make(), piece, more * error.smallest_gb, first)
 
 
 def test_a_second_forward_that_fits_is_planned_beside_the_first() -> None:

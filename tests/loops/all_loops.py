@@ -16,9 +16,6 @@ from tests.loops import (
 from tests.loops.loop import Loop
 
 SECOND_FORWARD = "the budget that a refusal names leaves no room for a second forward before the backward"
-LARGER_GROUP = (
-    "the budget that a refusal names leaves no room for the gradients of a group of forwards of several sizes"
-)
 LOSS_OUTSIDE = "the budget that a refusal names leaves no room for what the loss outside of the model holds"
 OTHER_STEPS = "a budget named for the steps that were seen is too small for larger or other steps that come later"
 IN_BACKWARD = (
@@ -35,8 +32,9 @@ _ALL = (
     Loop(contrastive.clip, quick=("exact third",)),
     Loop(contrastive.simclr),
     Loop(contrastive.contrastive_pairs, faults={"exact third": SECOND_FORWARD}),
-    Loop(several_forwards.triplets),
-    Loop(several_forwards.four_views, faults={"exact half": LARGER_GROUP, "exact third": LARGER_GROUP}),
+    # Its loss comes close to zero in five steps: under torch.autocast it is off by 5% of the first one.
+    Loop(several_forwards.triplets, loss_tolerance=0.15),
+    Loop(several_forwards.four_views),
     Loop(several_forwards.preferences),
     Loop(language.nanogpt),
     Loop(language.word_lstm),

@@ -44,7 +44,7 @@ def test_needs_are_between_the_least_and_all(plan: Plan) -> None:
 def test_as_much_is_spared_as_there_is_room_for(plan: Plan) -> None:
     asked: list[int] = []
 
-    def make(nbytes: int) -> Plan:
+    def make(nbytes: int, staying: int) -> Plan:
         asked.append(nbytes)
         return make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), plan.ceiling_bytes)
 
@@ -55,13 +55,15 @@ def test_as_much_is_spared_as_there_is_room_for(plan: Plan) -> None:
     assert found.ceiling_bytes <= plan.ceiling_bytes
     assert found.held_bytes + found.account.resident_bytes + asked[1] <= plan.ceiling_bytes
     with pytest.raises(BudgetError):
-        leaving_free(lambda nbytes: make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), 1), ROOMY)
+        leaving_free(
+            lambda nbytes, staying: make_plan(captured(region(6)), replace(ACCOUNT, meanwhile=nbytes), 1), ROOMY
+        )
 
 
 def test_a_refusal_with_nothing_to_leave_free_is_searched_once() -> None:
     asked: list[int] = []
 
-    def make(nbytes: int) -> Plan:
+    def make(nbytes: int, staying: int) -> Plan:
         asked.append(nbytes)
         return make_plan(captured(region(6)), ACCOUNT, 1)
 

@@ -1,0 +1,126 @@
+"""Forwards that wait for their backward give up what they have saved, and run a second time in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memopt
+from memopt.run.session import session_of
+from tests.elsewhere import counted
+
+__all__ = ["counted"]
+
+pytestmark = [pytest.mark.usefixtures("counted"), pytest.mark.plans_always]
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+
+
+class Siamese(nn.Module):
+    """Convolutions with running statistics and random numbers; the step of the last ones holds most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cnn = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(inplace=True), nn.BatchNorm2d(8), nn.Dropout2d(p=0.2),
+            nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True), nn.BatchNorm2d(8), nn.Dropout2d(p=0.2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(16, 8),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cnn(x)
+
+
+def images(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(32, 1, 24, 24, generator=generator) for _ in range(count)]
+
+
+def optimised(model: Siamese, budget_gb: float) -> Siamese:
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    return memopt.optimize(model, budget_gb, optimizer=optimizer, **EXACT)
+
+
+def trained(model: nn.Module, inputs: list[Tensor], steps: int = 3) -> tuple[list[Tensor], list[int]]:
+    """The losses and all values of a model after steps with several forwards before each backward, and their peaks."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    torch.manual_seed(7)
+    losses, peaks = [], []
+    for _ in range(steps):
+        with memopt.measure_peak("cpu") as peak:
+            outputs = [model(one) for one in inputs]
+            loss = torch.stack([F.mse_loss(one, other) for one in outputs for other in outputs[:1]]).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        peaks.append(peak.bytes)
+    return [*losses, *(one.detach().clone() for one in (*model.parameters(), *model.buffers()))], peaks
+
+
+def smallest_gb(inputs: list[Tensor]) -> float:
+    """The budget that a first forward is told, of which nobody knows that others follow."""
+    model = optimised(Siamese(), 0.001)
+    with pytest.raises(memopt.BudgetError) as refusal:
+        model(inputs[0])
+    memopt.remove(model)
+    return float(refusal.value.smallest_gb) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_budget_that_one_forward_needs_will_do_for_several(count: int) -> None:
+    inputs = images(count)
+    plain, _ = trained(Siamese(), inputs)
+    budget = smallest_gb(inputs)
+    model = optimised(Siamese(), budget)
+    with pytest.warns(UserWarning, match="run a second time"):
+        ours, peaks = trained(model, inputs)
+    assert all(map(torch.equal, ours, plain))
+    assert max(peaks) <= budget * 1024**3
+
+
+def waiting(model: Siamese, inputs: list[Tensor]) -> list[Tensor]:
+    """The outputs of forwards of which the earlier ones have freed what they saved."""
+    session, outputs = session_of(model), list[Tensor]()
+    assert session is not None
+    for one in inputs:
+        session.share.free_waiting()
+        outputs.append(model(one))
+    return outputs
+
+
+@pytest.mark.filterwarnings("ignore:.*run a second time")
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_and_statistics_are_those_of_the_plain_model(kept: bool) -> None:
+    plain, model = Siamese(), optimised(Siamese(), 1)
+    torch.manual_seed(3)
+    expected = torch.stack([plain(one) for one in images(3)]).square().sum()
+    torch.manual_seed(3)
+    loss = torch.stack(waiting(model, images(3))).square().sum()
+    drawn = torch.rand(1)
+    assert torch.equal(loss, expected)
+    for _ in range(1 + kept):
+        loss.backward(retain_graph=kept)
+        expected.backward(retain_graph=kept)
+    pairs = zip((*model.parameters(), *model.buffers()), (*plain.parameters(), *plain.buffers()), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    gradients = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in gradients)
+    torch.manual_seed(3)
+    [plain(one) for one in images(3)]
+    assert torch.equal(torch.rand(1), drawn)
+
+
+@pytest.mark.filterwarnings("ignore:.*run a second time")
+def test_a_weight_that_changes_before_the_second_run_stops_the_backward() -> None:
+    model = optimised(Siamese(), 1)
+    loss = torch.stack(waiting(model, images(2))).square().sum()
+    with torch.no_grad():
+        model.cnn[-1].bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
