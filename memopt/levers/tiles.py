@@ -23,9 +23,9 @@ class _Tile:
         if not segments:
             reason = "no operators between those that mix rows hold much more than they read and return"
             return Decision(Pipeline((), label=LABEL), notes=(f"{LABEL}: nothing is run in tiles, since {reason}",))
-        for segment in segments:
-            # Where their number is a symbol, a guard: a batch with fewer rows is captured by itself.
-            assert segment.rows >= self.tiles
+        # Where their number is a symbol, this leaves a guard: a batch with fewer rows is captured by itself.
+        enough = all(segment.rows >= self.tiles for segment in segments)
+        assert enough
         passes = TileRows(segments, self.tiles), EliminateDeadCode()
         reasons = {name: "in tiles" for segment in segments for name, _ in segment.members}
         return Decision(Pipeline(passes, label=LABEL), reasons, (self._note(segments),))

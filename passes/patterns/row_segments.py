@@ -17,7 +17,8 @@ from passes.compat import size_seen, statically_known_true
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write, tensors
 from passes.graphs.op_kinds import mutated_arguments
-from passes.patterns.row_wise import Operands, Place, row_result, shape_of
+from passes.patterns.row_places import Place, shape_of
+from passes.patterns.row_wise import Operands, row_result
 
 _MOST_MEMBERS = 200
 _LEAST_SHARE = 4

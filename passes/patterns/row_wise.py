@@ -7,8 +7,7 @@ embedding: the derivative for some rows is as large as the table.
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,26 +16,9 @@ from torch.fx import Node
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import arguments_of, is_pure, same_sizes, tensors
 from passes.graphs.op_kinds import is_pointwise, op_name
+from passes.patterns.row_places import RESHAPES, Place, aligned_place, moved_place, shape_of
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """The dimension in which a tensor has the rows. Its size is `outer` · rows · `inner`: a view may have merged
-    dimensions on either side into it, whose sizes may be symbols."""
-
-    dim: int
-    outer: Any = 1
-    inner: Any = 1
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and same_sizes(
-            (self.dim, self.outer, self.inner), (other.dim, other.outer, other.inner)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.dim)
 
 
 Operands: TypeAlias = tuple[tuple[Node, Place | None], ...]
@@ -63,56 +45,12 @@ def row_result(node: Node, operand: Node, place: Place) -> tuple[Place, Operands
     value = next(tensors(node.meta.get("val")), None)
     if value is None:
         return None
-    moved = moved_place(shape_of(operand), tuple(value.shape), place) if op_name(node) in _RESHAPES else None
+    moved = moved_place(shape_of(operand), tuple(value.shape), place) if op_name(node) in RESHAPES else None
     for candidate in (replace(place, dim=dim) for dim in range(value.dim())) if moved is None else (moved,):
         operands = row_operands(node, candidate)
         if operands is not None and all(at == place for source, at in operands if source is operand):
             return candidate, operands
     return None
-
-
-def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of a call whose result has the rows at a place, for another number of rows: `resize`
-    returns the size of the dimension for that, given the one that the call has now."""
-    if op_name(node) not in _SIZED:
-        return node.args
-    sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
-    number = place.dim
-    if op_name(node) == "unflatten":
-        number -= int(node.args[1]) % len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    if not 0 <= number < len(sizes) or _is_inferred(sizes[number]):
-        return node.args
-    changed = [*sizes[:number], resize(sizes[number], place), *sizes[number + 1 :]]
-    return tuple(changed if argument is sizes else argument for argument in node.args)
-
-
-def _is_inferred(size: Any) -> bool:
-    return isinstance(size, int) and size == -1
-
-
-def shape_of(node: Any) -> tuple[Any, ...]:
-    """Returns the shape of a node's value, or of the first tensor in it."""
-    return tuple(next(tensors(node.meta["val"])).shape)
-
-
-def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: Place) -> Place | None:
-    """Returns the place of the rows once a tensor of shape `before` is viewed as `after`; None where the view splits
-    the rows, or where that is not known for all values of symbols."""
-    rows = _quotient(before[place.dim], place.outer * place.inner)
-    outer, inner = prod(before[: place.dim]) * place.outer, place.inner * prod(before[place.dim + 1 :])
-    for dim, size in enumerate(after):
-        left, right = _quotient(outer, prod(after[:dim])), _quotient(inner, prod(after[dim + 1 :]))
-        if None not in (rows, left, right) and statically_known_true(size == left * rows * right):
-            return Place(dim, left, right)
-    return None
-
-
-def _quotient(size: Any, by: Any) -> Any:
-    """Returns a size divided by another one; None where a remainder may be left."""
-    if isinstance(by, int) and not by:
-        return None
-    quotient = size // by
-    return quotient if statically_known_true(quotient * by == size) else None
 
 
 def _draws_nothing(node: Node, name: str) -> bool:
@@ -121,17 +59,9 @@ def _draws_nothing(node: Node, name: str) -> bool:
     return name == "dropout" and (arguments["p"] == 0.0 or not arguments["train"])
 
 
-def _aligned(node: Node, source: Node, place: Place) -> Place | None:
-    """Returns the place of the rows in an operand that is broadcast to the result; None where it has one row for all
-    of them."""
-    shape = shape_of(source)
-    dim = place.dim - (len(shape_of(node)) - len(shape))
-    return None if dim < 0 or statically_known_true(shape[dim] == 1) else replace(place, dim=dim)
-
-
 def _elementwise(node: Node, place: Place) -> Operands:
     operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
-    return tuple((source, _aligned(node, source, place)) for source in operands)
+    return tuple((source, aligned_place(node, source, place)) for source in operands)
 
 
 def _sources(node: Node, *places: Place | None) -> Operands:
@@ -154,7 +84,7 @@ def _product_of_matrices(node: Node, place: Place) -> Operands | None:
     first, second = [value for value in node.args if isinstance(value, Node)][-2:]
     if op_name(node) in ("addmm", "baddbmm"):
         source: Any = node.args[0]
-        added = ((source, _aligned(node, source, place)),)
+        added = ((source, aligned_place(node, source, place)),)
     ranks, dims = (len(shape_of(first)), len(shape_of(second))), len(shape_of(node))
     if ranks[0] < 2:
         return None
@@ -164,7 +94,7 @@ def _product_of_matrices(node: Node, place: Place) -> Operands | None:
         return (*added, (first, None), (second, replace(place, dim=ranks[1] - 1)))
     if place.dim == dims - 2:
         return (*added, (first, replace(place, dim=ranks[0] - 2)), (second, None))
-    return (*added, (first, _aligned(node, first, place)), (second, _aligned(node, second, place)))
+    return (*added, (first, aligned_place(node, first, place)), (second, aligned_place(node, second, place)))
 
 
 def _einsum(node: Node, place: Place) -> Operands | None:
@@ -256,7 +186,7 @@ def _reshape(node: Node, place: Place) -> Operands | None:
 
 def _expand(node: Node, place: Place) -> Operands | None:
     source: Any = node.args[0]
-    return ((source, _aligned(node, source, place)),)
+    return ((source, aligned_place(node, source, place)),)
 
 
 def _joined(node: Node, place: Place) -> Operands | None:
@@ -299,9 +229,6 @@ _NOT_ELEMENTWISE = frozenset(
         "stack", "vstack",
     }
 )  # fmt: skip
-_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
-_SIZED = _RESHAPES - {"flatten"} | {"expand"}
-
 _RULES: Mapping[str, Callable[[Node, Place], Operands | None]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product_of_matrices),
     "einsum": _einsum,
@@ -323,7 +250,7 @@ _RULES: Mapping[str, Callable[[Node, Place], Operands | None]] = {
     "unsqueeze": _unsqueeze,
     "slice": _slice,
     **dict.fromkeys(("transpose", "permute", "t", "mT", "swapaxes", "swapdims"), _permutation),
-    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(RESHAPES, _reshape),
     "expand": _expand,
     **dict.fromkeys(("cat", "concat", "stack"), _joined),
     **dict.fromkeys(("constant_pad_nd", "pad"), _pad),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from passes.patterns.row_wise import _RULES, Place, moved_place, row_operands, row_result, with_rows
+from passes.patterns.row_places import Place, moved_place, with_rows
+from passes.patterns.row_wise import _RULES, row_operands, row_result
 from tests.passes.capture import Sketch, aten
 
 Rows = set[tuple[int, ...]]
