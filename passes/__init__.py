@@ -22,11 +22,13 @@ from passes.hoist_getitems import HoistGetitems
 from passes.insert_casts import InsertCasts
 from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
+from passes.patterns.row_segments import RowSegment, find_row_segments
 from passes.quantize_saved import QuantizeSaved
 from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
 from passes.rewrite_pattern import RewritePattern
 from passes.sum_in_fp32 import SumInFp32
+from passes.tile_rows import TileRows
 from passes.wait_at_once import WaitAtOnce
 
 __all__ = [
@@ -63,7 +65,9 @@ __all__ = [
     "Reinplace",
     "RemoveDetach",
     "RewritePattern",
+    "RowSegment",
     "SumInFp32",
+    "TileRows",
     "VerifyError",
     "WaitAtOnce",
     "copy_graph_module",
@@ -76,6 +80,7 @@ __all__ = [
     "find_losses",
     "find_norms",
     "find_reuses",
+    "find_row_segments",
     "format_graph",
     "format_node",
     "is_pure",

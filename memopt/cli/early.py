@@ -36,6 +36,7 @@ LEVERS = (
     "fused_ops",
     "fused_attention",
     "chunked_loss",
+    "tiles",
     "microbatch",
     "offload_activations",
     "offload_parameters",

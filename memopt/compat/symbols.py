@@ -223,9 +223,17 @@ class AssumedSizes:
         expressions: list[Any] = [size.node.expr for size in self._sizes]
         known = dict(zip(expressions, values, strict=True))
         guards: Any = self._sizes[0].node.shape_env.guards
-        failing = [guard for guard in guards if guard.expr.xreplace(known) == False]  # noqa: E712  (a sympy value)
+        failing = [guard for guard in guards if _fails(guard.expr, known)]
         found = {symbol.name: _line(guard.sloc) for guard in failing for symbol in guard.expr.free_symbols}
         return found or {expression.name: "torch" for expression in expressions if expression.is_symbol}
+
+
+def _fails(condition: Any, known: dict[Any, int]) -> bool:
+    """Whether a condition does not hold for these values of symbols, or divides by one that is 0."""
+    try:
+        return bool(condition.xreplace(known) == False)  # noqa: E712  (a sympy value)
+    except ZeroDivisionError:
+        return True
 
 
 def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:

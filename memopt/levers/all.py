@@ -25,6 +25,7 @@ from memopt.levers.plain import PLAIN
 from memopt.levers.precision import PRECISION
 from memopt.levers.recompute import RECOMPUTE, RECOMPUTE_LEFT_OUT
 from memopt.levers.reinplace import REINPLACE
+from memopt.levers.tiles import TILES
 
 _IN_ORDER = (
     PRECISION,
@@ -33,6 +34,7 @@ _IN_ORDER = (
     FUSED_OPS,
     FUSED_ATTENTION,
     CHUNKED_LOSS,
+    TILES,
     MICROBATCH,
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_PARAMETERS,
@@ -50,9 +52,9 @@ _IN_ORDER = (
 LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _IN_ORDER})
 """All levers by name, in the order in which a plan tries them where it may."""
 LeverName: TypeAlias = Literal[
-    "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "microbatch", "offload_activations",
-    "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations", "bf16_parameters",
-    "low_bit_optimizer", "offload_optimizer", "optimizer_in_backward", "plain",
+    "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "tiles", "microbatch",
+    "offload_activations", "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations",
+    "bf16_parameters", "low_bit_optimizer", "offload_optimizer", "optimizer_in_backward", "plain",
 ]  # fmt: skip
 """The names that the option `allow` takes, for type checkers."""
 

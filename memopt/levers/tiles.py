@@ -1,0 +1,47 @@
+"""The lever that runs what treats rows apart on some rows after the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.capture.operators import Decision, OperatorGraph
+from memopt.levers.lever import GraphChange, Lever
+from memopt.units import size
+from passes import EliminateDeadCode, Pipeline, RowSegment, TileRows, find_row_segments
+
+LABEL = "tiles"
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Decides which segments of a region run in tiles: those with the most bytes inside."""
+
+    tiles: int
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        segments = find_row_segments(graph.module, self.tiles, graph.parameter_inputs)
+        if not segments:
+            reason = "no operators between those that mix rows hold much more than they read and return"
+            return Decision(Pipeline((), label=LABEL), notes=(f"{LABEL}: nothing is run in tiles, since {reason}",))
+        # Where their number is a symbol, this leaves a guard: a batch with fewer rows is captured by itself.
+        enough = all(segment.rows >= self.tiles for segment in segments)
+        assert enough
+        passes = TileRows(segments, self.tiles), EliminateDeadCode()
+        reasons = {name: "in tiles" for segment in segments for name, _ in segment.members}
+        return Decision(Pipeline(passes, label=LABEL), reasons, (self._note(segments),))
+
+    def _note(self, segments: tuple[RowSegment, ...]) -> str:
+        largest = max(segments, key=lambda segment: segment.inside_bytes)
+        return (
+            f"{LABEL}: {len(segments)} segments in {self.tiles} tiles each, the largest from {largest} with "
+            f"{size(largest.inside_bytes)} inside; equal but for rounding, as gradients are summed in another order"
+        )
+
+
+TILES = Lever(
+    LABEL,
+    "Operators that treat rows apart, as those of an MLP, run on some tokens after the others.",
+    "rounding",
+    "smaller kernels and more of them, and a longer search",
+    graph=GraphChange(tuple(map(_Tile, (4, 16)))),
+)

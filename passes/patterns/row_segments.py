@@ -1,0 +1,245 @@
+"""Finds segments of a graph whose operators treat rows apart, so that they can run on some rows after the others.
+
+A segment grows along the graph's order from one call, and from a dimension of one of its operands. It ends in front of
+a call that reads one of its values and mixes rows, such as attention, and where all that is left of it is one value
+that is no larger than what it began with, such as a residual stream.
+"""
+
+import operator
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.compat import size_seen, statically_known_true
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write, tensors
+from passes.graphs.op_kinds import mutated_arguments
+from passes.patterns.row_places import Place, shape_of
+from passes.patterns.row_wise import Operands, row_result
+
+_MOST_MEMBERS = 200
+_LEAST_SHARE = 4
+"""Segments with less than this part of the inner bytes of the largest one are left as they are."""
+_LEAST_GAIN = 2
+"""A segment has this many times as many bytes inside as its inputs and outputs have together, at least."""
+
+
+@dataclass(frozen=True)
+class RowSegment:
+    """Calls of a graph that compute each row of their results from the same rows of the inputs."""
+
+    members: tuple[tuple[str, Place], ...]
+    """The names of the calls, in order, with the place of the rows in the value of each."""
+    inputs: tuple[tuple[str, Place], ...]
+    """The values from outside that have these rows."""
+    outputs: tuple[str, ...]
+    """The members whose memory is read outside, perhaps by views that are members, too."""
+    rows: Any
+    """Their number, which may be a symbol."""
+    inside_bytes: int = field(default=0, compare=False)
+    """Bytes of the values that nothing outside reads, counted once each."""
+    edge_bytes: int = field(default=0, compare=False)
+    """Bytes of the inputs and the outputs."""
+
+    @property
+    def name(self) -> str:
+        """The name of its last call."""
+        return self.members[-1][0]
+
+    def __str__(self) -> str:
+        return f"{self.members[0][0]} to {self.name}: {len(self.members)} calls on {self.rows} rows"
+
+
+def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
+    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in order; none overlap.
+
+    Only calls that depend on one of the inputs with the numbers `parameters` are looked at.
+    """
+    finder = _Finder(graph_module.graph, tiles, parameters)
+    found = list(finder.segments())
+    largest = max((segment.inside_bytes for segment in found), default=0)
+    return tuple(
+        segment
+        for segment in found
+        if segment.inside_bytes * _LEAST_SHARE >= largest
+        and segment.inside_bytes >= segment.edge_bytes * _LEAST_GAIN
+        and segment.inside_bytes
+    )
+
+
+def is_part(node: Node) -> bool:
+    """Returns whether a call's value lies in the memory of its first operand, as a view does."""
+    if not node.all_input_nodes:
+        return False
+    source = node.all_input_nodes[0]
+    return is_part(source) if node.target is operator.getitem else not storages(node).isdisjoint(storages(source))
+
+
+class _Finder:
+    """The calls of a graph, and what is known of them."""
+
+    def __init__(self, graph: Graph, tiles: int, parameters: Collection[int]) -> None:
+        self.tiles = tiles
+        self.calls = [node for node in graph.nodes if node.op == "call_function"]
+        given = graph.find_nodes(op="placeholder")
+        self.given = frozenset(node for number, node in enumerate(given) if number in parameters)
+        self.trained: set[Node] = set(self.given)
+        self.written: set[Hashable] = set()
+        """Storages that a call writes to, or may."""
+        for node in self.calls:
+            if not self.trained.isdisjoint(node.all_input_nodes):
+                self.trained.add(node)
+            known = isinstance(node.target, OPERATOR_OVERLOAD)
+            for source in mutated_arguments(node) if known else node.all_input_nodes if may_write(node) else ():
+                self.written |= storages(source)
+
+    def segments(self) -> Iterator[RowSegment]:
+        """Yields the longest segment from each call that is in none before it."""
+        seen: set[Node] = set()
+        for number, call in enumerate(self.calls):
+            if call in seen or call not in self.trained or is_part(call):
+                continue
+            grown = [_Growth(self, number, operand, place).grown() for operand, place in self._starts(call)]
+            if any(grown):
+                best = max(filter(None, grown), key=_Growth.preference)
+                seen.update(best.places)
+                yield best.segment()
+
+    def _starts(self, call: Node) -> Iterator[tuple[Node, Place]]:
+        """Yields the dimensions of a call's operands, but for those of parameters, that may have the rows."""
+        for operand in call.all_input_nodes:
+            if operand not in self.given and isinstance(operand.meta.get("val"), torch.Tensor):
+                for dim, size in enumerate(shape_of(operand)):
+                    if (size_seen(size) or 0) >= self.tiles:
+                        yield operand, Place(dim)
+
+    def is_written(self, node: Node) -> bool:
+        """Returns whether a call may write to the memory of a node's value."""
+        return bool(self.written) and not self.written.isdisjoint(storages(node))
+
+
+class _Growth:
+    """A segment that grows from a call."""
+
+    def __init__(self, finder: _Finder, start: int, operand: Node, place: Place) -> None:
+        self.finder, self.start = finder, start
+        self.rows = shape_of(operand)[place.dim]
+        self.first = operand, place
+        self.places: dict[Node, Place] = {}
+        self.inputs: dict[Node, Place] = {}
+        self.root: dict[Node, Node] = {}
+        """By member the one whose memory its value lies in."""
+        self.unread: dict[Node, int] = {}
+        """By root, and by input that is trained, the number of its readers that are no members, or not yet."""
+
+    def preference(self) -> tuple[int, bool, int]:
+        """Returns a key that is larger for the better of two segments: with more bytes inside; of equal ones, that
+        whose rows are a multiple of the tiles, as a copy is least likely then; and that with more rows, if symbols."""
+        segment = self.segment()
+        even = isinstance(self.rows, int) and not self.rows % self.finder.tiles
+        rows = 0 if isinstance(self.rows, int) else size_seen(self.rows) or 0
+        return segment.inside_bytes - segment.edge_bytes, even, rows
+
+    def grown(self) -> "_Growth | None":
+        """Returns the segment where it ends; None where the first call cannot be in one."""
+        for call in self.finder.calls[self.start :]:
+            if self.places and self.places.keys().isdisjoint(call.all_input_nodes):
+                continue
+            if not self._join(call) or self._is_narrow() or len(self.places) == _MOST_MEMBERS:
+                break
+        return self if self.places and all(map(self._can_join, self._outputs())) else None
+
+    def segment(self) -> RowSegment:
+        """Returns the segment."""
+        outputs = self._outputs()
+        inside = sum(map(_bytes, set(self.root.values()).difference(outputs)))
+        edges = sum(_bytes(node) for node in (*outputs, *self.inputs) if node in self.finder.trained)
+        members = tuple((node.name, place) for node, place in self.places.items())
+        inputs = tuple((node.name, place) for node, place in self.inputs.items())
+        return RowSegment(members, inputs, tuple(node.name for node in outputs), self.rows, inside, edges)
+
+    def _join(self, call: Node) -> bool:
+        """Makes a call a member; returns whether it can be one."""
+        operand, place = self.first
+        if self.places:
+            operand = next(source for source in call.all_input_nodes if source in self.places)
+            place = self.places[operand]
+        found = row_result(call, operand, place)
+        if found is None or self.finder.is_written(call) or not self._fits(found[1]):
+            return False
+        self.places[call] = found[0]
+        part = is_part(call) and call.all_input_nodes[0] in self.places
+        root = self.root[call] = self.root[call.all_input_nodes[0]] if part else call
+        self.unread[root] = self.unread.get(root, 0) + len(call.users)
+        for source, needed in found[1]:
+            if source not in self.places and needed is not None and source not in self.inputs:
+                self.inputs[source] = needed
+                if source in self.finder.trained:
+                    start = self.finder.calls[self.start]
+                    self.unread[source] = sum(user.op == "call_function" and not user < start for user in source.users)
+        for source in call.all_input_nodes:
+            if source in self.places or source in self.unread:
+                self.unread[self.root.get(source, source)] -= 1
+        return True
+
+    def _fits(self, operands: Operands) -> bool:
+        """Returns whether operands have the rows where members have them, and others can be split there."""
+        needed_of: dict[Node, Place | None] = {}
+        for source, needed in operands:
+            if needed_of.setdefault(source, needed) != needed:
+                return False
+            if source in self.places or source in self.inputs:
+                if needed != (self.places.get(source) or self.inputs[source]):
+                    return False
+            elif needed is not None and not self._can_split(source, needed):
+                return False
+        return True
+
+    def _can_split(self, source: Node, place: Place) -> bool:
+        value = source.meta.get("val")
+        return (
+            isinstance(value, torch.Tensor)
+            and statically_known_true(place.outer == 1)
+            and statically_known_true(value.shape[place.dim] == self.rows * place.inner)
+            and not self.finder.is_written(source)
+        )
+
+    def _is_narrow(self) -> bool:
+        """Returns whether all that later calls read of the segment is one value, no larger than its inputs."""
+        left = [node for node, count in self.unread.items() if count]
+        inputs = [_bytes(node) for node in self.inputs if node in self.finder.trained]
+        return len(left) == 1 and left[0] not in self.inputs and bool(inputs) and _bytes(left[0]) <= max(inputs)
+
+    def _can_join(self, node: Node) -> bool:
+        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where the
+        rows are merged with others, all else is numbers."""
+        value, place = node.meta.get("val"), self.places[node]
+        if not isinstance(value, torch.Tensor) or memory_order(value) is None:
+            return False
+        others = (*value.shape[: place.dim], *value.shape[place.dim + 1 :], place.inner)
+        return statically_known_true(place.outer == 1) or all(isinstance(size, int) for size in others)
+
+    def _outputs(self) -> list[Node]:
+        """Returns the roots that are read outside, in order."""
+        return [node for node in self.places if self.root[node] is node and self.unread[node]]
+
+
+def _bytes(node: Node) -> int:
+    """Returns the bytes of a node's value, with symbolic sizes as they were captured."""
+    return sum(int(size_seen(value.numel() * value.element_size()) or 0) for value in tensors(node.meta.get("val")))
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the dimensions of a tensor in the order in which it lies in memory; None where there are gaps."""
+    strides = [size_seen(stride) or 0 for stride in value.stride()]
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    expected: Any = 1
+    for dim in reversed(order):
+        alone = statically_known_true(value.shape[dim] == 1)
+        if not alone and not statically_known_true(value.stride(dim) == expected):
+            return None
+        expected = expected * value.shape[dim]
+    return tuple(order)

@@ -1,0 +1,259 @@
+"""How operators treat the rows of a dimension: which of them compute each row of their result from the same row of
+their operands, so that they may run on some rows after the others.
+
+An operator that is not known here mixes rows. So does one that draws random numbers or writes to an operand, and an
+embedding: the derivative for some rows is as large as the table.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from passes.compat import statically_known_true
+from passes.graphs.node_facts import arguments_of, is_pure, same_sizes, tensors
+from passes.graphs.op_kinds import is_pointwise, op_name
+from passes.patterns.row_places import RESHAPES, Place, aligned_place, moved_place, shape_of
+
+aten = torch.ops.aten
+
+
+Operands: TypeAlias = tuple[tuple[Node, Place | None], ...]
+"""The operands of a call, each with the place of the rows in it; None for one that every row reads as a whole."""
+
+
+def row_operands(node: Node, place: Place) -> Operands | None:
+    """Returns the operands of a call whose result has the rows at a place; None where the call is not known to compute
+    each row from the same rows of its operands."""
+    if node.target is operator.getitem:
+        return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
+    name = op_name(node)
+    if not name or not (is_pure(node) or _draws_nothing(node, name)):
+        return None
+    if name in _ELEMENTWISE or (is_pointwise(node) and name not in _NOT_ELEMENTWISE):
+        return _elementwise(node, place)
+    rule = _RULES.get(name)
+    return None if rule is None else rule(node, place)
+
+
+def row_result(node: Node, operand: Node, place: Place) -> tuple[Place, Operands] | None:
+    """Returns the place of the rows in a call's result, with all operands, where one operand has them at `place`; None
+    where the call mixes rows."""
+    value = next(tensors(node.meta.get("val")), None)
+    if value is None:
+        return None
+    moved = moved_place(shape_of(operand), tuple(value.shape), place) if op_name(node) in RESHAPES else None
+    for candidate in (replace(place, dim=dim) for dim in range(value.dim())) if moved is None else (moved,):
+        operands = row_operands(node, candidate)
+        if operands is not None and all(at == place for source, at in operands if source is operand):
+            return candidate, operands
+    return None
+
+
+def _draws_nothing(node: Node, name: str) -> bool:
+    """Returns whether a call is dropout that is switched off."""
+    arguments = arguments_of(node)
+    return name == "dropout" and (arguments["p"] == 0.0 or not arguments["train"])
+
+
+def _elementwise(node: Node, place: Place) -> Operands:
+    operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
+    return tuple((source, aligned_place(node, source, place)) for source in operands)
+
+
+def _sources(node: Node, *places: Place | None) -> Operands:
+    """Returns the operands with these places, in the order of the arguments; those that follow are read as a whole."""
+    given = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, Node)]
+    return tuple((source, places[number] if number < len(places) else None) for number, source in enumerate(given))
+
+
+def _dims(node: Node, name: str = "dim") -> frozenset[int]:
+    """Returns the dimensions that an argument names, counted from the front; all where it names none."""
+    dims, count = arguments_of(node).get(name), len(shape_of(node.all_input_nodes[0]))
+    if dims is None or dims == []:
+        return frozenset(range(count))
+    return frozenset(dim % count for dim in (dims if isinstance(dims, (list, tuple)) else (dims,)))
+
+
+def _product_of_matrices(node: Node, place: Place) -> Operands | None:
+    """`matmul` and its kin, where the rows are those of the first matrix, or columns of the second, or of a batch."""
+    added: Operands = ()
+    first, second = [value for value in node.args if isinstance(value, Node)][-2:]
+    if op_name(node) in ("addmm", "baddbmm"):
+        source: Any = node.args[0]
+        added = ((source, aligned_place(node, source, place)),)
+    ranks, dims = (len(shape_of(first)), len(shape_of(second))), len(shape_of(node))
+    if ranks[0] < 2:
+        return None
+    if ranks[1] == 1:
+        return (*added, (first, place), (second, None))
+    if place.dim == dims - 1:
+        return (*added, (first, None), (second, replace(place, dim=ranks[1] - 1)))
+    if place.dim == dims - 2:
+        return (*added, (first, replace(place, dim=ranks[0] - 2)), (second, None))
+    return (*added, (first, aligned_place(node, first, place)), (second, aligned_place(node, second, place)))
+
+
+def _einsum(node: Node, place: Place) -> Operands | None:
+    equation, given = node.args[:2]
+    left, arrow, right = str(equation).replace(" ", "").partition("->")
+    letters = left.split(",")
+    if not arrow or "." in left or any(len(set(one)) < len(one) for one in (*letters, right)):
+        return None
+    letter = right[place.dim]
+    sources: Any = given
+    return tuple(
+        (source, replace(place, dim=one.index(letter)) if letter in one else None)
+        for source, one in zip(sources, letters, strict=True)
+    )
+
+
+def _linear(node: Node, place: Place) -> Operands | None:
+    return _sources(node, place) if place.dim < len(shape_of(node)) - 1 else None
+
+
+def _norm(node: Node, place: Place) -> Operands | None:
+    shape: Any = node.args[1]
+    return _sources(node, place) if place.dim < len(shape_of(node)) - len(shape) else None
+
+
+def _samples(node: Node, place: Place) -> Operands | None:
+    return _sources(node, place) if place.dim == 0 else None
+
+
+def _along(name: str = "dim") -> Callable[[Node, Place], Operands | None]:
+    """Returns the rule of operators that work along dimensions, and keep them."""
+
+    def rule(node: Node, place: Place) -> Operands | None:
+        return None if place.dim in _dims(node, name) else _sources(node, place)
+
+    return rule
+
+
+def _reduction(node: Node, place: Place) -> Operands | None:
+    """Reductions, `select` and `unbind`, whose result may lack the dimensions that they work along."""
+    dims, dim = _dims(node), place.dim
+    if not arguments_of(node).get("keepdim", False):
+        kept = [number for number in range(len(shape_of(node.args[0]))) if number not in dims]
+        if dim >= len(kept):
+            return None
+        dim = kept[dim]
+    return None if dim in dims else _sources(node, replace(place, dim=dim))
+
+
+def _squeeze(node: Node, place: Place) -> Operands | None:
+    shape = shape_of(node.args[0])
+    if "dim" not in arguments_of(node):
+        return None
+    squeezed = [dim for dim in _dims(node) if statically_known_true(shape[dim] == 1)]
+    kept = [dim for dim in range(len(shape)) if dim not in squeezed]
+    return _sources(node, replace(place, dim=kept[place.dim]))
+
+
+def _unsqueeze(node: Node, place: Place) -> Operands | None:
+    dim = int(node.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
+    return None if place.dim == dim else _sources(node, replace(place, dim=place.dim - (place.dim > dim)))
+
+
+def _slice(node: Node, place: Place) -> Operands | None:
+    """A slice that takes all rows is the same for some of them."""
+    whole = statically_known_true(shape_of(node)[place.dim] == shape_of(node.args[0])[place.dim])
+    from_start = arguments_of(node)["start"] in (None, 0) and arguments_of(node)["step"] == 1
+    return _sources(node, place) if place.dim not in _dims(node) or (whole and from_start) else None
+
+
+def _permutation(node: Node, place: Place) -> Operands | None:
+    count, arguments = len(shape_of(node)), arguments_of(node)
+    order: list[Any] = list(range(count))
+    if op_name(node) == "permute":
+        order = [dim % count for dim in arguments["dims"]]
+    else:
+        dims = [arguments[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in arguments] or [-1, -2]
+        if count > 1:
+            one, other = (dim % count for dim in dims)
+            order[one], order[other] = other, one
+    return _sources(node, replace(place, dim=order[place.dim]))
+
+
+def _reshape(node: Node, place: Place) -> Operands | None:
+    source = node.args[0]
+    moved = moved_place(shape_of(node), shape_of(source), place)
+    return None if moved is None or node.target is aten.view.dtype else _sources(node, moved)
+
+
+def _expand(node: Node, place: Place) -> Operands | None:
+    source: Any = node.args[0]
+    return ((source, aligned_place(node, source, place)),)
+
+
+def _joined(node: Node, place: Place) -> Operands | None:
+    """`cat` and `stack`."""
+    dim, count = int(arguments_of(node).get("dim", 0)), len(shape_of(node))
+    if place.dim == dim % count or any(len(shape_of(source)) == 1 for source in node.all_input_nodes if count > 1):
+        return None
+    moved = replace(place, dim=place.dim - 1) if op_name(node) == "stack" and place.dim > dim % count else place
+    return tuple((source, moved) for source in node.all_input_nodes)
+
+
+def _pad(node: Node, place: Place) -> Operands | None:
+    pads: Any = node.args[1]
+    from_end = 2 * (len(shape_of(node)) - 1 - place.dim)
+    constant = arguments_of(node).get("mode", "constant") == "constant"
+    return _sources(node, place) if constant and not any(pads[from_end : from_end + 2]) else None
+
+
+def _triangle(node: Node, place: Place) -> Operands | None:
+    return _sources(node, place) if place.dim < len(shape_of(node)) - 2 else None
+
+
+def _gather(node: Node, place: Place) -> Operands | None:
+    sizes = [shape_of(source)[place.dim : place.dim + 1] for source in node.all_input_nodes]
+    equal = all(same_sizes(size, sizes[0]) for size in sizes)
+    return _sources(node, place, place, place) if place.dim not in _dims(node) and equal else None
+
+
+_ELEMENTWISE = frozenset(
+    {
+        "to", "_to_copy", "contiguous", "clone", "alias", "detach", "dropout", "expand_as", "full_like", "ones_like",
+        "zeros_like",
+    }
+)  # fmt: skip
+# Operators that torch tags as elementwise, or that `is_pointwise` counts as such, though they join or halve a
+# dimension, draw numbers, or align an operand with another dimension than broadcasting does.
+_NOT_ELEMENTWISE = frozenset(
+    {
+        "alpha_dropout", "bucketize", "cat", "concat", "feature_dropout", "glu", "hstack", "native_dropout", "prelu",
+        "stack", "vstack",
+    }
+)  # fmt: skip
+_RULES: Mapping[str, Callable[[Node, Place], Operands | None]] = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product_of_matrices),
+    "einsum": _einsum,
+    "linear": _linear,
+    **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
+    "group_norm": _samples,
+    **dict.fromkeys(
+        ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "glu",
+         "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "repeat_interleave"),
+        _along(),
+    ),
+    **dict.fromkeys(("flip", "roll"), _along("dims")),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "var", "std", "any", "all",
+         "linalg_vector_norm", "select", "unbind"),
+        _reduction,
+    ),
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "slice": _slice,
+    **dict.fromkeys(("transpose", "permute", "t", "mT", "swapaxes", "swapdims"), _permutation),
+    **dict.fromkeys(RESHAPES, _reshape),
+    "expand": _expand,
+    **dict.fromkeys(("cat", "concat", "stack"), _joined),
+    **dict.fromkeys(("constant_pad_nd", "pad"), _pad),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("gather", "scatter"), _gather),
+}  # fmt: skip
