@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.shell_completion import CompletionItem
 
-from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, check_early, model_types
+from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, check_early, gigabytes, model_types
 from memopt.cli.failures import UsageError
 from memopt.progress import stage
 
@@ -76,6 +76,16 @@ _ARGUMENTS = (
         help="Levers that may be used, with commas between: recompute,reinplace, or default,fp8, or "
         "default,-offload_activations. Default: default.",
     ),
+    click.option(
+        "--lora", type=click.IntRange(min=1), metavar="RANK",
+        help="Trains LoRA adapters of this rank on every linear layer (peft), in fp32; the model itself is frozen, and "
+        "in bf16 without --precision fp32.",
+    ),
+    click.option(
+        "--host-gb", metavar="GB",
+        help="Host memory that the plan may use. Frozen parameters may lie there, too, unless --allow says otherwise, "
+        "which takes plain operators (--backend aten).",
+    ),
     click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
     click.option(
         "--optimizer", default="adamw", metavar="NAME", show_default=True, shell_complete=_optimizers,
@@ -99,6 +109,8 @@ class Job:
     device: str | None = None
     budget_gb: str | None = None
     allow: str | None = None
+    lora: int | None = None
+    host_gb: str | None = None
     precision: str = "auto"
     optimizer: str = "adamw"
     backend: str = "auto"
@@ -112,7 +124,9 @@ class Job:
             return self._prepare()
 
     def _prepare(self) -> Prepared:
-        from memopt.cli.names import budget_gb, card_named, model_factory, on_meta
+        import torch
+
+        from memopt.cli.names import budget_gb, card_named, model_factory, on_meta, with_lora
         from memopt.cli.shapes import parse_shapes, shapes_of, with_defaults
         from memopt.planning.options import check_options
 
@@ -122,6 +136,8 @@ class Job:
         shapes = parse_shapes(self.shapes)
         check_options(budget, **options)  # and again by what plans: loading the model takes a while
         build = model_factory(self.model, self.settings)
+        if self.lora is not None:
+            build = with_lora(build, self.lora, torch.float32 if self.precision == "fp32" else torch.bfloat16)
         model, inputs = on_meta(build)
         if not shapes and inputs is not None:
             shapes = shapes_of(inputs, self.model, with_target=self.loss is not None)
@@ -137,6 +153,11 @@ class Job:
         options["optimizer"] = None if self.optimizer.lower() == "none" else self.optimizer
         if self.allow is not None:
             options["allow"] = _allowed(self.allow)
+        if self.host_gb is not None:
+            options["host_gb"] = gigabytes("--host-gb", self.host_gb)
+            options["allow"] = options.get("allow", _allowed("default,offload_parameters"))
+            if self.backend == "auto" and "offload_parameters" in options["allow"]:
+                options["backend"] = "aten"
         if self.loss is not None:
             options["loss_fn"] = named_function(self.loss)
         return cast("PlanOptions", options)

@@ -71,6 +71,29 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
         raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 
 
+def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
+    """A function that makes the same model, frozen and in that dtype, with LoRA adapters in fp32 on its linear layers.
+
+    Raises `UsageError` without peft.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise UsageError("--lora needs peft: pip install peft") from error
+
+    def adapted() -> tuple[nn.Module, Any]:
+        model, inputs = build()
+        config = LoraConfig(r=rank, target_modules="all-linear")
+        with _as_usage_error("--lora: peft raised %s"):
+            inject_adapter_in_model(config, model.to(dtype), low_cpu_mem_usage=True)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return model, inputs
+
+    return adapted
+
+
 def on_meta(build: Factory) -> tuple[nn.Module, Any]:
     """The model in training mode without memory for its parameters, and its inputs; where a model cannot be built so,
     it is built on the CPU first, and a line on stderr says so."""

@@ -3,6 +3,7 @@ need not read them again, where a plan computes from them once more."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import RecordedRegion
 from memopt.compat.tensors import memory_of, special_kind
 from memopt.planning.plan import Plan
+from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
 
 
@@ -36,7 +39,7 @@ class WatchedInputs:
             number: (value.detach(), value._version)
             for number, value in enumerate(inputs)
             if isinstance(value, torch.Tensor) and id(value) not in state and number not in left_out
-            if not (value.requires_grad or special_kind(value))
+            if _is_data(value)
         }
         return cls(region, found, plan_again)
 
@@ -55,6 +58,30 @@ class WatchedInputs:
         self.region.changed = changed | (self.region.changed or frozenset())
         if changed:
             self.plan_again()
+
+
+def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> None:
+    """Note which tensors of a call, whose plain forward returned these, the caller changes before their backward."""
+    given = [(number, weakref.ref(one), one._version) for number, one in enumerate(tensors_in(call)) if _is_data(one)]
+    node = next((one.grad_fn for one in outputs if one.grad_fn is not None), None)
+
+    def look(*_: object) -> None:
+        found = [number for number, of, version in given if (one := of()) is not None and one._version != version]
+        entry.changed_inputs |= frozenset(found)
+
+    if given and node is not None:
+        node.register_prehook(look)
+
+
+def mark_changed(region: RecordedRegion, inputs: Sequence[Any], call: Call, entry: Entry) -> None:
+    """Have a region whose backward was not seen yet planned by what plain steps have shown."""
+    if region.changed is None and entry.changed_inputs:
+        changed = {id(one) for number, one in enumerate(tensors_in(call)) if number in entry.changed_inputs}
+        region.changed = frozenset(number for number, value in enumerate(inputs) if id(value) in changed)
+
+
+def _is_data(tensor: torch.Tensor) -> bool:
+    return not (tensor.requires_grad or special_kind(tensor))
 
 
 def _returned(graph_module: fx.GraphModule) -> frozenset[int]:

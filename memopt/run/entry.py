@@ -158,6 +158,9 @@ class Entry:
     """Whether it was read from a meter, which tells more than a graph."""
     gradients_stay: bool | None = None
     """Whether gradients were there when a forward began after a backward; None before the first such forward."""
+    changed_inputs: frozenset[int] = frozenset()
+    """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
+    backward."""
     keeps_graph: bool = False
     """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False

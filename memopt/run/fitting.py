@@ -18,6 +18,7 @@ from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.run.changed_inputs import mark_changed
 from memopt.run.executable import Executable
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
@@ -170,6 +171,7 @@ class PlansOfRegions:
         """The call emitted by a plan that fits beside what else is on the device. Raises `Insists`, `BudgetError`,
         `CaptureError`."""
         _check_sizes(region, inputs, in_progress.call)
+        mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)
         return in_progress.fitting(make, lambda situation: (region, situation) in self._emitted)
 

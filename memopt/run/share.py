@@ -31,6 +31,7 @@ from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.run.changed_inputs import watch_plain
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.overlaps import AsPlain, Overlap, room_for_others
@@ -164,6 +165,8 @@ class Share:
 
     def returned(self, call: Call, result: Any) -> None:
         """Note that the forward of a call returns to the caller, whose code runs until the backward."""
+        if not self.entry.begun:
+            watch_plain(self.entry, call, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]

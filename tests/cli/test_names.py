@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 from torch import nn
 
 from memopt import DEFAULT_LEVERS
-from memopt.cli.job import Job
+from memopt.cli.job import Job, planned
 from memopt.cli.main import main
-from memopt.cli.names import budget_gb, card_named, model_factory, on_meta
+from memopt.cli.names import budget_gb, card_named, model_factory, on_meta, with_lora
 from memopt.cli.shapes import Shape, highest_values, parse_shapes, with_defaults
 
 ROOT = Path(__file__).parents[2]
@@ -131,3 +132,37 @@ def test_help_loads_no_torch_and_memopt_no_command_line() -> None:
     assert done.stdout.strip() == "[]"
     script = "import sys; from memopt.cli.main import main; main(['plan', '--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+
+
+TINY_LLAMA = ("num_hidden_layers=2", "hidden_size=64", "intermediate_size=128", "num_attention_heads=4", "vocab_size=9")
+
+
+def test_lora_freezes_the_model_and_adapts_its_linear_layers() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        model, _ = on_meta(with_lora(model_factory("llama", TINY_LLAMA), 4, dtype))
+        assert type(model).__name__ == "LlamaForCausalLM"
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        assert len(trained) == 2 * 2 * 7
+        assert all("lora_" in name and one.dtype is torch.float32 for name, one in trained.items())
+        assert {one.dtype for one in model.parameters() if not one.requires_grad} == {dtype}
+        assert {one.device.type for one in model.parameters()} == {"meta"}
+
+
+def test_host_memory_lets_frozen_parameters_leave_the_card() -> None:
+    options = Job("llama", host_gb="64").options()
+    assert (options["host_gb"], options["backend"]) == (64, "aten")
+    assert options["allow"] == DEFAULT_LEVERS | {"offload_parameters"}
+    told = Job("llama", host_gb="64", allow="recompute").options()
+    assert (told["allow"], told["backend"]) == ({"recompute"}, "auto")
+
+
+@pytest.mark.slow
+def test_a_lora_is_planned_with_less_than_its_base() -> None:
+    base = 2 * 3 * (4 * 1024**2 + 3 * 1024 * 4096)
+    wide = (
+        "num_hidden_layers=3", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8", "vocab_size=99"
+    )  # fmt: skip
+    job = Job("llama", ("input_ids=1x64:int64",), wide, device="rtx-4090", lora=4, host_gb="4", effort="fast")
+    plan = planned(replace(job, budget_gb=f"{0.53 + 0.6 * base / 2**30:.3f}"))
+    assert plan.account.parameters < 0.6 * base
+    assert plan.hosted_bytes > 0.4 * base

@@ -29,11 +29,11 @@ class Features(nn.Module):
         return self.layers(images.sin())
 
 
-def step(model: nn.Module, change: bool) -> list[torch.Tensor]:
+def step(model: nn.Module, change: bool, rows: int = 1024) -> list[torch.Tensor]:
     """The gradients of a step."""
     model.zero_grad()
     torch.manual_seed(1)
-    images = torch.rand(1024, 512)
+    images = torch.rand(rows, 512)
     outputs = model(images)
     if change:
         images.div_(255)
@@ -70,6 +70,23 @@ def test_a_changed_input_is_not_taken_for_the_first_one() -> None:
         assert all(map(torch.equal, gradients, expected))
     assert refused, "no plan reads the input again"
     assert all("FloatTensor [1024, 512], has been modified by an inplace operation" in words for words in refused)
+
+
+def test_a_plain_step_shows_that_an_input_is_changed() -> None:
+    """Before the first step that is planned, which has no room for a copy of its own."""
+    expected, states = step(Features(), change=True), []
+    most = peak_bytes(Features())
+    for share in SHARES:
+        model = memopt.optimize(Features(), share * most / GIB, optimizer=None, **EXACT)
+        step(model, change=True, rows=64)
+        assert memopt.status(model).state is memopt.State.PLAIN
+        try:
+            gradients = step(model, change=True)
+        except memopt.BudgetError:
+            continue
+        states.append(memopt.status(model).state)
+        assert all(map(torch.equal, gradients, expected))
+    assert memopt.State.PLANNED in states
 
 
 @pytest.mark.usefixtures("counted")
