@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import passes.compat
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.symbols import (
+    AssumedSizes,
     data_symbols_of,
     known_sizes,
     plain_symbol,
@@ -66,6 +67,20 @@ def test_sizes_that_shrink_as_others_grow_are_bounded_by_the_smallest_of_these(m
 def test_a_size_without_a_bound_is_refused(mode: FakeTensorMode) -> None:
     with pytest.raises(CaptureError, match=r"depends on data and has no bound; call torch\._check"):
         upper_bound(data_size(mode))
+
+
+def test_a_condition_that_divides_by_zero_is_broken() -> None:
+    """As one on what is left by a tile of rows, for a batch with fewer rows than tiles."""
+    shape_env = ShapeEnv()
+    value = FakeTensorMode(shape_env=shape_env).from_tensor(
+        torch.empty(16, 2), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    )
+    size = value.shape[0]
+    assert isinstance(size, torch.SymInt)
+    assert not size % (size // 4)
+    assumed = AssumedSizes([size])
+    assert assumed.hold([32])
+    assert list(assumed.broken([3])) == [str(size)]
 
 
 def test_the_symbols_of_values(mode: FakeTensorMode) -> None:
