@@ -64,10 +64,12 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
     """Note which tensors of a call, whose plain forward returned these, the caller changes before their backward."""
     given = [(number, weakref.ref(one), one._version) for number, one in enumerate(tensors_in(call)) if _is_data(one)]
     node = next((one.grad_fn for one in outputs if one.grad_fn is not None), None)
+    weak = weakref.ref(entry)  # the garbage collector does not see what a graph holds, which the model may keep
 
     def look(*_: object) -> None:
         found = [number for number, of, version in given if (one := of()) is not None and one._version != version]
-        entry.changed_inputs |= frozenset(found)
+        if found and (noted := weak()) is not None:
+            noted.changed_inputs |= frozenset(found)
 
     if given and node is not None:
         node.register_prehook(look)
