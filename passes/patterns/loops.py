@@ -108,7 +108,7 @@ class _Loop:
         first = nodes[0]
         known = is_pointwise(first) or is_cast(first) or op_name(first) in _ROW_WISE
         alike = all(node.target is first.target and len(node.args) == len(first.args) for node in nodes)
-        if not known or not alike or not is_pure(first) or mutated_arguments(first):
+        if not known or not alike or not is_pure(first) or mutated_arguments(first) or not self._aligns(nodes):
             return None
         if any(node.kwargs.keys() != first.kwargs.keys() for node in nodes):
             return None
@@ -123,6 +123,19 @@ class _Loop:
         self.made.append(call)
         return call
 
+    def _aligns(self, nodes: tuple[Node, ...]) -> bool:
+        """Returns whether the operands that differ from turn to turn have as many dimensions as each other, those of a
+        part as many rows, too: for all rows they would else be broadcast otherwise than in a turn."""
+        shared = set(nodes[0].all_input_nodes).intersection(*[node.all_input_nodes for node in nodes])
+        for node in nodes:
+            own = [source.meta.get("val") for source in node.all_input_nodes if source not in shared]
+            shapes = [value.shape for value in own if isinstance(value, torch.Tensor)]
+            if any(len(shape) != len(shapes[0]) for shape in shapes):
+                return False
+            if not self.samples and any(not same_sizes(shape[:1], shapes[0][:1]) for shape in shapes):
+                return False
+        return True
+
     def _argument(self, given: Sequence[Any], name: str, first: Node) -> Any:
         """Returns an argument of the call for all rows, given those of the turns."""
         one = given[0]
@@ -133,6 +146,8 @@ class _Loop:
             return _DIFFERENT
         if name != "dim":
             return one
+        if one is None or one == []:
+            return _DIFFERENT
         source: Any = first.args[0]
         rank = source.meta["val"].dim() + (op_name(first) == "unsqueeze")
         dims = [dim if dim < 0 else dim - rank for dim in (one if isinstance(one, (list, tuple)) else [one])]

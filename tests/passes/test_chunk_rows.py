@@ -320,6 +320,31 @@ def test_a_loop_whose_logits_are_written_to_is_not_rolled_up() -> None:
     assert_same_gradients(captured.graph_module, after, captured.inputs, 2e-6)
 
 
+BROADCAST: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "number": lambda sample, number, row: sample.logsumexp(-1) * number,
+    "temperature": lambda sample, number, row: (sample / number).logsumexp(-1),
+    "row": lambda sample, number, row: (sample + row).logsumexp(-1),
+    "over all": lambda sample, number, row: sample.logsumexp(-1) - sample.logsumexp(-1).mean(dim=None) * number,
+}
+
+
+@pytest.mark.parametrize("samples", [LENGTH, LENGTH - 1])
+@pytest.mark.parametrize("form", BROADCAST)
+def test_what_a_turn_broadcasts_is_not_aligned_with_other_rows(form: str, samples: int) -> None:
+    """With as many samples as tokens the shapes would fit all the same."""
+
+    def loss(x: Tensor, w: Tensor, numbers: Tensor, rows: Tensor) -> Tensor:
+        logits = F.linear(x, w)
+        turns = [BROADCAST[form](logits[at], numbers[at], rows[at]) for at in range(samples)]
+        return (torch.stack(turns) ** 2).sum()
+
+    torch.manual_seed(0)
+    x, w = torch.randn(samples, LENGTH, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH, requires_grad=True)
+    captured = capture_operators(loss, x, w, torch.rand(samples) + 0.5, torch.rand(samples, CLASSES))
+    after = ChunkLoss(rows=5)(captured.graph_module)
+    assert_same_gradients(captured.graph_module, after, captured.inputs, 2e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["each token", "TRL's in 16 bits", "z-loss", "distilled"])
 def test_16_bits_are_no_worse_than_the_plain_loss(form: str, dtype: torch.dtype) -> None:
