@@ -1,4 +1,4 @@
-"""What a loss reads from a linear layer's logits as one operator, which never holds them."""
+"""Losses of a linear layer's logits, computed by operators that hold the logits of a few rows at a time."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

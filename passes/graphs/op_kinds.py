@@ -117,6 +117,21 @@ def is_pointwise(node: Node) -> bool:
     return bool(name) and (name in _POINTWISE or torch.Tag.pointwise in target.tags)
 
 
+def broadcasts(node: Node) -> bool:
+    """True for a call that works element by element on operands that are broadcast to the shape of its result."""
+    return is_pointwise(node) and op_name(node).removesuffix("_") not in _NOT_BROADCAST
+
+
+# Tagged as pointwise, or counted so, though they join or halve a dimension, draw numbers, or align an operand with
+# another dimension than broadcasting does.
+_NOT_BROADCAST = frozenset(
+    {
+        "alpha_dropout", "bucketize", "cat", "concat", "dropout", "feature_dropout", "glu", "hstack", "native_dropout",
+        "prelu", "stack", "vstack",
+    }
+)  # fmt: skip
+
+
 def promotes(node: Node) -> bool:
     """True if the kernel itself takes operands of different dtypes and computes in the wider."""
     target: Any = node.target

@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 from passes.compat import schema_of, statically_known_true
 from passes.graphs.edit import erase_unread, new_call
 from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
-from passes.graphs.op_kinds import is_cast, is_pointwise, mutated_arguments, op_name
+from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
+from passes.patterns.row_region import REDUCTIONS
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
 _OF_CLASSES = frozenset({"softmax", "log_softmax", "logsumexp"})
-_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
-_ROW_WISE = _OF_CLASSES | _REDUCTIONS | {"gather", "squeeze", "unsqueeze", "clone", "detach"}
+_ROW_WISE = _OF_CLASSES | REDUCTIONS | {"gather", "squeeze", "unsqueeze", "clone", "detach"}
 _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"})
 
 
@@ -106,7 +106,7 @@ class _Loop:
     def _call(self, nodes: tuple[Node, ...]) -> Node | None:
         """Returns the call that all turns make, made for all rows."""
         first = nodes[0]
-        known = is_pointwise(first) or is_cast(first) or op_name(first) in _ROW_WISE
+        known = broadcasts(first) or is_cast(first) or op_name(first) in _ROW_WISE
         alike = all(node.target is first.target and len(node.args) == len(first.args) for node in nodes)
         if not known or not alike or not is_pure(first) or mutated_arguments(first) or not self._aligns(nodes):
             return None
@@ -115,7 +115,7 @@ class _Loop:
         names = [argument.name for argument in schema_of(first.target).arguments]
         args = [self._argument([node.args[at] for node in nodes], names[at], first) for at in range(len(first.args))]
         kwargs = {key: self._argument([node.kwargs[key] for node in nodes], key, first) for key in first.kwargs}
-        reduces = op_name(first) in _REDUCTIONS and "dim" not in (*names[: len(args)], *kwargs)
+        reduces = op_name(first) in REDUCTIONS and "dim" not in (*names[: len(args)], *kwargs)
         if reduces or _DIFFERENT in (*args, *kwargs.values()):
             return None
         with self.end.graph.inserting_before(self.end):

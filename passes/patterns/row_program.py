@@ -43,8 +43,9 @@ class RowResult:
     value: Node
     """The value with classes that it is computed from."""
     finish: str = ""
-    """What is left to do: nothing but its shape; the node's own call ("again"), on the program's result with a class
-    dimension of size 1; or a reduction over the rows, "sum", "mean", or "targets", the mean over those that count."""
+    """How the result is made from the program's: "" only reshapes it; "again" makes the node's own call on it, with a
+    class dimension of size 1; "sum" and "mean" reduce it over the rows; "targets" is the mean over those that
+    count."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import arguments_of, is_random, same_sizes
-from passes.graphs.op_kinds import is_cast, is_pointwise, mutated_arguments, op_name
+from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import Step, row_move, takes_all
 from passes.patterns.loss_pattern import Linear, match_linear, picked_by_index
 from passes.rewrite_pattern import NoMatch
@@ -26,10 +26,6 @@ CLASS_LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "hu
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
 """Reductions over any dimensions, which may be done over one after the other."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
-_NOT_BY_ELEMENT = frozenset(
-    {"alpha_dropout", "cat", "concat", "dropout", "feature_dropout", "glu", "hstack", "native_dropout",
-     "stack", "vstack"}
-)  # fmt: skip
 
 
 @dataclass
@@ -190,7 +186,7 @@ def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
     if is_cast(node) or name in SAME or name in ("zeros_like", "ones_like", "full_like"):
         return class_dim
     by_class = name in CLASS_LOSSES and arguments_of(node)["reduction"] == 0
-    by_element = by_class or (is_pointwise(node) and name.removesuffix("_") not in _NOT_BY_ELEMENT)
+    by_element = by_class or broadcasts(node)
     numbers = [other for other in node.all_input_nodes if not isinstance(other.meta.get("val"), torch.Tensor)]
     written = mutated_arguments(node)
     return class_dim if by_element and not numbers and written in ((), (source,)) else None

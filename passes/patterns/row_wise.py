@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import arguments_of, is_pure, same_sizes, tensors
-from passes.graphs.op_kinds import is_pointwise, op_name
+from passes.graphs.op_kinds import broadcasts, op_name
 from passes.patterns.row_places import RESHAPES, Place, aligned_place, moved_place, shape_of
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def row_operands(node: Node, place: Place) -> Operands | None:
     name = op_name(node)
     if not name or not (is_pure(node) or _draws_nothing(node, name)):
         return None
-    if name in _ELEMENTWISE or (is_pointwise(node) and name not in _NOT_ELEMENTWISE):
+    if name in _ELEMENTWISE or broadcasts(node):
         return _elementwise(node, place)
     rule = _RULES.get(name)
     return None if rule is None else rule(node, place)
@@ -219,14 +219,6 @@ _ELEMENTWISE = frozenset(
     {
         "to", "_to_copy", "contiguous", "clone", "alias", "detach", "dropout", "expand_as", "full_like", "ones_like",
         "zeros_like",
-    }
-)  # fmt: skip
-# Operators that torch tags as elementwise, or that `is_pointwise` counts as such, though they join or halve a
-# dimension, draw numbers, or align an operand with another dimension than broadcasting does.
-_NOT_ELEMENTWISE = frozenset(
-    {
-        "alpha_dropout", "bucketize", "cat", "concat", "feature_dropout", "glu", "hstack", "native_dropout", "prelu",
-        "stack", "vstack",
     }
 )  # fmt: skip
 _RULES: Mapping[str, Callable[[Node, Place], Operands | None]] = {
