@@ -57,9 +57,10 @@ Every operator of torch's OpInfo database (`common_methods_invocations`, `custom
 supports gradients, and every module of `common_modules`, in a small module whose operands and results lie between
 operators that save them. Two samples of each or more: everything recomputed that may be (all outputs: with all results
 returned; loss: with the loss alone; in place: where the operator has such a form; transposed: with operands whose
-dimensions lie in memory in reverse order), and the smallest budget; precision fp32, recompute and reinplace. Loss,
-results, gradients, buffers, all their strides and the state of the generator are compared with the plain module's, bit
-by bit, in the first run of what was planned, which torch may run in another way, and in a second one.
+dimensions lie in memory in reverse order; derivative: with a loss of the operator's derivatives, where it has second
+ones), and the smallest budget; precision fp32, recompute and reinplace. Loss, results, gradients, buffers, all their
+strides and the state of the generator are compared with the plain module's, bit by bit, in the first run of what was
+planned, which torch may run in another way, and in a second one.
 `python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`."""
 
 Record = dict[str, Any]

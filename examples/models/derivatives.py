@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 grad = torch.autograd.grad
 
@@ -117,19 +118,33 @@ class Equivariant(Potential):
         square = torch.einsum("ea,eb->eab", unit, unit) - torch.eye(3) / 3
         bases, hidden = self.bases(distance), self.kinds(kinds)
         for radial, mixing in self.layers:  # type: ignore[misc]
-            weights = radial(bases).view(len(unit), -1, 3) * hidden[source][..., None]
-            none, one, two = weights.unbind(-1)
-            shape = hidden.shape
-            scalar = hidden.new_zeros(shape).index_add(0, to, none)
-            vector = hidden.new_zeros(*shape, 3).index_add(0, to, torch.einsum("ec,ea->eca", one, unit))
-            tensor = hidden.new_zeros(*shape, 3, 3).index_add(0, to, torch.einsum("ec,eab->ecab", two, square))
-            products = (
-                scalar,
-                torch.einsum("nca,nca->nc", vector, vector),
-                torch.einsum("nca,ncab,ncb->nc", vector, tensor, vector),
-            )
-            hidden = hidden + torch.tanh(mixing(torch.cat(products, -1)))
+            hidden = self.block(radial, mixing, hidden, bases, unit, square, edges)
         return self.out(hidden)
+
+    def block(
+        self, radial: nn.Module, mixing: nn.Module, hidden: Tensor,
+        bases: Tensor, unit: Tensor, square: Tensor, edges: Tensor,
+    ) -> Tensor:  # fmt: skip
+        to, source = edges
+        weights = radial(bases).view(len(unit), -1, 3) * hidden[source][..., None]
+        none, one, two = weights.unbind(-1)
+        shape = hidden.shape
+        scalar = hidden.new_zeros(shape).index_add(0, to, none)
+        vector = hidden.new_zeros(*shape, 3).index_add(0, to, torch.einsum("ec,ea->eca", one, unit))
+        tensor = hidden.new_zeros(*shape, 3, 3).index_add(0, to, torch.einsum("ec,eab->ecab", two, square))
+        products = (
+            scalar,
+            torch.einsum("nca,nca->nc", vector, vector),
+            torch.einsum("nca,ncab,ncb->nc", vector, tensor, vector),
+        )
+        return hidden + torch.tanh(mixing(torch.cat(products, -1)))
+
+
+class CheckpointedEquivariant(Equivariant):
+    """`Equivariant` with an activation checkpoint around each layer, by hand."""
+
+    def block(self, *args: Any) -> Tensor:  # type: ignore[override]
+        return checkpoint(super().block, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class DistanceTransformer(Potential):

@@ -29,11 +29,11 @@ from memopt.solver.min_cut import just_in_time
 
 EXACT: dict[str, Any] = {**twins.EXACT, "optimizer": None}
 ROOMY_GB = 1000.0
-ALL, LOSS, IN_PLACE, TRANSPOSED, SMALLEST = STAGES = ("all outputs", "loss", "in place", "transposed", "smallest")
+STAGES = ("all outputs", "loss", "in place", "transposed", "smallest", "derivative")
+ALL, LOSS, IN_PLACE, TRANSPOSED, SMALLEST, DERIVATIVE = STAGES
 """The smallest budget, or everything recomputed that may be: with results that the call returns, with its loss alone,
-with the operator that writes over its operand, and with operands whose dimensions lie in memory in reverse order."""
-DERIVATIVE = "derivative"
-"""A further stage: the loss is one of the operator's derivatives, everything is recomputed that may be."""
+with the operator that writes over its operand, with operands whose dimensions lie in memory in reverse order, and with
+a loss of the operator's derivatives, where it has second ones."""
 MOST_SAMPLES = 40
 """How many of an operator's samples are looked at to choose from."""
 

@@ -52,6 +52,9 @@ class CrossedByDerivative(CaptureError):
     """Code between regions takes a derivative through a region, whose backward cannot be differentiated again."""
 
 
+CROSSED = "takes a derivative through that break"
+
+
 @dataclass(frozen=True)
 class Passed:
     """What one region hands to the code around it and to other regions within a step: which of its outputs and input
@@ -192,7 +195,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            raise CrossedByDerivative("takes a derivative through that break (create_graph=True)")
+            raise CrossedByDerivative(f"{CROSSED} (create_graph=True)")
         ctx.between.begin_backward(ctx.number, gradients)
         ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.between import Between, CrossedByDerivative, Passed, stand_in
+from memopt.capture.between import CROSSED, Between, CrossedByDerivative, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
 from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamic_shapes import together
 from memopt.capture.dynamo import Backend, GraphBreak, in_brief_with_line, may_run_other_regions, short_path
+from memopt.capture.inner_outputs import InnerOutputs
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
@@ -48,6 +49,7 @@ class DryRun:
         self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
         self._values: list[_ValuesOfRun] = []
+        self._inner: list[InnerOutputs] = []
         """The inputs and outputs of each run, in the order of the runs."""
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
@@ -65,6 +67,8 @@ class DryRun:
         observer = Observer() if region.depends_on_data and all(map(is_real, given)) else None
         with observer or nullcontext():
             outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
+        if region.feeds and region.deferred is None:
+            self._inner.append(InnerOutputs(outputs, region.feeds, lambda _: CrossedByDerivative(CROSSED)))
         self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)

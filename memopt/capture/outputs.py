@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from memopt.capture.inner_outputs import InnerOutputs
 from memopt.compat.autograd import keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
 from passes import copy_graph_module
@@ -115,12 +116,17 @@ class _Replays(Protocol):
 
 
 def hand_out(
-    outputs: Sequence[Any], forward: _Awaited, replay: _Replays | None = None, others: Collection[int] = ()
+    outputs: Sequence[Any],
+    forward: _Awaited,
+    replay: _Replays | None = None,
+    others: Collection[int] = (),
+    feeds: Mapping[int, frozenset[int]] | None = None,
 ) -> tuple[Any, ...]:
     """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if one arrives, `replay` computes what follows from it.
+    model; if one arrives, `replay` computes what follows from it. `feeds` is as `feeding` gives it: the backward raises
+    `UnplannedGradientError` where it would lack a gradient of such an output.
     """
     handed = list(outputs)
     handled = [
@@ -138,6 +144,11 @@ def hand_out(
         values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
         for position, value in zip(positions, values, strict=True):
             handed[position] = value
+    if feeds:
+        inner = InnerOutputs(handed, feeds)
+        nodes: set[Any] = {value.grad_fn for value in handed if isinstance(value, torch.Tensor)} - {None}
+        for node in nodes:
+            node.inner = inner
     return tuple(handed)
 
 
@@ -154,13 +165,16 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _check_once()
+        _check_inner(ctx, gradients)
         note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
         if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
             return None, None, *gradients
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
-            ctx.forward = None  # a model that keeps an output keeps this node, which must not keep the model
+            ctx.forward = ctx.inner = (
+                None  # a model that keeps an output keeps this node, which must not keep the model
+            )
             if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
                 ctx.replay.release()
         return None, None, *gradients
@@ -179,6 +193,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _check_once()
+        _check_inner(ctx, gradients)
         given = {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
         found = ctx.replay.gradients(given) if given else [None] * ctx.others
         return None, None, *(None for _ in ctx.positions), *found
@@ -191,6 +206,12 @@ def _check_once() -> None:
             "create_graph=True asks for gradients of gradients, which a captured backward does not have; have a "
             "loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
         )
+
+
+def _check_inner(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise `UnplannedGradientError` where somebody waits for a gradient that this backward does not have."""
+    if (inner := getattr(ctx, "inner", None)) is not None:
+        inner.reached(ctx, gradients)
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:

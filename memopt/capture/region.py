@@ -18,6 +18,7 @@ from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
+from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
 from memopt.compat.dynamo import capture_settings, tracing_again
@@ -59,6 +60,8 @@ class RecordedRegion:
     """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
     to_require_grad: frozenset[int] = frozenset()
     """Numbers of the inputs that the code calls `requires_grad_()` on, which is done before the region runs."""
+    feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """By position among the outputs of the model's call: the outputs that are computed from that one."""
     autocast: AutocastState = field(default_factory=AutocastState.now)
     """The autocast around the region, under which it is traced."""
     changed: frozenset[int] | None = None
@@ -108,8 +111,9 @@ class RecordedRegion:
             for trains in (True, False)
         )
         return cls(
-            graph_module, ids, frozen_ids, undifferentiated, tracing_again(), deferred, plain, narrowed, to_require_grad
-        )
+            graph_module, ids, frozen_ids, undifferentiated, tracing_again(), deferred, plain, narrowed,
+            to_require_grad, feeding(recorded),
+        )  # fmt: skip
 
     @property
     def parameters(self) -> frozenset[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -177,11 +178,15 @@ def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     return _reached_from({output.grad_fn for output in outputs if output.grad_fn is not None})
 
 
-def _reached_from(nodes: set[Any], among: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+def _reached_from(
+    nodes: set[Any], among: Callable[[Any], bool] = lambda node: True, beyond: Callable[[Any], bool] = lambda node: True
+) -> Iterator[Any]:
     left = list(nodes)
     while left:
         node = left.pop()
         yield node
+        if not beyond(node):
+            continue
         found = {further for further, _ in node.next_functions if further is not None and among(further)} - nodes
         nodes |= found
         left += found
@@ -246,9 +251,26 @@ def received_bytes(node: Any, number: int) -> int:
 
 def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
     """Have `listener` called with the tensors, or edges, at which each backward of the process starts; None: nobody
-    any more, and torch's own function is back in its place."""
+    any more."""
     _listeners[:] = [] if listener is None else [listener]
-    if listener is None:
+    _tell()
+
+
+def gradients_asked(watcher: Watcher) -> None:
+    """Have `watcher` told of each backward of the process that returns gradients of given tensors, or accumulates those
+    alone, as long as it lives."""
+    _watchers.add(watcher)
+    _tell()
+
+
+class Watcher(Protocol):
+    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Called with the tensors, or edges, at which the backward starts, and those whose gradients are asked for."""
+
+
+def _tell() -> None:
+    """Replace torch's function that starts a backward where somebody is told of it, else put it back in its place."""
+    if not _listeners and not _watchers:
         for module, telling, own in _told:
             if module._engine_run_backward is telling:
                 module._engine_run_backward = own
@@ -265,14 +287,40 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for listener in tuple(_listeners):
             listener(outputs)
-        return own(outputs, *args, **kwargs)
+        if inputs := kwargs.get("inputs", args[3] if len(args) > 3 else ()):
+            for watcher in tuple(_watchers):
+                watcher.before_backward(outputs, inputs)
+        try:
+            return own(outputs, *args, **kwargs)
+        finally:
+            _tell()  # no longer, where the last that was told is gone
 
     return run_backward
 
 
 _listeners: list[Callable[[Sequence[Any]], None]] = []
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _told: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
 """The modules in which torch's function is replaced, by what, and that function."""
+
+
+def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any, int]]:
+    """The edges of the autograd graph that a backward takes from these tensors or edges: nodes, each with the number of
+    its output. It goes on from each node but those in `ends`."""
+    given = (torch.autograd.graph.get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in starts)
+    seen = {(edge.node, edge.output_nr) for edge in given}
+    for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
+        seen.update(edge for edge in node.next_functions if node not in ends)
+    return seen
+
+
+def hook_table(tensor: torch.Tensor, first: Callable[[Any], None]) -> dict[int, Callable[..., Any]]:
+    """Register a hook on a tensor that is no leaf, before all others, and return the table to which
+    `Tensor.register_hook` adds the others; it is there without the tensor."""
+    tensor.register_hook(first)  # type: ignore[no-untyped-call]
+    table = tensor._backward_hooks
+    assert table is not None
+    return table
 
 
 class WatchingHook:

@@ -317,7 +317,7 @@ class RecordedCalls:
                 f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
                 "numbers"
             ) from None
-        return hand_out(outputs, pending, replay, region.undifferentiated)
+        return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 
     def _may_run_twice(self, forward: PendingForward) -> bool:
         """Whether a forward in one region may be run a second time by its plan, to have its room until its backward:
