@@ -26,6 +26,8 @@ PRIVATE_NAMES = (
     *private("torch._C._autograd", "_unsafe_set_version_counter"),
     *private("torch._C", "_FunctionBase._raw_saved_tensors"),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
+    *private("torch._C._functorch", "maybe_current_level"),
+    *private("torch.autograd.forward_ad", "_current_level"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
 
@@ -102,6 +104,11 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def in_transform() -> bool:
+    """Whether code runs within a transform of torch.func (grad, vmap, jvp, …), or with forward-mode derivatives."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

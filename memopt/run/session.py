@@ -21,6 +21,7 @@ from memopt.capture.author_modes import AutocastState
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
+from memopt.compat.autograd import in_transform
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
@@ -123,8 +124,9 @@ class Session:
 
     def trains(self) -> bool:
         """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is
-        neither exported nor captured as a part of another planned model."""
-        others = is_exporting() or is_capturing()
+        neither exported, nor captured as a part of another planned model, nor transformed by torch.func, whose
+        operators a plan does not have."""
+        others = is_exporting() or is_capturing() or in_transform()
         return torch.is_grad_enabled() and self.model.training and not others
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +136,13 @@ class Session:
             self.watch.begin()
         if torch.compiler.is_compiling():
             return calls.plain(*args, **kwargs)
+        if in_transform() and torch.is_grad_enabled() and self.model.training:
+            warnings.warn(
+                f"{type(self.model).__name__} was called within a transform of torch.func, or with forward-mode "
+                "derivatives: such calls run as the plain model does, and no budget holds for them; a loss_fn of "
+                "(model, batch) that takes the derivative itself is planned",
+                stacklevel=3,
+            )
         with plainly(self.model, compiled=self.own_call is not None):
             return calls.plain(*args, **kwargs)
 

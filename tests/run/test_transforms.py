@@ -1,0 +1,47 @@
+"""A planned model within transforms of torch.func, and with forward-mode derivatives, is the plain model."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, jvp, vmap
+
+import memopt
+
+pytestmark = pytest.mark.plans_always
+
+
+def gradients(model: nn.Module, x: Tensor) -> Tensor:
+    weights = dict(model.named_parameters())
+    found = torch.func.grad(lambda given: functional_call(model, given, (x,)).square().sum())(weights)
+    return torch.cat([one.flatten() for one in found.values()])
+
+
+def for_each_sample(model: nn.Module, x: Tensor) -> Tensor:
+    return vmap(lambda one: model(one[None]))(x)
+
+
+def tangent(model: nn.Module, x: Tensor) -> Tensor:
+    return jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def dual(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+@pytest.mark.parametrize("derivative", [gradients, for_each_sample, tangent, dual])
+def test_a_call_within_a_transform(derivative: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(5, 8)
+    ours = memopt.optimize(copy.deepcopy(plain), 1, optimizer=None, precision="fp32", allow={"recompute"})
+    for _ in range(2):  # before and after a planned step
+        with pytest.warns(UserWarning, match="Sequential was called within a transform of torch.func"):
+            assert torch.equal(derivative(ours, x), derivative(plain, x))
+        for model in (plain, ours):
+            model(x).square().sum().backward()
+    assert memopt.plan_of(ours) is not None
+    assert torch.equal(ours[0].weight.grad, plain[0].weight.grad)
