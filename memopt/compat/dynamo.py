@@ -241,6 +241,17 @@ def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
             frames.reset_code(code)
 
 
+def forget_skipped() -> None:
+    """Have Dynamo try once more to capture code of which it has no compilation: code in which it met an exception of
+    the user's, on one batch, it would never capture again. Not to be called while Dynamo compiles."""
+    from torch._dynamo.convert_frame import input_codes
+
+    frames: Any = torch._C._dynamo.eval_frame
+    for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
+        if not frames._debug_get_cache_entry_list(code):
+            frames.reset_code(code)
+
+
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
     """Whether some code has several compilations by backends for which `is_ours` holds.
 

@@ -19,7 +19,7 @@ from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line,
 from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
-from memopt.errors import CaptureError
+from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -119,6 +119,13 @@ class Recorder:
         """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
         return self._breaks.get(call_signature(call)) if self.breaks else None
 
+    def forget_errors(self) -> None:
+        """Have calls that could not be captured recorded once more when they come again: the model's forward failed."""
+        from memopt.compat.dynamo import forget_skipped  # loads torch._dynamo
+
+        self._errors.clear()
+        forget_skipped()
+
     def forget(self) -> None:
         """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
         for recorded in self._all():
@@ -145,6 +152,15 @@ class Recorder:
 
     def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
+        try:
+            return self._run(in_progress)
+        except (BudgetError, CaptureError):
+            raise
+        except Exception:  # the model's own
+            self.forget_errors()
+            raise
+
+    def _run(self, in_progress: CallInProgress) -> Any:
         call = in_progress.call
         if self._errors and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)

@@ -55,6 +55,7 @@ from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
 from memopt.run.share import Share
 from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
 from memopt.run.training import TrainingCalls
+from memopt.training_state import containers_restored, undone
 
 
 class Session:
@@ -241,6 +242,8 @@ class Session:
             refused: BudgetError | CaptureError = without_frames(error)
         if isinstance(refused, CaptureError) and not refused.undone:
             raise refused  # a second run would begin from another state
+        if isinstance(refused, CaptureError) and self.parallel.wrapper is None:
+            self._check_plain(calls, in_progress.call)
         broken = calls.recorded.break_reason(in_progress.call)
         if broken is not None or isinstance(refused, CaptureError):
             gc.collect()  # what was recorded holds tensors in circles of frames
@@ -256,6 +259,18 @@ class Session:
             return self._unplanned(calls, in_progress.call)
         with self._refusing():
             raise self._log.refused(calls.checkpointed.explain(refused, broken, *given))
+
+    def _check_plain(self, calls: TrainingCalls, call: Call) -> None:
+        """Raise the error of the plain model's forward, where that fails for a call too that cannot be captured: the
+        loop may expect it, and later calls are captured."""
+        try:
+            with torch.no_grad(), undone(self.model), containers_restored(call):
+                calls.plain(*call[0], **call[1])
+        except (MemoryError, torch.OutOfMemoryError):
+            return
+        except Exception:
+            calls.recorded.forget_errors()
+            raise
 
     def _half_of_the_room(self, calls: TrainingCalls, call: Call, situation: Situation) -> float:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(call, situation)) / 2
