@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.inner_outputs import InnerOutputs
-from memopt.compat.autograd import keeps_graph, note_reached
+from memopt.compat.autograd import in_transform, keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
 from passes import copy_graph_module
 
@@ -200,7 +200,12 @@ class _Replayed(torch.autograd.Function):
 
 
 def _check_once() -> None:
-    """Raise `UnplannedGradientError` in a backward that is to be differentiated itself."""
+    """Raise `UnplannedGradientError` in a backward that is to be differentiated itself, or is transformed."""
+    if in_transform():
+        raise UnplannedGradientError(
+            "a captured backward does not run for several gradients at once (is_grads_batched=True, vectorize=True, "
+            "torch.func.vmap); ask for one after the other, or call memopt.remove(model)"
+        )
     if torch.is_grad_enabled():
         raise UnplannedGradientError(
             "create_graph=True asks for gradients of gradients, which a captured backward does not have; have a "

@@ -45,3 +45,10 @@ def test_a_call_within_a_transform(derivative: Callable[[nn.Module, Tensor], Ten
             model(x).square().sum().backward()
     assert memopt.plan_of(ours) is not None
     assert torch.equal(ours[0].weight.grad, plain[0].weight.grad)
+
+
+def test_several_gradients_at_once() -> None:
+    model, x = nn.Linear(8, 4), torch.randn(5, 8, requires_grad=True)
+    memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute"})
+    with pytest.raises(memopt.UnplannedGradientError, match="for several gradients at once"):
+        torch.autograd.grad(model(x).sum(), x, torch.ones(3), is_grads_batched=True)
