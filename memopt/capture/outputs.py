@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.inner_outputs import InnerOutputs
-from memopt.compat.autograd import in_transform, keeps_graph, note_reached
+from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
 from passes import copy_graph_module
 
@@ -164,7 +164,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _check_once()
+        _check_once(gradients)
         _check_inner(ctx, gradients)
         note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
         if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
@@ -192,16 +192,16 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _check_once()
+        _check_once(gradients)
         _check_inner(ctx, gradients)
         given = {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
         found = ctx.replay.gradients(given) if given else [None] * ctx.others
         return None, None, *(None for _ in ctx.positions), *found
 
 
-def _check_once() -> None:
-    """Raise `UnplannedGradientError` in a backward that is to be differentiated itself, or is transformed."""
-    if in_transform():
+def _check_once(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise `UnplannedGradientError` in a backward that is to be differentiated, or that torch.func.vmap runs."""
+    if any(map(is_batched, gradients)):
         raise UnplannedGradientError(
             "a captured backward does not run for several gradients at once (is_grads_batched=True, vectorize=True, "
             "torch.func.vmap); ask for one after the other, or call memopt.remove(model)"

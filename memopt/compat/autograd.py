@@ -26,7 +26,7 @@ PRIVATE_NAMES = (
     *private("torch._C._autograd", "_unsafe_set_version_counter"),
     *private("torch._C", "_FunctionBase._raw_saved_tensors"),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
-    *private("torch._C._functorch", "maybe_current_level"),
+    *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
     *private("torch.autograd.forward_ad", "_current_level"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
@@ -109,6 +109,14 @@ def keeps_graph() -> bool:
 def in_transform() -> bool:
     """Whether code runs within a transform of torch.func (grad, vmap, jvp, …), or with forward-mode derivatives."""
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(value: object) -> bool:
+    """Whether a value is a tensor that stands for several, as within torch.func.vmap."""
+    functorch = torch._C._functorch
+    return isinstance(value, torch.Tensor) and (
+        functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)
+    )
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
