@@ -25,6 +25,7 @@ PRIVATE_NAMES = (
     *private("torch.autograd.graph", "Node._input_metadata", needed=False),
     *private("torch._C._autograd", "_unsafe_set_version_counter"),
     *private("torch._C", "_FunctionBase._raw_saved_tensors"),
+    *private("torch._C._autograd", "_top_saved_tensors_default_hooks", call="False"),
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
     *private("torch.autograd.forward_ad", "_current_level"),
@@ -228,8 +229,10 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that an autograd node has saved; without calling hooks on saved tensors, but for those that an
     `autograd.Function` has saved, while none of them was changed in place: of what a hook has packed, the tensors that
-    it is or consists of."""
+    it is or consists of. Nothing where `note_packed` has found hooks."""
     saved: list[torch.Tensor] = []
+    if _PACKED in node.metadata:
+        return saved
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         try:  # reading _raw_saved_tensors of a node that is freed keeps what it depends on alive for good
             saved += [one for one in node.saved_tensors if isinstance(one, torch.Tensor)]
@@ -420,12 +423,24 @@ class _Later:
 
 
 _REPLACED = "memopt replaced what it saved"
+_PACKED = "the user's hooks packed what it saved"
+
+
+def note_packed(node: Any) -> bool:
+    """Note of an `autograd.Function`'s node that was made just now whether the user's hooks have packed what it saved
+    (a checkpoint around the call, `save_on_cpu`): to read that would call them, and a checkpoint runs its function once
+    more then. Returns whether they have."""
+    packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if packed:
+        node.metadata[_PACKED] = True
+    return packed
 
 
 def changed_since_saved(node: Any) -> str:
     """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
-    that its backward would stop with torch's error; "" where there is none, or `replace_saved` has freed them."""
-    if node is None or _REPLACED in node.metadata:
+    that its backward would stop with torch's error; "" where there is none, `replace_saved` has freed them, or
+    `note_packed` has found hooks."""
+    if node is None or _REPLACED in node.metadata or _PACKED in node.metadata:
         return ""
     try:
         node.saved_tensors  # noqa: B018

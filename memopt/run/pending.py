@@ -26,6 +26,7 @@ from memopt.compat.autograd import (
     graph_until,
     keeps_graph,
     nodes_since,
+    note_packed,
     python_nodes,
     saved_by,
 )
@@ -123,6 +124,9 @@ class PendingForward:
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
         for node in [node for found in nodes for node in python_nodes(found)]:
             self.nodes.append(weakref.ref(node))
+            if note_packed(node):
+                self.second_run = None
+                continue
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
 

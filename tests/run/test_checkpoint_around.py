@@ -1,0 +1,39 @@
+"""A planned model that the loop calls within `torch.utils.checkpoint`, whose hooks pack what the model saves."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+
+pytestmark = pytest.mark.plans_always
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_checkpoint_around_a_planned_model(reentrant: bool, breaks: bool) -> None:
+    class Block(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self[1](torch.tanh(self[0](x)))
+            if breaks:
+                torch._dynamo.graph_break()
+            return self[3](self[2](hidden))
+
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Block(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 8))
+        if planned:
+            memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute", "reinplace"})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(1)
+        x = torch.randn(40, 8, requires_grad=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = checkpoint(model, x, use_reentrant=reentrant).square().mean()
+            loss.backward()
+            optimizer.step()
+            results.append([loss.detach(), *(one.grad for one in model.parameters()), *model.buffers(), torch.rand(1)])
+            results[-1] = [one.clone() for one in results[-1]]
+    assert all(torch.equal(*pair) for one in range(3) for pair in zip(results[one], results[3 + one], strict=True))
