@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"precision": "fp32", "effort": "fast"}
 
 def model() -> GPT2LMHeadModel:
     with torch.device("meta"):
-        made = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=256, n_head=4, use_cache=False)).train()
+        made = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=256, n_head=4, use_cache=False)).train()
     made.loss_type = "ForCausalLM"
     return made
 
@@ -57,7 +57,8 @@ def test_the_batch_is_about_the_largest(rows: dict[str, OnCard]) -> None:
     assert 64 * row.batches == pytest.approx(largest, rel=0.2)
 
 
-def test_other_units_and_a_cpu_are_left_out() -> None:
+def test_other_units_and_a_cpu_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.planning.cards.known_hardware", lambda: ("t4", "rtx-4090"))
     low = memopt.plan(model(), 24, batch(4), device="rtx-4090", precision="bf16", effort="fast")
-    assert "t4" not in {row.name for row in low.cards()}
+    assert [row.name for row in low.cards()] == ["rtx-4090"]
     assert memopt.plan(model(), 24, batch(4), device="cpu", **OPTIONS).cards() == ()
