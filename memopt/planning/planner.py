@@ -53,7 +53,8 @@ class Request:
         Nothing is known where parameters are stepped within the backward."""
         if joined.steps:
             return False
-        return transient_floor(joined.problem)[0] > self.graph_bytes or not self.fits_optimizer_step(joined)
+        bare = replace(self, account=without_allocator(self.account))
+        return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
         """The error for a budget that no schedule fits, with the smallest budget that works; on a card where torch's
