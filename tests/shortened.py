@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from examples.models.families import FAMILIES, Family
+from examples.models.families import FAMILIES, Family, checkpoint_library_blocks
 
 BLOCKS = 2
 
@@ -25,5 +25,8 @@ def _shortened(family: Family) -> Family:
     return replace(family, make=make)
 
 
-SHORT = {family.name: _shortened(family) for family in FAMILIES}
-"""The families by their names."""
+SHORT = {
+    family.name: _shortened(family) if family.per_block_checkpoint is checkpoint_library_blocks else family
+    for family in FAMILIES
+}
+"""The families by their names; the models of our own, whose blocks differ in their sizes, as they are."""
