@@ -25,7 +25,9 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the regions that Dynamo hands over, the traces of AOTAutograd, and the solutions, by budget."""
+    """Counts the regions that Dynamo hands over, the traces of AOTAutograd, and the solutions, by budget; plans are not
+    kept on disk, where the next test would find them."""
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
     counts: Counter[str] = Counter()
     record, trace, solve = RecordedRegion.record.__func__, stamp.trace_region, Portfolio.solve
 
