@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 import memopt
-from examples.models.families import BY_NAME, loss_of
+from examples.models.families import loss_of
 from memopt.garbage import rare_collections
 from memopt.planning.call_planner import CallPlanner
 from tests.marks import slow
+from tests.shortened import SHORT
 
 DEFAULT = (700, 10, 10)
 
@@ -36,7 +37,7 @@ def test_while_a_step_is_planned(ahead: bool, monkeypatch: pytest.MonkeyPatch) -
         return own(*args, **kwargs)
 
     monkeypatch.setattr(CallPlanner, "traced", noting)
-    family = BY_NAME["gpt2-sdpa"]
+    family = SHORT["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1.0, precision="fp32", **({"example_inputs": batch} if ahead else {}))
     loss_of(model(**batch)).backward()

@@ -14,6 +14,7 @@ from memopt.planning.joined import Joined, solve_stepping
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.solver import Infeasible, Portfolio, Progress, Solution
+from memopt.solver.offload_bound import transient_floor
 from memopt.units import size
 
 # Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
@@ -43,6 +44,18 @@ class Request:
         """The bytes of the budget that are left for the graph: all but the resident ones."""
         return self.budget_bytes - self.account.resident_bytes
 
+    def fits_optimizer_step(self, joined: Joined) -> bool:
+        """Whether the optimiser's own step is within the budget."""
+        return self.account.optimizer_step_bytes(output_bytes(joined.problem)) <= self.budget_bytes
+
+    def is_hopeless(self, joined: Joined) -> bool:
+        """Whether it is known without a search that no schedule fits: one operator or the optimiser's step needs more.
+        Nothing is known where parameters are stepped within the backward."""
+        if joined.steps:
+            return False
+        bare = replace(self, account=without_allocator(self.account))
+        return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
+
     def refusal(self, joined: Joined) -> BudgetError:
         """The error for a budget that no schedule fits, with the smallest budget that works; on a card where torch's
         allocator runs out of memory at this budget and not at a smaller one, with a larger budget that works."""
@@ -61,7 +74,7 @@ def solve(joined: Joined, request: Request) -> Solution:
 
     Raises `BudgetError`, also where the optimiser's own step is above the budget.
     """
-    if request.account.optimizer_step_bytes(output_bytes(joined.problem)) > request.budget_bytes:
+    if not request.fits_optimizer_step(joined):
         raise request.refusal(joined)
     effort, tell = request.effort, request.tell
 

@@ -161,8 +161,12 @@ class Priced:
         if refused is not None and not offload:
             raise self._refused_without(refused)
         fastest, chosen = as_is, None
-        for numbers in choices(self.step):
+        found = choices(self.step)
+        for numbers in found:
             hosting = self.hosting(numbers)
+            hopeless = Request(hosting.account, budget_bytes).is_hopeless(hosting.step.problem)
+            if hopeless and numbers is not found[-1]:
+                continue  # a refusal would name the smallest budget, which takes a while: only that of the last is used
             plan, error = hosting._tried(budget_bytes, _QUICK)
             refused = error or refused
             if plan is not None and (fastest is None or plan.added_seconds < fastest.added_seconds):

@@ -12,7 +12,7 @@ from memopt.cli.commands import memopt
 from memopt.cli.main import main
 from tests.docs.page_examples import PAGES, commands, commands_of
 
-# Examples that take longest.
+# Examples that take longest; others of the same commands stand for them in `make test`.
 SLOW = (
     "plan gpt2 --budget",
     "plan vit ",
@@ -20,6 +20,8 @@ SLOW = (
     "max-batch gpt2",
     "max-length gpt2",
     "report gpt2 --set n_layer=2",
+    "lock gpt2 --set n_layer=1",
+    "export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace",
 )
 
 

@@ -51,7 +51,7 @@ def adapted(model: nn.Module, names: set[str]) -> nn.Module:
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_layer=4, n_head=4)
+    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_layer=2, n_head=4)
     return adapted(GPT2LMHeadModel(config), {"c_attn", "c_fc"})
 
 
@@ -59,7 +59,7 @@ def llama() -> nn.Module:
     """A Llama with the adapters of PEFT."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, intermediate_size=128, max_position_embeddings=32, attn_implementation="eager")
     projections = ["q_proj", "v_proj", "down_proj"]
     adapters = peft.LoraConfig(r=4, target_modules=projections, lora_dropout=0.1, task_type="CAUSAL_LM")
@@ -95,7 +95,7 @@ class Experts(nn.Module):
             nn.Embedding(256, 64).requires_grad_(False),
             nn.Linear(64, 256).requires_grad_(False),
         )
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), Mixture(64, 4)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), Mixture(64, 4)) for _ in range(2))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embedding(input_ids)
@@ -194,16 +194,21 @@ def frozen_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
 
 
-@pytest.fixture
-def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def linking(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans for this CPU use a link to the host, and count the host memory in use from here on."""
-    monkeypatch.setattr(model_terms, "hardware_of", linked_cpu)
+    patch.setattr(model_terms, "hardware_of", linked_cpu)
     gc.collect()
     assert host_memory("cpu").leased_bytes == 0, "an earlier test left values on the host"
     host_memory("cpu").most_leased_bytes = 0
     yield
     gc.collect()
     assert host_memory("cpu").leased_bytes == 0
+
+
+@pytest.fixture
+def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As `linking`, for one test."""
+    yield from linking(monkeypatch)
 
 
 GPT2, LLAMA, EXPERTS = Frozen(gpt2), Frozen(llama), Frozen(experts)

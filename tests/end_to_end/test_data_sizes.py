@@ -18,6 +18,7 @@ from memopt.capture.data_sizes import MARGIN, DataSizes
 from memopt.errors import GIB
 from tests.end_to_end.steps import assert_equal
 from tests.marks import slow
+from tests.shortened import SHORT
 
 
 def send_all_to_one_expert(model: torch.nn.Module) -> None:
@@ -70,7 +71,7 @@ def test_allowance_never_shrinks() -> None:
     assert DataSizes.of({"u0": 40, "u1": 20}, first).allowed == {"u0": 125, "u1": 25}
 
 
-@pytest.mark.parametrize("family", [BY_NAME["gpt2-sdpa"], slow(BY_NAME["mixtral"])], ids=str)
+@pytest.mark.parametrize("family", [SHORT["gpt2-sdpa"], slow(SHORT["mixtral"])], ids=str)
 def test_models_without_such_sizes_are_not_run_ahead(family, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = "memopt.planning.call_planner.observe"
     monkeypatch.setattr(ran, lambda *_: pytest.fail("ran the forward to observe sizes"))

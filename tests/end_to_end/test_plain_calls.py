@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
-from examples.models.families import BY_NAME, loss_of
+from examples.models.families import loss_of
 from memopt.account.account import BOOKKEEPING_BYTES, distinct_bytes
 from memopt.account.plain_count import PlainStep, count_plain_step
 from memopt.capture.region import RecordedRegion
@@ -27,6 +27,7 @@ from memopt.run.ledger import Moment
 from memopt.run.session import session_of
 from tests.marks import slow
 from tests.run.pieces import make
+from tests.shortened import SHORT
 
 FP32: dict[str, Any] = {"precision": "fp32"}
 RECOMPUTING: dict[str, Any] = {**FP32, "allow": {"recompute"}}
@@ -52,7 +53,7 @@ def train(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.parametrize("name", ["gpt2-sdpa", slow("llama"), slow("resnet")])
 def test_a_job_that_fits_is_not_captured(name: str, captures: list[RecordedRegion]) -> None:
-    family = BY_NAME[name]
+    family = SHORT[name]
     batches = [family.batch(scale) for scale in ("usual", "shorter", "longer", "usual")]
     plain = family.make()
     model = copy.deepcopy(plain)
@@ -67,7 +68,7 @@ def test_a_job_that_fits_is_not_captured(name: str, captures: list[RecordedRegio
 
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "bert"])
 def test_the_count_is_what_the_step_holds(name: str) -> None:
-    family = BY_NAME[name]
+    family = SHORT[name]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1, **FP32)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -89,7 +90,7 @@ def test_the_count_is_what_the_step_holds(name: str) -> None:
 @pytest.mark.slow
 def test_a_call_that_does_not_fit_is_planned(captures: list[RecordedRegion]) -> None:
     """It is captured with symbols, since its sizes differ from those of the plain calls before."""
-    family = BY_NAME["gpt2-sdpa"]
+    family = SHORT["gpt2-sdpa"]
     model = family.make()
     budget = 1.1 * plain_peak(model, family.batch("usual"))
     captures.clear()
@@ -108,7 +109,7 @@ def test_a_call_that_does_not_fit_is_planned(captures: list[RecordedRegion]) -> 
 
 
 def test_a_plain_forward_in_waiting_is_counted() -> None:
-    family = BY_NAME["gpt2-sdpa"]
+    family = SHORT["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1, **FP32)
     pending = session_of(model).forward.share.entry  # type: ignore[union-attr]
@@ -124,7 +125,7 @@ def test_a_plain_forward_in_waiting_is_counted() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "search", {"default": "bf16"}])
 def test_what_else_a_plan_does_is_planned(precision: Any, captures: list[RecordedRegion]) -> None:
-    family = BY_NAME["gpt2-sdpa"]
+    family = SHORT["gpt2-sdpa"]
     model = family.make()
     memopt.optimize(model, 1, precision=precision)
     train(model, [family.batch("usual")])
@@ -136,7 +137,7 @@ def test_no_precision_is_chosen_for_a_call_that_fits(
 ) -> None:
     """The default, "auto", chooses the precision of plans."""
     monkeypatch.setattr("memopt.device.cpu._Cpu.computes_in", lambda *_: True)
-    family = BY_NAME["gpt2-sdpa"]
+    family = SHORT["gpt2-sdpa"]
     batches = [family.batch("usual")] * 2
     plain = family.make()
     model = copy.deepcopy(plain)
@@ -153,7 +154,7 @@ def test_no_precision_is_chosen_for_a_call_that_fits(
 
 
 def test_the_count_leaves_no_trace() -> None:
-    family = BY_NAME["resnet"]
+    family = SHORT["resnet"]
     model, batch = family.make(), family.batch("usual")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     generator = torch.get_rng_state()
@@ -354,7 +355,7 @@ def test_lengths_that_grow_take_few_counts(counts: list[Any]) -> None:
 
 def test_what_the_first_forward_names_is_not_counted_again(counts: list[Any]) -> None:
     """Classifiers of transformers note in their config which loss the first labels are for."""
-    family = BY_NAME["vit"]
+    family = SHORT["vit"]
     plain = family.make()
     plain.config.problem_type = None
     model = memopt.optimize(copy.deepcopy(plain), 1, **FP32)
@@ -396,7 +397,7 @@ def test_a_step_that_cannot_be_counted_is_planned_in_silence(monkeypatch: pytest
     """Torch knows the sizes that `_grouped_mm` gives in bf16 only, and logs an error with its stack for others."""
     logged: list[logging.LogRecord] = []
     monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
-    model, batch = BY_NAME["mixtral"].make(), BY_NAME["mixtral"].batch("usual")
+    model, batch = SHORT["mixtral"].make(), SHORT["mixtral"].batch("usual")
     memopt.optimize(model, 1, elsewhere_gb=0, optimizer=None, **RECOMPUTING)
     loss_of(model(**batch)).backward()  # type: ignore[no-untyped-call]
     assert memopt.plan_of(model).schedule is not None

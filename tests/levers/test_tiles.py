@@ -48,7 +48,7 @@ def test_nothing_to_run_in_tiles() -> None:
 
 def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from memopt import BudgetError, TrainStep
 from memopt.account.optimizer_trial import fused
 from memopt.planning.advice import _LowRank, with_low_rank
 from memopt.planning.call_planner import CallPlanner
+from tests.shortened import SHORT
 from tests.smallest import smallest_gb
 
 Batch = dict[str, torch.Tensor]
@@ -150,8 +151,8 @@ def test_what_takes_longer_than_a_share_of_the_plan_is_tried_with_the_best_effor
     monkeypatch.setattr(
         CallPlanner, "capture_on_fakes", lambda self, *args: captured.append(args) or on_fakes(self, *args)
     )
-    model = BY_NAME["llama"].make()
-    tokens = BY_NAME["llama"].batch("usual")
+    model = SHORT["llama"].make()
+    tokens = SHORT["llama"].batch("usual")
     options: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "microbatch"}}
     least = smallest_gb(model, tokens, **options)
     monkeypatch.setattr("memopt.planning.tries._AT_LEAST", 0)

@@ -14,6 +14,9 @@ import memopt
 from memopt.errors import BudgetError, CaptureError
 from memopt.run.checkpoints import RecomputedOtherwiseError, choices
 from memopt.run.session import session_of
+from tests.elsewhere import counted
+
+__all__ = ["counted"]
 
 
 class Net(nn.Module):
@@ -88,6 +91,7 @@ def train(budget_bytes: float = 0) -> tuple[list[int], list[float], dict[str, to
     return peaks, losses, {name: value.clone() for name, value in model.state_dict().items()}, model
 
 
+@pytest.mark.usefixtures("counted")
 def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -> None:
     peaks, losses, trained, plain = train()
     budget = 0.6 * max(peaks)
@@ -105,7 +109,10 @@ def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -
         memopt.plan_of(model)
 
 
+@pytest.mark.usefixtures("counted")
 def test_a_refusal_names_the_line_that_breaks_the_graph_and_a_budget_that_works() -> None:
+    """With what lies elsewhere in the process, which the meter sees as well."""
+    elsewhere = torch.zeros(2**18)
     with pytest.raises(BudgetError) as refused:
         train(2**21)
     assert re.search(r"test_checkpointed_calls.py:\d+, in forward", str(refused.value))
@@ -113,6 +120,7 @@ def test_a_refusal_names_the_line_that_breaks_the_graph_and_a_budget_that_works(
     del refused
     gc.collect()
     assert max(train(named)[0]) <= named
+    assert named > elsewhere.nbytes
 
 
 class Unsteady(nn.Module):
@@ -174,6 +182,7 @@ class Routed(nn.Module):
         return x + result
 
 
+@pytest.mark.usefixtures("counted")
 def test_a_loop_over_the_experts_that_are_reached_trains_within_a_budget() -> None:
     def steps(budget_bytes: float = 0) -> tuple[int, list[float]]:
         torch.manual_seed(0)

@@ -11,20 +11,23 @@ import torch
 from torch import nn
 
 import memopt
-from examples.models.families import BY_NAME, causal_batch, loss_of
+from examples.models.families import causal_batch, loss_of
 from memopt.capture import stamp
 from memopt.capture.region import RecordedRegion
 from memopt.compat.fakes import FakeTensor
 from memopt.solver import Portfolio
 from tests.end_to_end.odd_models import CLASSES, WIDTH, BreakInLoop
 from tests.end_to_end.usual import gpt2
+from tests.shortened import SHORT
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the regions that Dynamo hands over, the traces of AOTAutograd, and the solutions, by budget."""
+    """Counts the regions that Dynamo hands over, the traces of AOTAutograd, and the solutions, by budget; plans are not
+    kept on disk, where the next test would find them."""
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
     counts: Counter[str] = Counter()
     record, trace, solve = RecordedRegion.record.__func__, stamp.trace_region, Portfolio.solve
 
@@ -71,7 +74,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahead: bool, counted: Counter[str]) -> None:
-    family = BY_NAME[name]
+    family = SHORT[name]
     model, batch = family.make(), family.batch("usual")
     optimizer = torch.optim.AdamW(model.parameters())
     budget = tight_budget(model, batch)
@@ -163,7 +166,7 @@ def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
 @pytest.mark.slow
 def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[RecordedRegion]) -> None:
     """Torch remembers each operator that ran on fakes, for as long as the graphs live."""
-    family = BY_NAME["llama"]
+    family = SHORT["llama"]
     model = family.make()
     memopt.optimize(model, 1, **EXACT)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -179,7 +182,7 @@ def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[Rec
 
 @pytest.mark.plans_always
 def test_hooks_and_forwards_in_waiting_add_no_capture(counted: Counter[str]) -> None:
-    family = BY_NAME["bert"]
+    family = SHORT["bert"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1, optimizer=None, **EXACT)
     first, second = loss_of(model(**batch)), loss_of(model(**batch))

@@ -15,10 +15,11 @@ import transformers
 from torch import Tensor, nn
 
 import memopt
-from examples.models.families import BY_NAME
 from memopt.run.session import session_of
 from memopt.run.status import State
 from memopt.training_state import CallState
+from tests.marks import slow
+from tests.shortened import SHORT
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -67,7 +68,7 @@ class Hungry(nn.Module):
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     """A small GPT-2 with dropout."""
     torch.manual_seed(0)
-    family = BY_NAME["gpt2-sdpa"]
+    family = SHORT["gpt2-sdpa"]
     model: Any = family.make().train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -259,8 +260,10 @@ def trained_plain(
     return losses, {name: value.clone() for name, value in model.state_dict().items()}, model, states
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [("gpt2", "forward"), slow("gpt2", "backward"), ("convolutions", "forward"), ("convolutions", "backward")],
+)
 def test_a_plain_step_in_which_an_allocation_fails_is_planned_tighter(name: str, half: str) -> None:
     undisturbed, expected, _, states = trained_plain(MODELS[name], {})
     assert set(states) == {State.PLAIN}

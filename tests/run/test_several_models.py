@@ -17,6 +17,7 @@ from memopt.errors import GIB
 from memopt.meter import PeakMeter
 from memopt.run.session import session_of
 from tests.elsewhere import counted
+from tests.marks import slow
 from tests.run.several_models import LOOPS, ROWS, Step, Trained, mlp
 
 __all__ = ["counted"]
@@ -25,8 +26,6 @@ pytestmark = pytest.mark.usefixtures("counted")
 MB = 2**20
 EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 STEPS = 4
-QUICK = ("gan", "encoder_and_decoder")
-"""The others take a minute each."""
 
 
 def losses(models: list[Trained], step: Step, peaks: list[int]) -> Iterator[torch.Tensor]:
@@ -83,11 +82,13 @@ def beside(name: str) -> int:
     return peak.bytes
 
 
-LOOPS_MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS]
+def only(quick: str) -> list[object]:
+    """The names of all loops, of which `make test` runs this one: the others take up to a minute each."""
+    return [name if name == quick else slow(name) for name in LOOPS]
 
 
-@pytest.mark.parametrize("part", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", LOOPS_MARKED)
+@pytest.mark.parametrize("part", [slow(2), 3])
+@pytest.mark.parametrize("name", only("gan"))
 def test_within_a_part_of_the_activations(name: str, part: int) -> None:
     here = beside(name)
     expected, most, lasting = plain(name)
@@ -97,7 +98,7 @@ def test_within_a_part_of_the_activations(name: str, part: int) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", LOOPS_MARKED)
+@pytest.mark.parametrize("name", only("encoder_and_decoder"))
 def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     expected, most, _ = plain(name)
     budget, peaks, found = tried(name, beside(name) + MB, refusals=1)
@@ -106,7 +107,7 @@ def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", LOOPS_MARKED)
+@pytest.mark.parametrize("name", only("encoder_and_decoder"))
 def test_steps_that_no_meter_watches(name: str) -> None:
     """The bytes on the CPU are read from `malloc` then."""
     make, step = LOOPS[name]

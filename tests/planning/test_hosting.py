@@ -1,0 +1,37 @@
+"""Which frozen parameters lie on the host: how many choices are searched for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import memopt
+from memopt.planning.planner import Request
+from tests.end_to_end.hosted import EXPERTS, linked, options
+from tests.planned import ACCOUNT, captured
+
+__all__ = ["linked"]
+
+
+def test_the_smallest_budget_of_a_choice_that_is_not_taken_is_not_looked_for(
+    linked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes as long as a plan, and a refusal names only that of the largest choice."""
+    budget_gb = EXPERTS.between(0.1)
+    refused: list[Any] = []
+    refusal = Request.refusal
+    monkeypatch.setattr(Request, "refusal", lambda self, joined: refused.append(joined) or refusal(self, joined))
+    plan = memopt.plan(EXPERTS.make(), budget_gb, EXPERTS.batch(), **options())
+    assert plan.hosted_bytes > 0
+    hosting = [joined for joined in refused if joined.problem.home_bytes > 0]
+    assert len(hosting) <= 1, "choices that one operator, or the optimiser's step, is too large for"
+
+
+def test_what_is_hopeless_does_not_depend_on_the_allocator() -> None:
+    """An account may have the overhead of another budget's plan: this budget's is not known yet."""
+    joined, budget_bytes = captured().problem, 2**17
+    assert Request(ACCOUNT, 2**12).is_hopeless(joined)
+    assert not Request(ACCOUNT, budget_bytes).is_hopeless(joined)
+    assert not Request(replace(ACCOUNT, fragmentation=budget_bytes), budget_bytes).is_hopeless(joined)
