@@ -58,6 +58,7 @@ def _words(model: nn.Module, words: int, optimize: Optimize, log: Log, *, carrie
         model.eval()
         with torch.no_grad():
             model(*([validation[:35], model.init_hidden(10)] if carries_state else [validation[:35]]))
+        log()
 
 
 def nanogpt(optimize: Optimize, log: Log) -> None:
@@ -83,6 +84,7 @@ def nanogpt(optimize: Optimize, log: Log) -> None:
             with torch.no_grad():
                 model(*batch())
             model.train()
+            log()
         for micro_step in range(4):
             _, loss = model(inputs, targets)
             loss = loss / 4
@@ -168,6 +170,7 @@ def translation(optimize: Optimize, log: Log) -> None:
             model.eval()
             with torch.no_grad():
                 names.cal_performance(model(src_seq, trg_seq), gold, 1, smoothing=False)
+            log()
 
 
 def mamba(optimize: Optimize, log: Log) -> None:

@@ -49,10 +49,11 @@ def pygcn(optimize: Optimize, log: Log) -> None:
         loss_train = F.nll_loss(output[train], labels[train])
         loss_train.backward()
         optimizer.step()
+        log(train=loss_train)
         model.eval()
         output = model(features, adjacency)
-        loss_val = F.nll_loss(output[validation], labels[validation])
-        log(train=loss_train, validation=loss_val)
+        F.nll_loss(output[validation], labels[validation])
+        log()
 
 
 def _citations(
@@ -75,6 +76,7 @@ def _citations(
             with torch.no_grad():
                 output = model(features, adjacency)
                 criterion(output[part], labels[part]).item()
+        log()
 
 
 def molecules(optimize: Optimize, log: Log) -> None:
@@ -113,6 +115,7 @@ def molecules(optimize: Optimize, log: Log) -> None:
         model.eval()
         with torch.no_grad():
             model(batch.x, batch.edge_index, batch.batch, batch.num_graphs).argmax(dim=-1)
+        log()
 
 
 def ppo(optimize: Optimize, log: Log) -> None:
@@ -127,6 +130,7 @@ def ppo(optimize: Optimize, log: Log) -> None:
         observations, advantages, returns = torch.rand(2048, 8), torch.randn(2048), torch.randn(2048)
         with torch.no_grad():
             actions, log_probabilities, _, _ = agent.get_action_and_value(observations)
+        log()
         indices = numpy.arange(2048)
         numpy.random.shuffle(indices)
         for start in range(0, 2048, 512):

@@ -35,6 +35,7 @@ def unet(optimize: Optimize, log: Log) -> None:
         log(loss=loss)
         if step % 4 == 2:
             scheduler.step(_dice_score(model, scores, images[:4], masks[:4]))
+            log()
 
 
 @torch.inference_mode()
@@ -123,6 +124,7 @@ def vq_vae_2(optimize: Optimize, log: Log) -> None:
             with torch.no_grad():
                 model(image[:4])
             model.train()
+            log()
 
 
 def deit(optimize: Optimize, log: Log) -> None:
@@ -208,6 +210,7 @@ def siamese(optimize: Optimize, log: Log) -> None:
         model.eval()
         with torch.no_grad():
             criterion(model(one[:8], two[:8]).squeeze(), same[:8].float())
+        log()
         scheduler.step()
 
 
@@ -226,6 +229,7 @@ def super_resolution(optimize: Optimize, log: Log) -> None:
             log(loss=loss)
         with torch.no_grad():
             criterion(model(small[:10]), large[:10])
+        log()
 
 
 def mnist(optimize: Optimize, log: Log) -> None:
@@ -246,6 +250,7 @@ def mnist(optimize: Optimize, log: Log) -> None:
         model.eval()
         with torch.no_grad():
             F.nll_loss(model(images[:200]), labels[:200], reduction="sum").item()
+        log()
         scheduler.step()
 
 
@@ -269,6 +274,7 @@ def vae(optimize: Optimize, log: Log) -> None:
         with torch.no_grad():
             names.loss_function(model(images[:100])[0], images[:100], mu[:100], logvar[:100])
             model.decode(torch.randn(64, 20))
+        log()
 
 
 def dcgan(optimize: Optimize, log: Log) -> None:
@@ -300,7 +306,8 @@ def dcgan(optimize: Optimize, log: Log) -> None:
         optimizer_g.step()
         log(real=error_real, fake=error_fake, generator=error_generator)
         if step % 4 == 0:
-            fake = generator(torch.randn(16, 100, 1, 1)).detach()
+            fake = generator(torch.randn(16, 100, 1, 1))
+            log()
 
 
 def fast_neural_style(optimize: Optimize, log: Log) -> None:
