@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
@@ -18,7 +18,7 @@ from memopt.account.account import distinct_bytes
 from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
-from memopt.compat.tensors import WeakStorage
+from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, backward_bytes
 from memopt.planning.plan import Plan
@@ -237,6 +237,15 @@ class Entry:
             self._groups.append(self._group)
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
+
+    def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
+        """The bytes of what the latest forward returned that are still there, beside the model's own tensors and
+        `inputs`; 0 where these are not worth a look, or that forward waits for its backward, and is counted."""
+        there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
+        if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
+            return 0
+        own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
+        return sum(nbytes for address, nbytes in there.items() if address not in own)
 
     def to_appear(self, elsewhere: int) -> int:
         """The bytes that are to appear until a backward, where so many lie elsewhere in its forward."""

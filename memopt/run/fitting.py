@@ -77,17 +77,23 @@ class CallInProgress:
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
-        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly."""
+        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly. Where the caller still
+        holds the outputs of the step before, first of all with those elsewhere, and last by the plan that holds
+        least."""
         now = self.moment.elsewhere_bytes(plan)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
         group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
         others = self.moment.others_in_backward(self.situation.gradients_held)
-        for elsewhere in dict.fromkeys((rounded, there)):
+        kept = self.moment.kept_outputs
+        with_kept = (in_steps(now + kept, plan.budget_bytes),) if kept else ()
+        for elsewhere in dict.fromkeys((*with_kept, rounded, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
             yield replace(own, other_forwards=others, elsewhere=elsewhere)
+        if kept:
+            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=None)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""
