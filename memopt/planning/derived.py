@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, breakdown
+from memopt.account.breakdown import ANY_LINK, breakdown, output_bytes
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
@@ -241,6 +241,12 @@ def peak_in_forward(problem: RematProblem, schedule: Schedule) -> int:
     """The most bytes that are alive at once in the forward of a schedule, beside resident ones."""
     live = simulate(problem, schedule, ANY_LINK).live_bytes[: forward_evaluations(problem, schedule)]
     return int(live.max(initial=problem.resident_bytes)) - problem.resident_bytes
+
+
+def returned_bytes(plan: Plan) -> int:
+    """The bytes of outputs that a plan in one region has in memory to the step's end; 0 for one without its graphs, and
+    in several regions, which pass values on."""
+    return 0 if plan.joined is None or len(plan.joined.prices) > 1 else output_bytes(plan.joined.problem)
 
 
 def with_kept_outputs(priced: Priced) -> tuple[int, int]:

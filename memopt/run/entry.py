@@ -20,7 +20,7 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.lru import LruCache
-from memopt.planning.derived import StepBytes, backward_bytes
+from memopt.planning.derived import StepBytes, backward_bytes, returned_bytes
 from memopt.planning.plan import Plan
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
@@ -156,6 +156,8 @@ class Entry:
     """The most bytes of outputs for which it was seen."""
     metered: bool = False
     """Whether it was read from a meter, which tells more than a graph."""
+    outputs_in_backward: int | None = None
+    """The most bytes of a forward's outputs that were still there when its backward began; None before the first."""
     gradients_stay: bool | None = None
     """Whether gradients were there when a forward began after a backward; None before the first such forward."""
     changed_inputs: frozenset[int] = frozenset()
@@ -246,6 +248,18 @@ class Entry:
             return 0
         own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
         return sum(nbytes for address, nbytes in there.items() if address not in own)
+
+    def note_outputs_in_backward(self, nbytes: int) -> None:
+        """Note the bytes of outputs that are there when a backward begins."""
+        self.outputs_in_backward = max(self.outputs_in_backward or 0, nbytes)
+
+    def dropped_outputs(self, plan: Plan) -> int:
+        """The bytes of a plan's outputs that its backward does without, as those before it did: callers who keep no
+        name for what a model returns free it as soon as their loss has been differentiated."""
+        kept = self.outputs_in_backward
+        if kept is None or kept > self.notable_bytes:
+            return 0
+        return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
         """The bytes that are to appear until a backward, where so many lie elsewhere in its forward."""

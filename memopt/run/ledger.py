@@ -141,11 +141,12 @@ class Moment:
         def figure() -> int:
             beside = plan.account.other_forwards + plan.account.elsewhere
             until_backward = plan.held_bytes + tangent_bytes(plan) + self.callers_code(plan)
-            in_forward = forward_bytes(plan) + self.kept_outputs if self.kept_outputs else 0
-            in_step = self.entry.in_backward_bytes(plan) + lasting_bytes(plan.account, beside=True)
+            in_forward = forward_bytes(plan) + self.kept_outputs if self.kept_outputs or dropped else 0
+            in_step = self.entry.in_backward_bytes(plan) + lasting_bytes(plan.account, beside=True) - dropped
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
-        seen = self.entry.meanwhile, self.entry.returned_bytes, self.kept_outputs
+        dropped = self.entry.dropped_outputs(plan)
+        seen = self.entry.meanwhile, self.entry.returned_bytes, self.kept_outputs, dropped
         return self.entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:

@@ -73,3 +73,32 @@ def test_a_plain_step_fits_with_the_outputs_of_the_step_before() -> None:
     assert plain[1] > plain[0]
     budget_gb = (plain[0] + plain[1]) / 2 / GIB
     assert max(peaks(budget_gb)) <= budget_gb * GIB
+
+
+def test_a_named_budget_has_room_for_what_a_loss_keeps_where_outputs_are_dropped() -> None:
+    """The value of `mse_loss` has memory of its operands' size, which stays as long as the loop has a name for it."""
+
+    def losses(budget_gb: float) -> list[float]:
+        torch.manual_seed(0)
+        convolutions = nn.Conv2d(1, 64, 5, padding=2), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()
+        model = nn.Sequential(*convolutions, nn.Conv2d(64, 9, 3, padding=1), nn.PixelShuffle(3))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute", "reinplace"}, optimizer=optimizer)
+        found = []
+        for _ in range(4):
+            x, y = torch.randn(16, 1, 24, 24), torch.randn(16, 1, 72, 72)
+            with memopt.measure_peak() as peak:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+            assert peak.bytes <= budget_gb * GIB
+            found.append(float(loss))
+        return found
+
+    def named() -> float:
+        with pytest.raises(memopt.BudgetError) as refused:
+            losses(0.004)
+        return float(round_up(refused.value.smallest_gb))
+
+    assert len(losses(named())) == 4
