@@ -244,9 +244,12 @@ def peak_in_forward(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def returned_bytes(plan: Plan) -> int:
-    """The bytes of outputs that a plan in one region has in memory to the step's end; 0 for one without its graphs, and
-    in several regions, which pass values on."""
-    return 0 if plan.joined is None or len(plan.joined.prices) > 1 else output_bytes(plan.joined.problem)
+    """The bytes of outputs that a plan has in memory to the step's end, and that are free for anything else where the
+    caller drops them. 0 for a plan without its graphs, for one in several regions, which pass values on, and on a card,
+    where they leave gaps."""
+    if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
+        return 0
+    return output_bytes(plan.joined.problem)
 
 
 def with_kept_outputs(priced: Priced) -> tuple[int, int]:

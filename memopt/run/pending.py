@@ -176,9 +176,10 @@ class PendingForward:
             return
         if begins := self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned() + self.again_bytes
-            kept = sum(one.nbytes for one in self.outputs)
-            self.entry.note_outputs_in_backward(kept)
-            self._extra_bytes -= max(0, returned_bytes(self.plan) - kept)
+            if self.outputs:
+                kept = sum(one.nbytes for one in self.outputs)
+                self.entry.note_outputs_in_backward(kept)
+                self._extra_bytes -= max(0, returned_bytes(self.plan) - kept)
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
