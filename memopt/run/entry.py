@@ -19,6 +19,7 @@ from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.tensors import WeakStorage, bytes_by_address
+from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, backward_bytes, returned_bytes
 from memopt.planning.plan import Plan
@@ -191,6 +192,8 @@ class Entry:
     """Figures of plans, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The latest plans, each with what it needs where that has been asked for."""
+    refusals: LruCache[Hashable, BudgetError] = field(default_factory=lambda: LruCache(_MOST_PLANS))
+    """The refusals of situations in which the caller keeps outputs, by these and the shapes of the call's inputs."""
     plain_step_bytes: StepBytes | None = None
     """What the latest call needed that ran plain."""
     planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
