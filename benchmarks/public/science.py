@@ -42,6 +42,7 @@ def pygcn(optimize: Optimize, log: Log) -> None:
     features, labels = torch.rand(1500, 256), torch.randint(0, 7, (1500,))
     adjacency = ((torch.eye(1500) + (torch.rand(1500, 1500) < 0.003)) / 5).to_sparse()
     train, validation = torch.arange(400), torch.arange(400, 700)
+    log()
     for _ in range(9):
         model.train()
         optimizer.zero_grad()
@@ -63,6 +64,7 @@ def _citations(
     labels, nodes = torch.randint(0, 7, (len(features),)), torch.randperm(len(features))
     train, validation = nodes[100:], nodes[:100]
     optimize(model, optimizer=optimizer)
+    log()
     for _ in range(9):
         model.train()
         optimizer.zero_grad()
