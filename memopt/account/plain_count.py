@@ -51,6 +51,8 @@ class PlainStep:
     held_bytes: int
     """Held when the forward ends: saved activations and outputs."""
     output_bytes: int
+    forward_bytes: int = 0
+    """The most held at once within the forward."""
     is_bound: bool = False
     """Whether the workspaces of its kernels are upper bounds, which may be far above what the kernels take."""
     depends_on_values: bool = False
@@ -246,7 +248,7 @@ def _counted(
         others = [leaf for leaf in others if not (made_too and count.has_counted(leaf))]
         if others and (not others_too or any(map(has_hooks, others))):
             return None
-        held = count.live_bytes
+        held, in_forward = count.live_bytes, count.peak_bytes
         with gradients_kept(losses):
             given = [torch.ones_like(loss) if loss.dim() else None for loss in losses]
             if retained:
@@ -257,7 +259,7 @@ def _counted(
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
-    return replace(found, tangent_bytes=tangents, calls=count.calls)
+    return replace(found, forward_bytes=in_forward, tangent_bytes=tangents, calls=count.calls)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

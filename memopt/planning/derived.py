@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.breakdown import ANY_LINK, breakdown, output_bytes
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE
-from memopt.planning.schedule_parts import held_after_forward
+from memopt.planning.schedule_parts import forward_evaluations, held_after_forward
 from memopt.planning.stages import Priced, StepOfPlan
-from memopt.solver import Schedule, Solution, simulate
+from memopt.solver import RematProblem, Schedule, Solution, simulate
 from memopt.units import size
 
 _ROUNDS = 4
@@ -228,6 +228,43 @@ def backward_bytes(plan: Plan) -> int:
     code takes between them."""
     alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
     return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
+
+
+def forward_bytes(plan: Plan) -> int:
+    """The most that a planned forward holds at once beside what is resident; 0 for a plan without its graphs."""
+    if plan.joined is None or plan.schedule is None:
+        return 0
+    return peak_in_forward(plan.joined.problem, plan.schedule)
+
+
+def peak_in_forward(problem: RematProblem, schedule: Schedule) -> int:
+    """The most bytes that are alive at once in the forward of a schedule, beside resident ones."""
+    live = simulate(problem, schedule, ANY_LINK).live_bytes[: forward_evaluations(problem, schedule)]
+    return int(live.max(initial=problem.resident_bytes)) - problem.resident_bytes
+
+
+def returned_bytes(plan: Plan) -> int:
+    """The bytes of outputs that a plan has in memory to the step's end, and that are free for anything else where the
+    caller drops them. 0 for a plan without its graphs, for one in several regions, which pass values on, and on a card,
+    where they leave gaps."""
+    if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
+        return 0
+    return output_bytes(plan.joined.problem)
+
+
+def with_kept_outputs(priced: Priced) -> tuple[int, int]:
+    """The smallest budget of a step whose caller still holds the outputs of the step before in its forward; and its
+    peak with nothing recomputed."""
+    smallest, plain = priced.step.problem, priced.step.plain
+
+    def most(peak_bytes: int, problem: RematProblem, schedule: Schedule) -> int:
+        in_forward = peak_in_forward(problem, schedule) + priced.step.traced.tangent_bytes
+        return max(peak_bytes, priced.account.resident_bytes + in_forward)
+
+    return (
+        most(priced.smallest()[0], smallest.problem, smallest.smallest.schedule),
+        most(plain_step(plain, priced.account).peak_bytes, plain.problem, Schedule.save_all(plain.problem)),
+    )
 
 
 def tangent_bytes(plan: Plan) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
@@ -18,9 +18,10 @@ from memopt.account.account import distinct_bytes
 from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
-from memopt.compat.tensors import WeakStorage
+from memopt.compat.tensors import WeakStorage, bytes_by_address
+from memopt.errors import BudgetError
 from memopt.lru import LruCache
-from memopt.planning.derived import StepBytes, backward_bytes
+from memopt.planning.derived import StepBytes, backward_bytes, returned_bytes
 from memopt.planning.plan import Plan
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
@@ -156,6 +157,8 @@ class Entry:
     """The most bytes of outputs for which it was seen."""
     metered: bool = False
     """Whether it was read from a meter, which tells more than a graph."""
+    outputs_in_backward: int | None = None
+    """The most bytes of a forward's outputs that were still there when its backward began; None before the first."""
     gradients_stay: bool | None = None
     """Whether gradients were there when a forward began after a backward; None before the first such forward."""
     changed_inputs: frozenset[int] = frozenset()
@@ -189,6 +192,8 @@ class Entry:
     """Figures of plans, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The latest plans, each with what it needs where that has been asked for."""
+    refusals: LruCache[Hashable, BudgetError] = field(default_factory=lambda: LruCache(_MOST_PLANS))
+    """The refusals of situations in which the caller keeps outputs, by these and the shapes of the call's inputs."""
     plain_step_bytes: StepBytes | None = None
     """What the latest call needed that ran plain."""
     planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
@@ -237,6 +242,27 @@ class Entry:
             self._groups.append(self._group)
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
+
+    def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
+        """The bytes of what the latest forward returned that are still there, beside the model's own tensors and
+        `inputs`; 0 where these are not worth a look, or that forward waits for its backward, and is counted."""
+        there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
+        if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
+            return 0
+        own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
+        return sum(nbytes for address, nbytes in there.items() if address not in own)
+
+    def note_outputs_in_backward(self, nbytes: int) -> None:
+        """Note the bytes of outputs that are there when a backward begins."""
+        self.outputs_in_backward = max(self.outputs_in_backward or 0, nbytes)
+
+    def dropped_outputs(self, plan: Plan) -> int:
+        """The bytes of a plan's outputs that its backward does without, as those before it did: callers who keep no
+        name for what a model returns free it as soon as their loss has been differentiated."""
+        kept = self.outputs_in_backward
+        if kept is None or kept > self.notable_bytes:
+            return 0
+        return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
         """The bytes that are to appear until a backward, where so many lie elsewhere in its forward."""

@@ -14,7 +14,7 @@ from memopt.account.elsewhere import in_steps
 from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
@@ -60,34 +60,55 @@ class CallInProgress:
             if not self.moment.closely and not known(situation):
                 return replace(self, moment=closely).fitting(make, known)
             try:
-                made = make(situation)
+                made = self._made(make, situation)
             except BudgetError as error:
-                refused = error
+                refused = without_frames(error)
                 continue
             if self.moment.fits(made.plan, situation):
                 return made
+        if refused is None or self.moment.may_fit(made.plan) or closely.may_fit(made.plan):
+            return made
+        if not self.moment.closely:
+            return replace(self, moment=closely).fitting(make, known)
         try:
-            if refused is None or self.moment.may_fit(made.plan) or closely.may_fit(made.plan):
-                return made
-            if self.moment.closely:
-                raise refused
+            raise refused
         finally:
             refused = None  # its traceback holds this frame, and with it the caller's tensors
-        return replace(self, moment=closely).fitting(make, known)
+
+    def _made(self, make: Callable[[Situation], Executable], situation: Situation) -> Executable:
+        """The result of `make`. Where the caller keeps outputs, which are there in each step, its refusal is
+        remembered: another search would find the same."""
+        if not self.moment.kept_outputs:
+            return make(situation)
+        refusals = self.moment.entry.refusals
+        key = situation, tuple([tensor.shape for tensor in self.moment.inputs])
+        if (known := refusals.get(key)) is not None:
+            raise known.adding()
+        try:
+            return make(situation)
+        except BudgetError as refused:
+            refusals[key] = refused.adding()
+            raise
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
-        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly."""
+        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly. Where the caller still
+        holds the outputs of the step before, first of all with those elsewhere, and last by the plan that holds
+        least."""
         now = self.moment.elsewhere_bytes(plan)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
         group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
         others = self.moment.others_in_backward(self.situation.gradients_held)
-        for elsewhere in dict.fromkeys((rounded, there)):
+        kept = self.moment.kept_outputs
+        with_kept = (in_steps(now + kept, plan.budget_bytes),) if kept else ()
+        for elsewhere in dict.fromkeys((*with_kept, rounded, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
             yield replace(own, other_forwards=others, elsewhere=elsewhere)
+        if kept:
+            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=None)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""

@@ -20,7 +20,7 @@ from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
-from memopt.planning.derived import lasting_bytes, tangent_bytes
+from memopt.planning.derived import forward_bytes, lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
@@ -77,6 +77,9 @@ class Moment:
     """Bytes of the gradients that the backward of another forward leaves."""
     spare_bytes: int | None = None
     """The bytes that this call may hold beside the backwards of those that wait; None where none waits."""
+    kept_outputs: int = 0
+    """Bytes of the latest forward's outputs that the caller still holds when this one begins, as `out = model(batch)`
+    in a loop does: they stay until it returns."""
     closely: bool = False
     """Whether Python's objects are looked through, whatever time that takes: nothing is refused without."""
 
@@ -138,10 +141,13 @@ class Moment:
         def figure() -> int:
             beside = plan.account.other_forwards + plan.account.elsewhere
             until_backward = plan.held_bytes + tangent_bytes(plan) + self.callers_code(plan)
-            in_step = self.entry.in_backward_bytes(plan) + lasting_bytes(plan.account, beside=True)
-            return max(in_step, plan.account.resident_bytes + until_backward) - beside
+            in_forward = forward_bytes(plan) + self.kept_outputs if self.kept_outputs or dropped else 0
+            in_step = self.entry.in_backward_bytes(plan) + lasting_bytes(plan.account, beside=True) - dropped
+            return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
-        return self.entry.figure(("alone", self.entry.meanwhile, self.entry.returned_bytes), plan, figure)
+        dropped = self.entry.dropped_outputs(plan)
+        seen = self.entry.meanwhile, self.entry.returned_bytes, self.kept_outputs, dropped
+        return self.entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:
         """The bytes that the caller's own code takes between the forward and the backward of a plan, as it was seen;

@@ -36,7 +36,7 @@ from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.planning.derived import lasting_bytes, tangent_bytes
+from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry
@@ -180,6 +180,10 @@ class PendingForward:
             return
         if begins := self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned() + self.again_bytes
+            if self.outputs:
+                kept = sum(one.nbytes for one in self.outputs)
+                self.entry.note_outputs_in_backward(kept)
+                self._extra_bytes -= max(0, returned_bytes(self.plan) - kept)
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)

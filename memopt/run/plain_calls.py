@@ -95,17 +95,21 @@ class CountedStep:
     def fits(self, moment: Moment, further: int = 0) -> bool:
         """Whether it fits beside other forwards, what else lies on the device, and so many bytes more."""
         held = self.step.held_bytes
-        room = self.room_bytes - further - _of_callers_code(self.step, moment.entry)
+        kept = moment.kept_outputs
+        if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
+            kept = self.step.output_bytes
+        room = self.room_bytes - further - _of_callers_code(self.step, moment.entry, kept)
         fits = moment.leaves(room - moment.reserved_bytes(held), self.optimizer_state)
         return fits and moment.may_hold(held)
 
 
-def _of_callers_code(step: PlainStep, entry: Entry) -> int:
-    """The bytes by which the caller's own code, such as a loss outside of the model, tops the peak of a step: as it was
-    seen, or as it is guessed."""
+def _of_callers_code(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
+    """The bytes by which the caller's own code tops the peak of a step: a loss outside of the model, as it was seen or
+    as it is guessed, or the outputs of the step before, which stay through the forward."""
     seen = entry.until_backward(step.tangent_bytes)
     callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
-    return max(0, step.held_bytes + step.tangent_bytes + callers_code - step.peak_bytes)
+    until_backward = step.held_bytes + step.tangent_bytes + callers_code
+    return max(0, until_backward - step.peak_bytes, step.forward_bytes + kept_outputs - step.peak_bytes)
 
 
 @dataclass
@@ -234,7 +238,7 @@ class PlainCalls:
             return None
         needed, state = self._needed(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(state)
-        needed += _of_callers_code(step, self.entry)
+        needed += _of_callers_code(step, self.entry, step.output_bytes)
         # A count on values holds a copy of the inputs.
         copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
         needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
@@ -262,7 +266,8 @@ class PlainCalls:
             step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
-        needed = self._needed(step, call, situation)[0] + _of_callers_code(step, self.entry) + elsewhere_bytes
+        callers_code = _of_callers_code(step, self.entry, step.output_bytes)
+        needed = self._needed(step, call, situation)[0] + callers_code + elsewhere_bytes
         return needed if needed <= most_bytes else None
 
     def allocation_failed(self) -> None:

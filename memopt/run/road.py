@@ -29,8 +29,15 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.derived import among_equals, extended, least_plan, leaving_free, leaving_room
-from memopt.planning.figures import beside_plain, plain_step
+from memopt.planning.derived import (
+    among_equals,
+    extended,
+    least_plan,
+    leaving_free,
+    leaving_room,
+    with_kept_outputs,
+)
+from memopt.planning.figures import beside_plain
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
@@ -246,10 +253,10 @@ class Road:
             others = (situation.for_other_models or 0) + spared - staying(spared)
             later = replace(situation, gradients_held=held, for_other_models=others)
             later = replace(later, other_forwards=situation.other_forwards + staying(spared))
-            return min(priced.smallest()[0] for priced in replace(recorded, situation=later).candidates())
+            return min(with_kept_outputs(priced)[0] for priced in replace(recorded, situation=later).candidates())
 
         # The smallest plans that are found need not hold more where more is to be left free.
-        roomy = min(max(map(least, {0, guessed})), plain_step(first.step.plain, first.account).peak_bytes)
+        roomy = min(max(map(least, {0, guessed})), with_kept_outputs(first)[1])
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2
         words = "for gradients that are there when a forward begins, a loss outside of the model, and what appears"
         return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)

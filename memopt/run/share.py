@@ -199,7 +199,8 @@ class Share:
         counted = replace(counted, gradients=gradients)
         later = self._left_later(counted)
         spare = self._spare_bytes(call) if counted.waiting else None
-        return replace(counted, appears=True, later_bytes=later, spare_bytes=spare)
+        kept = 0 if self.entry.fixed_bytes is not None else self.entry.kept_outputs(counted.inputs)
+        return replace(counted, appears=True, later_bytes=later, spare_bytes=spare, kept_outputs=kept)
 
     def others_may_run(self, moment: Moment) -> bool:
         """Whether there were models on the device at the first call that are not optimised, and no backward was seen

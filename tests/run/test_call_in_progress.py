@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -69,3 +71,32 @@ def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
     assert call.crowded == Situation(other_forwards=123)
     call.begin(plan, exchanges=7)
     assert begun == [(plan, Situation(), 7)]
+
+
+def test_a_refusal_beside_kept_outputs_is_remembered_and_holds_no_frame(plan: Plan) -> None:
+    """Else what a step returned stays until garbage is collected, and each step searches for a plan again."""
+    roomy, asked = replace(plan, budget_bytes=10 * plan.budget_bytes), []
+    moment = Moment(Entry(nn.Linear(1, 1), plan.budget_bytes, 0), kept_outputs=plan.budget_bytes)
+
+    def make(situation: Situation) -> Executable:
+        asked.append(situation)
+        if situation.elsewhere:
+            raise BudgetError(10, 20, "kept outputs")
+        return Executable(captured(region(2)), plan if len(asked) == 1 else roomy, ())
+
+    class Output:
+        pass
+
+    def step() -> weakref.ref[Output]:
+        output, call = Output(), CallInProgress(((), {}), Situation(), moment, lambda *given: None)  # type: ignore[arg-type, return-value]
+        assert call.fitting(make, lambda situation: True).plan is roomy
+        return weakref.ref(output)
+
+    gc.disable()
+    try:
+        assert step()() is None
+        before, asked[:] = len(asked), []
+        assert step()() is None
+    finally:
+        gc.enable()
+    assert len(asked) == before - 1
