@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 from torch import nn
@@ -41,6 +42,8 @@ class ControlPaths:
     calls: list[CapturedCall]
     sizes: LargestSizes
     """The largest inputs with which they were captured."""
+    between_bytes: int = 0
+    """The most that code between the regions was found to hold after a forward that was captured just before."""
     _margin: float = MARGIN
     _joins: dict[CapturedCall, tuple[CapturedCall, CapturedCall]] = field(default_factory=dict)
     """What a path was made of: the path before, and a capture that was put to it."""
@@ -81,6 +84,19 @@ class ControlPaths:
     def before(self, path: CapturedCall) -> CapturedCall | None:
         """The path that was taken before the first one was captured; None where there was none."""
         return self._joins[path][0] if path in self._joins else None
+
+    def lacking(self, plan: Plan, between_bytes: int, *, new: bool) -> int:
+        """The bytes that a step of the first path lacks under its plan, where code between the regions holds
+        `between_bytes` after the forward; what it holds at other times is taken to grow alike. 0 or less where it lacks
+        none, and for a path that is `new`, whose capture was of the same values."""
+        captured = self.calls[0]
+        planned = max(captured.held_bytes, self.between_bytes)
+        if between_bytes <= planned or new:
+            self.between_bytes = max(self.between_bytes, between_bytes if new else 0)
+            return 0
+        most = max(captured.after_bytes, *(nbytes for run in captured.runs for nbytes in astuple(run.eager)))
+        grown = math.ceil((between_bytes - planned) * max(1.0, most / planned if planned else 1.0))
+        return grown - (plan.budget_bytes - plan.ceiling_bytes) - plan.account.tolerance // 2
 
     def smaller(self) -> Iterator[CapturedCall]:
         """The first path; then, each where the one before it does not fit the budget: with its sizes as they were seen
