@@ -252,7 +252,7 @@ class RecordedCalls:
             path = untried.pop(0)
             paths.move_to_front(path)
             try:
-                return self._run_path(in_progress, paths, new=captured, last=attempt == attempts - 1)
+                return self._run_path(in_progress, paths, last=attempt == attempts - 1)
             except CaptureError as refused:
                 refused.undone = attempts > 1 and before.can_be_undone()
                 if isinstance(refused, HoldsMore) and not refused.undone:
@@ -269,9 +269,8 @@ class RecordedCalls:
             untried = untried or paths.calls[:1]
         raise AssertionError("the last attempt returns or raises")
 
-    def _run_path(self, in_progress: CallInProgress, paths: ControlPaths, *, new: bool, last: bool) -> Any:
-        """Run a call the first of these paths; `new`: it was captured from this call, `last`: there is no further
-        attempt after it."""
+    def _run_path(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
+        """Run a call the first of these paths; `last`: there is no further attempt after it."""
         planned = self.paths.fitting(in_progress, paths)
         pending = in_progress.begin(planned.plan)
         pending.gathered = gathered = Gathered(self.model)
@@ -280,7 +279,7 @@ class RecordedCalls:
         self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
         try:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])
-            lacking = paths.lacking(planned.plan, pending.note_made_between(result), new=new)
+            lacking = paths.lacking(planned.plan, pending.note_made_between(result))
             if lacking > 0 and not gathered:
                 raise HoldsMore(f"code between its regions needs {size(lacking)} more than was planned", lacking)
             return result
