@@ -244,7 +244,7 @@ def test_code_between_regions_that_holds_more_than_when_it_was_planned(spare_byt
             try:
                 model(x, chosen).backward()
             except memopt.BudgetError as larger:
-                assert not spare_bytes and chosen is all_rows
+                assert not spare_bytes
                 budget_gb = larger.smallest_gb
                 break
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
