@@ -16,9 +16,7 @@ from tests.loops import (
 from tests.loops.loop import Loop
 
 LOSS_OUTSIDE = "the budget that a refusal names leaves no room for what the loss outside of the model holds"
-BETWEEN_REGIONS = (
-    "a batch with more words holds more in the packed nn.LSTM, and is refused where its plain step would fit"
-)
+BETWEEN_REGIONS = "a batch with more words is refused: more is held in the packed nn.LSTM, and its plain step would fit"
 SPARSE = "operators on sparse tensors are not run between regions, but refused"
 
 _ALL = (
