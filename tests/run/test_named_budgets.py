@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import memopt
+
+EXACT: dict[str, Any] = {
+    "precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": torch.optim.SGD, "elsewhere_gb": 0.0
+}  # fmt: skip
 
 
 class Tasks(nn.Module):
@@ -28,7 +34,7 @@ class Tasks(nn.Module):
 def train(budget_gb: float) -> int:
     """Train with the backbone frozen at first, for several kinds of labels; returns the steps that were done."""
     model = Tasks().train()
-    memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute", "reinplace"}, optimizer=torch.optim.SGD)
+    memopt.optimize(model, budget_gb, **EXACT)
     few, many = {"small": torch.rand(512, 4)}, {"small": torch.rand(512, 4), "large": torch.rand(512, 512)}
     model.backbone.requires_grad_(False)
     done = 0
@@ -45,12 +51,11 @@ def train(budget_gb: float) -> int:
 
 
 def test_a_budget_named_in_mid_run_serves_calls_with_other_arguments_that_came_before() -> None:
-    frozen = Tasks().train()
-    frozen.backbone.requires_grad_(False)
-    with memopt.measure_peak("cpu") as peak:
-        frozen(torch.rand(512, 64), {"small": torch.rand(512, 4), "large": torch.rand(512, 512)}).backward()
+    model, few = Tasks().train(), {"small": torch.rand(512, 4)}
+    with pytest.raises(memopt.BudgetError) as for_few:
+        memopt.optimize(model, 1e-4, **EXACT)(torch.rand(512, 64), few)
     with pytest.raises(memopt.BudgetError, match="calls with other arguments") as refused:
-        train(1.02 * peak.bytes / 2**30)
+        train(0.97 * for_few.value.smallest_gb)
     assert refused.value.done == 2  # type: ignore[attr-defined]
     assert train(refused.value.smallest_gb) == 4
 
