@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 from torch import nn
@@ -41,14 +42,18 @@ class ControlPaths:
     calls: list[CapturedCall]
     sizes: LargestSizes
     """The largest inputs with which they were captured."""
+    new: bool = False
+    """Whether the next forward is one that was captured just before, on its values."""
+    between_bytes: int | None = None
+    """The most that code between the regions was found to hold after such a forward; None before the first."""
     _margin: float = MARGIN
     _joins: dict[CapturedCall, tuple[CapturedCall, CapturedCall]] = field(default_factory=dict)
     """What a path was made of: the path before, and a capture that was put to it."""
 
     @classmethod
-    def of(cls, captured: CapturedCall, call: Call) -> ControlPaths:
-        """The first path that was seen."""
-        return cls([captured], LargestSizes.of(call))
+    def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
+        """The first path that was seen; `new`: in a call that runs now."""
+        return cls([captured], LargestSizes.of(call), new=new)
 
     def move_to_front(self, path: CapturedCall) -> None:
         """Move a path to the front of `calls`, so that it is tried first when such a call comes again."""
@@ -56,7 +61,7 @@ class ControlPaths:
 
     def add(self, captured: CapturedCall, call: Call) -> None:
         """Put the capture of a call to the path that was taken last; where that drops some of its runs, beside it."""
-        self.sizes = self.sizes.covering(call)
+        self.sizes, self.new = self.sizes.covering(call), True
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
         before = self.calls[0]
@@ -81,6 +86,20 @@ class ControlPaths:
     def before(self, path: CapturedCall) -> CapturedCall | None:
         """The path that was taken before the first one was captured; None where there was none."""
         return self._joins[path][0] if path in self._joins else None
+
+    def lacking(self, plan: Plan, between_bytes: int) -> int:
+        """The bytes that a step of the first path lacks under its plan, where code between the regions was found to
+        hold `between_bytes` after the forward: more than after the one of which they were captured. What it holds at
+        other times is taken to grow alike. 0 or less where it lacks none."""
+        if self.new:
+            self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
+        captured = self.calls[0]
+        planned = captured.held_bytes if self.between_bytes is None else self.between_bytes
+        if between_bytes <= planned:
+            return 0
+        most = max(captured.after_bytes, *(nbytes for run in captured.runs for nbytes in astuple(run.eager)))
+        grown = math.ceil(most * (between_bytes / planned - 1)) if planned else between_bytes
+        return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
         """The first path; then, each where the one before it does not fit the budget: with its sizes as they were seen
@@ -160,7 +179,7 @@ class PlansOfPaths:
         captures the call where it is the first of its kind."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
-            paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call)
+            paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)
         elif not paths.sizes.cover(call):
             paths.add(self.capture(call, paths.calls[0].break_reason), call)
         return paths

@@ -130,16 +130,21 @@ class PendingForward:
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
 
-    def note_made_between(self, result: Any) -> None:
+    def note_made_between(self, result: Any) -> int:
         """Note what code between the regions of this forward, which has returned `result`, returned and saved for its
-        backward: the plan has a row for it."""
+        backward: the plan has a row for it. Returns its bytes, without what regions returned."""
         model = self.model()
         state = () if model is None else (*model.parameters(), *model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}
+        of_regions = own | {one.address for one in self.outputs}
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         nodes, _ = graph_until(returned, lambda node: False)
-        saved = (tensor for node in nodes for tensor in saved_by(node))
-        self.outputs.extend(one for one in weak_storages((*returned, *saved)) if one.address not in own)
+        regions = {reference() for reference in self.nodes}
+        made = [*returned, *(tensor for node in nodes if node not in regions for tensor in saved_by(node))]
+        saved = (tensor for node in nodes if node in regions for tensor in saved_by(node))
+        self.outputs.extend(one for one in weak_storages((*made, *saved)) if one.address not in own)
+        here = bytes_by_address(made, self.entry.device)
+        return sum(nbytes for address, nbytes in here.items() if address not in of_regions)
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that its regions, and the code between them, have saved and not freed yet."""

@@ -28,6 +28,7 @@ from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_s
 from memopt.device.devices import device_of
 from memopt.device.time_model import call_seconds
 from memopt.errors import BudgetError, CaptureError
+from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
@@ -57,6 +58,8 @@ _MOST_COUNTS = 12
 """The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
 _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
+_MOST_SEEN = 3
+"""Kinds of calls that a budget which a refusal names is to serve."""
 _WORTH_NAMING = 4
 """A step whose graph is kept is counted for a refusal up to this many times its budget."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -168,7 +171,9 @@ class PlainCalls:
         self._most_bytes: float = math.inf
         """Steps that hold more beside what is resident are planned, since an allocation failed in one."""
         self._settings = Settings(model)
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[tuple[Hashable, ...], _Kind] = {}
+        self._seen: LruCache[Hashable, Call] = LruCache(_MOST_SEEN)
+        """The latest calls that were counted, by the kind of their inputs, without their values."""
         self._shown: tuple[Call, Plan] | None = None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,13 +210,8 @@ class PlainCalls:
         """
         if not (self.allowed and (self._whatever_else or self._nothing_else_wanted())):
             return None
-        leaves, structure = _leaves(call)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        if not all(isinstance(leaf, _PLAIN) for leaf in others):
-            return None  # an object may have tensors of its own, which a count does not see
-        inputs = structure, repr(others), tuple(map(_without_sizes, tensors))
-        kind = self._kind(call, inputs, situation, parts or Parts.of(self.model))
+        inputs, tensors = _kind_of_inputs(call)
+        kind = None if inputs is None else self._kind(call, inputs, situation, parts or Parts.of(self.model))
         if kind is None:
             return None
         sizes = _sizes(tensors)
@@ -269,6 +269,11 @@ class PlainCalls:
         callers_code = _of_callers_code(step, self.entry, step.output_bytes)
         needed = self._needed(step, call, situation)[0] + callers_code + elsewhere_bytes
         return needed if needed <= most_bytes else None
+
+    def seen_beside(self, call: Call) -> list[Call]:
+        """The latest calls that were counted, one of each kind of inputs but that of `call`, without their values."""
+        own = _kind_of_inputs(call)[0]
+        return [other for inputs, other in self._seen.items() if inputs != own]
 
     def allocation_failed(self) -> None:
         """Have calls planned that hold about as much as the latest one that ran plain."""
@@ -372,6 +377,8 @@ class PlainCalls:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
         special = bool(special_tensors(call, Parts.of(self.model)))
+        if not special:
+            self._seen[_kind_of_inputs(call)[0]] = on_meta(call)
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
                 step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes, closely=closely)
@@ -484,6 +491,16 @@ class PlainCalls:
 def _constants(sizes: Sizes) -> Sizes:
     """The sizes that a captured graph has as numbers even where they change: 0 and 1; -1 in place of the others."""
     return tuple([size if size < 2 else -1 for size in sizes])
+
+
+def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
+    """What is equal for calls that differ in the sizes of their tensors only, and these tensors; None for calls with
+    objects, which may have tensors of their own that a count does not see."""
+    leaves, structure = _leaves(call)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    known = all(isinstance(leaf, _PLAIN) for leaf in others)
+    return (structure, repr(others), tuple(map(_without_sizes, tensors))) if known else None, tensors
 
 
 def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:

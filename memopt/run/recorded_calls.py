@@ -24,7 +24,7 @@ from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.emit.emit import emit_region
 from memopt.emit.partition import Emitted, check_own_memory
-from memopt.errors import CaptureError
+from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
@@ -45,6 +45,7 @@ from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
 from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
+from memopt.units import size
 
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]
 """A region, its schedule, the numbers of the parameters to whose `.grad` it adds, and the limits of sizes within it."""
@@ -60,6 +61,15 @@ def _no_limit() -> float:
 
 class OtherPathTaken(CaptureError):
     """A forward ran through other regions than those that were planned, repeatedly from the same state."""
+
+
+class HoldsMore(OtherPathTaken):
+    """Code between the regions of a forward holds so much more than when it was planned that the step lacks `nbytes`,
+    as where sizes in it depend on values."""
+
+    def __init__(self, message: str, nbytes: int) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
 
 
 def recording(
@@ -245,6 +255,9 @@ class RecordedCalls:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
             except CaptureError as refused:
                 refused.undone = attempts > 1 and before.can_be_undone()
+                if isinstance(refused, HoldsMore) and not refused.undone:
+                    budget = in_progress.moment.entry.budget_bytes
+                    raise BudgetError(budget, budget + refused.nbytes, str(refused), least=False) from None
                 if refused.undone:
                     before.undo()
                     refill(contents)
@@ -266,7 +279,9 @@ class RecordedCalls:
         self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
         try:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])
-            pending.note_made_between(result)
+            lacking = paths.lacking(planned.plan, pending.note_made_between(result))
+            if lacking > 0 and not gathered and self.road.accumulation.exchange is None:  # other ranks would go on
+                raise HoldsMore(f"code between its regions needs {size(lacking)} more than was planned", lacking)
             return result
         except CaptureError:
             pending.after_backward()  # it will have none

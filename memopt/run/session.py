@@ -292,6 +292,8 @@ class Session:
             if waiting and self.share.free_waiting():
                 moment = self.share.moment(in_progress.call, in_progress.situation)
                 return self._by_plan(calls, replace(in_progress, moment=moment), parts, waiting)
+            if self.parallel.wrapper is None and not self.sharded.there:  # other ranks may have had other calls
+                refused = calls.for_other_kinds(refused, in_progress.call, in_progress.situation)
             plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
             raise self.share.explain(refused, waiting, plain)
 

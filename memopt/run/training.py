@@ -6,7 +6,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +38,10 @@ from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
 from memopt.run.share import Share
+from memopt.solver import SolverError
 from memopt.training_state import CallState, set_generators
+from memopt.units import size
+from passes import PassError
 
 
 class TrainingCalls:
@@ -133,6 +138,23 @@ class TrainingCalls:
             plan = self.road.plan(captured, call, situation, plain, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
         return plan
+
+    def for_other_kinds(self, refused: BudgetError, call: Call, situation: Situation) -> BudgetError:
+        """The refusal of a call with a budget in which calls of other kinds run, too, such as came before it: with
+        other arguments, where the step was smaller or ran plain then."""
+        most = refused
+        for other in self.plain_calls.seen_beside(call):
+            try:
+                captured = self.planner.capture_on_fakes(other, self.planner.optimizer_choice.narrowed)
+                self.road.plan(captured, other, replace(situation, elsewhere=None), advise=False)
+            except BudgetError as larger:
+                most = max(most, larger, key=attrgetter("smallest_bytes"))
+            except (CaptureError, PassError, SolverError):
+                continue
+        if most is refused:
+            return refused
+        words = f"{size(most.smallest_bytes - refused.smallest_bytes)} of it are for calls with other arguments"
+        return refused.adding(f"{words}, as came before", smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
         """The call with the largest sizes that the user declares, where it is planned on fakes and its values do not

@@ -204,3 +204,50 @@ def test_a_size_of_an_earlier_batch_comes_back(kind: type[nn.Module], longest: S
         assert torch.equal(plain(*batch), planned(*batch))
         for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@torch.compiler.disable
+def of_some_rows(h: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Code between regions that holds as many rows as its values choose."""
+    numbers = chosen.nonzero()[:, 0]
+    return h.index_add(0, numbers, h.index_select(0, numbers).sin().cos().sin())
+
+
+class SomeRows(nn.Module):
+    """What is held between its regions depends on values, and no size in them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        h = of_some_rows(self.first(x).tanh(), chosen)
+        return self.last(h).tanh().square().mean()
+
+
+@pytest.mark.parametrize("spare_bytes", [0, 8 * 2**20])
+def test_code_between_regions_that_holds_more_than_when_it_was_planned(spare_bytes: int) -> None:
+    """A step that would exceed the budget is planned once more, and refused before its backward if nothing fits."""
+    exact = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0.0}
+    x, few, all_rows = torch.randn(2048, 32), torch.arange(2048) < 64, torch.arange(2048) >= 0
+    model, plain = SomeRows().train(), SomeRows().train()
+    with pytest.raises(memopt.BudgetError) as refused:
+        memopt.optimize(model, 1e-4, **exact)(x, few)
+    budget_gb = refused.value.smallest_gb + spare_bytes / 2**30
+    memopt.optimize(model, budget_gb, **exact)
+    for chosen in (few, all_rows, few, all_rows):
+        model.zero_grad()
+        plain.zero_grad()
+        plain(x, chosen).backward()
+        with memopt.measure_peak("cpu") as peak:
+            try:
+                model(x, chosen).backward()
+            except memopt.BudgetError as larger:
+                assert not spare_bytes
+                budget_gb = larger.smallest_gb
+                break
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+        assert peak.bytes <= budget_gb * 2**30
+    assert spare_bytes or chosen is all_rows
