@@ -263,14 +263,17 @@ class Session:
     def _check_plain(self, calls: TrainingCalls, call: Call) -> None:
         """Raise the error of the plain model's forward, where that fails for a call too that cannot be captured: the
         loop may expect it, and later calls are captured."""
-        try:
-            with torch.no_grad(), undone(self.model), containers_restored(call):
-                calls.plain(*call[0], **call[1])
-        except (MemoryError, torch.OutOfMemoryError):
-            return
-        except Exception:
-            calls.recorded.forget_errors()
-            raise
+        for gradients in (False, True):  # as it takes less; code that takes derivatives fails without
+            try:
+                with torch.set_grad_enabled(gradients), undone(self.model), containers_restored(call):
+                    calls.plain(*call[0], **call[1])
+                return
+            except (MemoryError, torch.OutOfMemoryError):
+                return
+            except Exception:
+                if gradients:
+                    calls.recorded.forget_errors()
+                    raise
 
     def _half_of_the_room(self, calls: TrainingCalls, call: Call, situation: Situation) -> float:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(call, situation)) / 2
