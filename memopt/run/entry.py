@@ -24,7 +24,6 @@ from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, backward_bytes, returned_bytes
 from memopt.planning.plan import Plan
 from memopt.run.overlaps import Overlap, SeenOverlaps
-from memopt.run.second_run import SecondRun
 
 _TOLERANCE = 64
 """What appears beside a step is tolerated up to this part of the parameters' bytes, a 256th of what a step with their
@@ -66,9 +65,6 @@ class _Forward(Waiting, Protocol):
 
     again_bytes: int
     """The bytes that its backward takes beside the plan, where it runs a second time then."""
-
-    second_run: SecondRun | None
-    """How what it has saved is computed once more."""
 
     def free_saved(self) -> int:
         """Free what it has saved until its backward; returns the bytes."""

@@ -57,19 +57,14 @@ class SecondRun:
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
         """Free what the autograd node of the first run has saved, but for what lies at the addresses `kept`, until it
         is read; returns the bytes. 0 where an input is gone or was changed: then nothing is freed."""
-        if not self.possible:
+        inputs = self._present
+        copies = self.before.values.copies()
+        gone = any(one is None and isinstance(by, weakref.ref) for one, by in zip(inputs, self.inputs, strict=True))
+        if gone or self._changed(inputs) or any(id(inputs[number]) not in copies for number in self.written):
             return 0
-        inputs, copies = self._present, self.before.values.copies()
         own = bytes_by_address(inputs, device).keys() | set(kept)
         first = {number: copies[id(inputs[number])] for number in self.written}
         return replace_saved(node, own, device, lambda: self._saved(inputs, first, device))
-
-    @property
-    def possible(self) -> bool:
-        """Whether all inputs are there as they were."""
-        inputs, copies = self._present, self.before.values.copies()
-        gone = any(one is None and isinstance(by, weakref.ref) for one, by in zip(inputs, self.inputs, strict=True))
-        return not gone and not self._changed(inputs) and all(id(inputs[number]) in copies for number in self.written)
 
     def _changed(self, inputs: Sequence[Any]) -> bool:
         """Whether any of the inputs that are only read has been written to since the first run began."""

@@ -24,7 +24,7 @@ from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
-from memopt.errors import BudgetError, round_up
+from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes
 from memopt.planning.optimizer_choice import OptimizerChoice
@@ -334,29 +334,15 @@ class Share:
         this one has room beside them; it says so if that was not planned for. `plain` tells of the call."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
-        others = max(waiting, self.entry.others_expected)
-        if others >= self.entry.at_least and not self.entry.plain_waiting():
-            refused = self._in_first_step(refused, others, plain)
         refused = self.ledger.for_whole_step(self.entry, refused, plain)
         return refused if self.entry.others_expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
 
-    def _in_first_step(self, refused: BudgetError, others: int, plain: AsPlain) -> BudgetError:
-        """The refusal with a budget that serves the first step, too. It is not known there yet that `others` forwards
-        follow the first one, which runs plain if its step fits by itself, and then holds all that it saves."""
-        if (alone := plain(refused.smallest_bytes)) is None:
-            return refused
-        more = others * alone.held_bytes
-        least = f"{others + 1} forwards before a backward, which it does not know of: with forwards={others + 1}"
-        words = f"{size(more)} of it are for the first step, and {least} {round_up(refused.smallest_gb)} GB will do"
-        return refused.adding(words, smallest_bytes=refused.smallest_bytes + more)
-
     def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
         """A budget with which a call has room beside the forwards that wait, where it would need `smallest_bytes` with
-        what they hold now: within more room they will save more, with nothing recomputed at most, unless they free it
-        and run a second time. There is some room for a few forwards more, which may follow.
+        what they hold now: within more room they will save more, with nothing recomputed at most. There is some room
+        for a few forwards more, which may follow.
         """
-        planned = [one for one in self.entry.waiting() if one.second_run is None or not one.second_run.possible]
-        needs, gradients = self.entry.step_bytes, self._gradients()
+        planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
         held = [forward.held_bytes for forward in planned]
         saved = [forward.saved_bytes() for forward in planned]
         alone = [one.plan.plain.peak_bytes - one.plan.account.other_forwards for one in planned]
