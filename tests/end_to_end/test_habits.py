@@ -188,10 +188,14 @@ def a_validation_and_a_buffer_of_weights(model: nn.Module) -> Any:
     return [train(model, step), average.module(X)]
 
 
+def halve(weight: Tensor) -> None:
+    weight.grad.mul_(0.5)
+
+
 @habit
 def hooks_on_weights_and_modules(model: nn.Module) -> Any:
     model.first.weight.register_hook(lambda gradient: gradient * 0.5)
-    model.second.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(0.5))
+    model.second.weight.register_post_accumulate_grad_hook(halve)
     before = train(model, lambda _: model(X))
     model.second.register_full_backward_hook(lambda module, into, out: (into[0] * 3,))
     model.first.register_forward_hook(lambda module, given, result: result * 2)
