@@ -24,7 +24,7 @@ from memopt.capture.inner_outputs import InnerOutputs
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
-from memopt.compat.operators import tree_leaves
+from memopt.compat.operators import tree_leaves, tree_map
 from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 
@@ -198,6 +198,32 @@ def record_dry_run(
     if captured is None:
         raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))
     return captured
+
+
+def cut_off(call: Any) -> Any:
+    """The arguments of a call, with tensors that were computed with gradients cut off from their graphs, though no
+    leaves: the backward of a dry run does not go on to an earlier forward, and free what that has saved."""
+    if not any(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in tree_leaves(call)):
+        return call
+    cut: Any = _CutOff.apply
+    return tree_map(
+        lambda one: (
+            cut(one.detach().requires_grad_()) if isinstance(one, torch.Tensor) and one.grad_fn is not None else one
+        ),
+        call,
+    )
+
+
+class _CutOff(torch.autograd.Function):
+    """The identity; what it returns is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient
 
 
 def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.data_sizes import SizeOutgrown
-from memopt.capture.dry_run import DryRun, as_run_later, record_dry_run
+from memopt.capture.dry_run import DryRun, as_run_later, cut_off, record_dry_run
 from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
@@ -176,7 +176,8 @@ class RecordedCalls:
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
             with undone(self.model), inputs_kept, containers_restored(call), gathered.without_exchange():
-                return record_dry_run(lambda: self._compiled(*call[0], **call[1]), self._dry_run, self.model, reason)
+                args, kwargs = cut_off(call)
+                return record_dry_run(lambda: self._compiled(*args, **kwargs), self._dry_run, self.model, reason)
         finally:
             self._dry_run = None
 
