@@ -154,12 +154,13 @@ def print_largest() -> None:
         print(f"{name}: {atoms} atoms with {20 * atoms} edges")
     plain, by_hand = (bytes_of_an_atom(kind(128, 3)) for kind in (Equivariant, CheckpointedEquivariant))
     print(
-        f"bytes of a plain step for an atom, measured: {plain:.0f}; with a checkpoint around each layer: {by_hand:.0f}"
+        f"bytes of a plain step for an atom, measured: {plain:.0f}, {24 * GIB / plain:.0f} atoms in 24 GB; with a "
+        f"checkpoint around each layer: {by_hand:.0f}, {24 * GIB / by_hand:.0f} atoms"
     )
 
 
 def bytes_of_an_atom(model: nn.Module, atoms: tuple[int, int] = (100, 200)) -> float:
-    """What one atom more adds to the peak of a plain step, from two numbers of atoms with 20 edges each."""
+    """The bytes that one more atom adds to the peak of a plain step, from its peaks at two numbers of atoms."""
     peaks = [trained(model, molecules(one, 20 * one), lambda model, batch: model(**batch))[1] for one in atoms]
     return (peaks[1] - peaks[0]) / (atoms[1] - atoms[0])
 

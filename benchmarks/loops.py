@@ -35,7 +35,7 @@ optimizer=optimizer)`, or the callback where a library has the loop. They are in
 validation, accumulation, schedulers, clipping and resumes. Each runs plain, and then within a half and a third of its
 activations: of what it holds at its peak beyond what it holds at the end of a step, and with no less than other code
 holds in a step before the model is called, as a teacher does. *Exact* is `precision="fp32", allow={"recompute",
-"reinplace"}`, *default* no options. Where the first try is refused, the loop is started anew with the budget that the
+"reinplace"}`, *default* no options. Where the first try is refused, the loop starts again with the budget that the
 refusal names; once more, in a later step, only where later steps need what no earlier one shows (`unforeseen` in
 `tests/loops/all_loops.py`: larger graphs, a second forward). Then all losses, the last weights and buffers, and the
 peak of each step are compared.

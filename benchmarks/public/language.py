@@ -23,7 +23,7 @@ def word_lstm(optimize: Optimize, log: Log) -> None:
 
 
 def word_transformer(optimize: Optimize, log: Log) -> None:
-    """word_language_model/main.py with --model Transformer: a mask that is made anew where the length changes."""
+    """word_language_model/main.py with --model Transformer: a mask that is made again where the length changes."""
     names = definitions("examples", "word_language_model/model.py")
     model = names.TransformerModel(500, 64, 2, 64, 2, 0.2)
     _words(model, 500, optimize, log, carries_state=False)

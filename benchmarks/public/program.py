@@ -43,7 +43,7 @@ class Program:
     commit: str
     """The commit that was tried, or the version of the package."""
     file: str
-    """Of the model, in the repository."""
+    """The path of the model's file in the repository."""
     needs: tuple[str, ...] = ()
     """Packages that have to be installed."""
     rounding: str = ""

@@ -22,6 +22,7 @@ from memopt.capture.dynamic_shapes import together
 from memopt.capture.dynamo import Backend, GraphBreak, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.inner_outputs import InnerOutputs
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.autograd import has_node
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
@@ -49,8 +50,8 @@ class DryRun:
         self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
         self._values: list[_ValuesOfRun] = []
-        self._inner: list[InnerOutputs] = []
         """The inputs and outputs of each run, in the order of the runs."""
+        self._inner: list[InnerOutputs] = []
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
         self.eager: set[int] = set()
@@ -203,15 +204,10 @@ def record_dry_run(
 def cut_off(call: Any) -> Any:
     """The arguments of a call, with tensors that were computed with gradients cut off from their graphs, though no
     leaves: the backward of a dry run does not go on to an earlier forward, and free what that has saved."""
-    if not any(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in tree_leaves(call)):
+    if not any(map(has_node, tree_leaves(call))):
         return call
     cut: Any = _CutOff.apply
-    return tree_map(
-        lambda one: (
-            cut(one.detach().requires_grad_()) if isinstance(one, torch.Tensor) and one.grad_fn is not None else one
-        ),
-        call,
-    )
+    return tree_map(lambda one: cut(one.detach().requires_grad_()) if has_node(one) else one, call)
 
 
 class _CutOff(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from memopt.compat.autograd import edges_reached, gradients_asked, hook_table
+from memopt.compat.autograd import edge_of, edges_reached, gradients_asked, has_node, hook_table
 from memopt.errors import UnplannedGradientError
 
 
@@ -62,9 +62,7 @@ class InnerOutputs:
     ) -> None:
         """`outputs` as the caller has them, and `feeds` as `feeding` gives them. `error` makes what is raised."""
         edges = {
-            at: (weakref.ref(output.grad_fn), output.output_nr)
-            for at, output in enumerate(outputs)
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None
+            at: (weakref.ref(output.grad_fn), output.output_nr) for at, output in enumerate(outputs) if has_node(output)
         }
         self._inner = [
             _Inner(outputs[at], edges[at], [edges[other] for other in others if other in edges], error)
@@ -76,7 +74,7 @@ class InnerOutputs:
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Raise where the gradients of `inputs` are asked for, an inner output is among them, and the backward from
         `starts` comes to others that are computed from it."""
-        edges = {_edge(one) for one in inputs}
+        edges = set(map(edge_of, inputs))
         for inner in self._inner:
             if (inner.node(), inner.number) in edges:
                 fed = {(node(), number) for node, number in inner.fed}
@@ -124,12 +122,6 @@ def _before_others(inner: weakref.ref[_Inner], gradient: torch.Tensor | None) ->
     found = inner()
     if gradient is None and found is not None and found.is_awaited():
         raise found.refusal()
-
-
-def _edge(end: Any) -> tuple[Any, int]:
-    """The autograd node of a tensor, or of an edge, and the number of its output."""
-    edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
-    return edge.node, edge.output_nr
 
 
 def _is_known(hook: Any) -> bool:

@@ -172,9 +172,8 @@ class _HandOut(torch.autograd.Function):
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
-            ctx.forward = ctx.inner = (
-                None  # a model that keeps an output keeps this node, which must not keep the model
-            )
+            # A model that keeps an output keeps this node, which must not keep the model.
+            ctx.forward = ctx.inner = None
             if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
                 ctx.replay.release()
         return None, None, *gradients

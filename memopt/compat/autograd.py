@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils import checkpoint
 
 from memopt.compat.tensors import bytes_by_address
 from passes.compat import private, replaced
@@ -29,6 +30,7 @@ PRIVATE_NAMES = (
     *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
     *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
     *private("torch.autograd.forward_ad", "_current_level"),
+    *private("torch.utils.checkpoint", "_StopRecomputationError"),
     *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
 
@@ -100,6 +102,12 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """Returns the autograd node that runs now, None outside of a backward pass."""
+
+
+def stops_recomputation(error: Exception) -> bool:
+    """Whether an exception ends the second run of a function under `torch.utils.checkpoint` early: it has all that its
+    backward reads."""
+    return isinstance(error, checkpoint._StopRecomputationError)
 
 
 def keeps_graph() -> bool:
@@ -322,11 +330,21 @@ _told: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
 """The modules in which torch's function is replaced, by what, and that function."""
 
 
+def has_node(value: Any) -> bool:
+    """Whether a value is a tensor that was computed with gradients: it has an autograd node, and is no leaf."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def edge_of(end: Any) -> tuple[Any, int]:
+    """The autograd node of a tensor, or of an edge, and the number of its output."""
+    edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
+    return edge.node, edge.output_nr
+
+
 def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any, int]]:
     """The edges of the autograd graph that a backward takes from these tensors or edges: nodes, each with the number of
     its output. It goes on from each node but those in `ends`."""
-    given = (torch.autograd.graph.get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in starts)
-    seen = {(edge.node, edge.output_nr) for edge in given}
+    seen = set(map(edge_of, starts))
     for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
         seen.update(edge for edge in node.next_functions if node not in ends)
     return seen

@@ -494,8 +494,8 @@ def _constants(sizes: Sizes) -> Sizes:
 
 
 def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
-    """What is equal for calls that differ in the sizes of their tensors only, and these tensors; None for calls with
-    objects, which may have tensors of their own that a count does not see."""
+    """A key of a call's arguments without the sizes of tensors, and the tensors among them. The key is None where an
+    argument is an object, which may have tensors of its own that a count does not see."""
     leaves, structure = _leaves(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]

@@ -19,6 +19,7 @@ from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line,
 from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
+from memopt.compat.autograd import stops_recomputation
 from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache
 from memopt.planning.options import Options
@@ -156,8 +157,9 @@ class Recorder:
             return self._run(in_progress)
         except (BudgetError, CaptureError):
             raise
-        except Exception:  # the model's own
-            self.forget_errors()
+        except Exception as error:
+            if not stops_recomputation(error):  # the model's own
+                self.forget_errors()
             raise
 
     def _run(self, in_progress: CallInProgress) -> Any:

@@ -242,7 +242,7 @@ class Session:
             refused: BudgetError | CaptureError = without_frames(error)
         if isinstance(refused, CaptureError) and not refused.undone:
             raise refused  # a second run would begin from another state
-        if isinstance(refused, CaptureError) and self.parallel.wrapper is None:
+        if isinstance(refused, CaptureError) and self._alone:
             self._check_plain(calls, in_progress.call)
         broken = calls.recorded.break_reason(in_progress.call)
         if broken is not None or isinstance(refused, CaptureError):
@@ -259,6 +259,11 @@ class Session:
             return self._unplanned(calls, in_progress.call)
         with self._refusing():
             raise self._log.refused(calls.checkpointed.explain(refused, broken, *given))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank takes part in a forward: one that this rank runs once more would wait for them."""
+        return self.parallel.wrapper is None and not self.sharded.there
 
     def _check_plain(self, calls: TrainingCalls, call: Call) -> None:
         """Raise the error of the plain model's forward, where that fails for a call too that cannot be captured: the
@@ -295,7 +300,7 @@ class Session:
             if waiting and self.share.free_waiting():
                 moment = self.share.moment(in_progress.call, in_progress.situation)
                 return self._by_plan(calls, replace(in_progress, moment=moment), parts, waiting)
-            if self.parallel.wrapper is None and not self.sharded.there:  # other ranks may have had other calls
+            if self._alone:  # other ranks may have had other calls
                 refused = calls.for_other_kinds(refused, in_progress.call, in_progress.situation)
             plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
             raise self.share.explain(refused, waiting, plain)

@@ -97,7 +97,14 @@ class TransposedNorm(nn.Module):
 KERNELS = {"depthwise": (Depthwise, (12, 4, 4, 128)), "transposed": (TransposedNorm, (64, 40, 64))}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+FILLED = pytest.mark.xfail(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="without AVX-512 oneDNN fills no group of channels for some layouts, and the count is a bound for all",
+    strict=True,
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param("depthwise", marks=FILLED), "transposed"])
 def test_what_kernels_do_otherwise_than_fakes_is_counted(name: str) -> None:
     """These counts were too low, down to an eighth."""
     make, size = KERNELS[name]
@@ -110,10 +117,8 @@ def test_what_kernels_do_otherwise_than_fakes_is_counted(name: str) -> None:
     found, on_fakes = counts(model, x)
     assert found is not None
     assert on_fakes is not None
-    # On a CPU without AVX-512 oneDNN fills no group of channels; such convolutions are counted as if it did.
-    most = 1.2 if name != "depthwise" or torch.backends.cpu.get_cpu_capability() == "AVX512" else 15
     for count in (found, on_fakes):
-        assert 0.99 * peak.allocated_bytes <= count.peak_bytes <= most * peak.allocated_bytes
+        assert 0.99 * peak.allocated_bytes <= count.peak_bytes <= 1.2 * peak.allocated_bytes
 
 
 def test_nothing_is_left_behind_and_next_to_nothing_allocated() -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt
+from memopt.run.recorder import Recorder
 
 pytestmark = pytest.mark.plans_always
 
@@ -37,3 +38,14 @@ def test_a_checkpoint_around_a_planned_model(reentrant: bool, breaks: bool) -> N
             results.append([loss.detach(), *(one.grad for one in model.parameters()), *model.buffers(), torch.rand(1)])
             results[-1] = [one.clone() for one in results[-1]]
     assert all(torch.equal(*pair) for one in range(3) for pair in zip(results[one], results[3 + one], strict=True))
+
+
+def test_a_checkpoint_that_ends_its_second_run_early_is_no_error_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo would try to capture code that it has passed over again in each step."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute"})
+    forgotten: list[Recorder] = []
+    monkeypatch.setattr(Recorder, "forget_errors", forgotten.append)
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert not forgotten
