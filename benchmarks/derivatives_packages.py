@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,14 +30,14 @@ def installed() -> Iterator[tuple[str, Found]]:
             yield name, make()
 
 
-def mace() -> Found:
-    """MACE of two layers and correlation two, with its forces."""
+def mace(layers: int = 2) -> Found:
+    """MACE of correlation two, with its forces."""
     from e3nn import o3
     from mace import modules
 
     blocks = modules.interaction_classes
     model = modules.ScaleShiftMACE(
-        r_max=4.0, num_bessel=8, num_polynomial_cutoff=5, max_ell=2, num_interactions=2, num_elements=10,
+        r_max=4.0, num_bessel=8, num_polynomial_cutoff=5, max_ell=2, num_interactions=layers, num_elements=10,
         interaction_cls=blocks["RealAgnosticResidualInteractionBlock"],
         interaction_cls_first=blocks["RealAgnosticInteractionBlock"],
         hidden_irreps=o3.Irreps("32x0e + 32x1o"), MLP_irreps=o3.Irreps("16x0e"),
@@ -144,6 +145,7 @@ def burgers() -> Found:
 
 MODELS: dict[str, Callable[[], Found]] = {
     "MACE (mace-torch)": mace,
+    "MACE, four layers (mace-torch)": partial(mace, 4),
     "SchNet (schnetpack)": lambda: schnetpack("SchNet"),
     "PaiNN with stress (schnetpack)": lambda: schnetpack("PaiNN", stress=True),
     "TensorNet (torchmd-net)": tensornet,

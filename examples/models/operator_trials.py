@@ -138,7 +138,8 @@ class Case(nn.Module):
         loss = torch.zeros_like(self.scale)
         if self.derives:
             found = [torch.tanh(one).sum() for one in tree_leaves(results) if _differentiable(one)]
-            results = torch.autograd.grad(found, operands, create_graph=True, allow_unused=True)
+            own = self.op.parameters() if isinstance(self.op, nn.Module) else ()
+            results = torch.autograd.grad(found, [*operands, *own], create_graph=True, allow_unused=True)
         for result in tree_leaves(results):
             if isinstance(result, Tensor) and result.requires_grad:
                 bent = torch.sin(result)
@@ -278,8 +279,7 @@ def samples(op: Any, dtype: torch.dtype, most: int = 2) -> list[Any]:
 def case_of(op: Any, sample: Any, stage: str) -> Case:
     if isinstance(sample, ModuleSample):
         case = Case(sample.module, as_it_is, (sample.args, sample.kwargs), stage)
-        with torch.no_grad():
-            case(*inputs_of(case))  # lazy modules make their parameters
+        case(*inputs_of(case))  # lazy modules make their parameters
         return case
     function = _as_method(op.inplace_variant if stage == IN_PLACE else op.op)
     arguments = ((sample.input, *sample.args), dict(sample.kwargs))
