@@ -11,7 +11,7 @@ from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
-from memopt.compat.autograd import set_versions
+from memopt.compat.saved_tensors import set_versions
 from memopt.compat.tracing import boxed, first_runs_as_later_ones, mark_boxed
 from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend

@@ -18,21 +18,18 @@ from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
     Fate,
-    changed_since_saved,
     current_backward,
     fate_at,
     fate_of_gradient,
-    free_saved_tensors,
     graph_until,
     keeps_graph,
     nodes_since,
-    note_packed,
     python_nodes,
-    saved_by,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
+from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors, note_packed, saved_by
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up

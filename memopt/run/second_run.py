@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from memopt.compat.autograd import python_nodes, replace_saved
+from memopt.compat.autograd import python_nodes
+from memopt.compat.saved_tensors import replace_saved
 from memopt.compat.tensors import bytes_by_address, special_kind
 from memopt.training_state import CallState, generator_states, set_generators
 

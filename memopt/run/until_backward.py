@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from memopt.account.account import distinct_bytes
-from memopt.compat.autograd import backward_starts, graph_until, received_bytes, saved_by
+from memopt.compat.autograd import backward_starts, graph_until, received_bytes
 from memopt.compat.operators import without_modes
+from memopt.compat.saved_tensors import saved_by
 from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
 from memopt.meter import PeakMeter

@@ -1,0 +1,133 @@
+"""What autograd saves for the backward: read, replaced and freed, and whether it was changed since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from memopt.compat.tensors import bytes_by_address
+from passes.compat import private
+
+PRIVATE_NAMES = (
+    *private("torch._C._autograd", "_unsafe_set_version_counter"),
+    *private("torch._C", "_FunctionBase._raw_saved_tensors"),
+    *private("torch._C._autograd", "_top_saved_tensors_default_hooks", call="False"),
+)
+
+
+def saved_by(node: Any) -> list[torch.Tensor]:
+    """The tensors that an autograd node has saved; without calling hooks on saved tensors, but for those that an
+    `autograd.Function` has saved, while none of them was changed in place: of what a hook has packed, the tensors that
+    it is or consists of. Nothing where `note_packed` has found hooks."""
+    saved: list[torch.Tensor] = []
+    if _PACKED in node.metadata:
+        return saved
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        try:  # reading _raw_saved_tensors of a node that is freed keeps what it depends on alive for good
+            saved += [one for one in node.saved_tensors if isinstance(one, torch.Tensor)]
+            return saved
+        except RuntimeError as error:
+            if "inplace" not in str(error):  # freed
+                return saved
+    kind = type(node)
+    if kind not in _SAVED:
+        _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in _SAVED[kind]:
+        try:
+            found = getattr(node, name)
+            parts = [one.data for one in (found if isinstance(found, (tuple, list)) else (found,)) if one is not None]
+        except RuntimeError:  # freed
+            continue
+        for part in parts:
+            saved += [one for one in (part if isinstance(part, tuple) else (part,)) if isinstance(one, torch.Tensor)]
+    return saved
+
+
+_SAVED: dict[type, tuple[str, ...]] = {}
+"""By the class of an autograd node, the attributes in which it saves tensors."""
+
+
+def replace_saved(
+    node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
+) -> int:
+    """Free the tensors on a device that an `autograd.Function`'s node has saved, but for those at the addresses `kept`:
+    its backward reads those that `values` returns in their places. Returns the bytes that are no longer the node's."""
+    later, freed = _Later(values), dict[int, int]()
+    saved: list[torch.Tensor | None] = list(node.saved_tensors)
+    for number, raw in enumerate(node._raw_saved_tensors):
+        memory = bytes_by_address((saved[number],), device)
+        saved[number] = None
+        if memory and memory.keys().isdisjoint(kept):
+            try:
+                raw.register_hooks(partial(later.packed, number), later.take)
+            except RuntimeError:  # the user's own hooks have packed it
+                break
+            freed |= memory
+    if freed:
+        node.metadata[_REPLACED] = True
+    return sum(freed.values())
+
+
+class _Later:
+    """Saved tensors that are computed all at once when the first of them is read; each is handed out once."""
+
+    def __init__(self, values: Callable[[], Sequence[torch.Tensor | None]]) -> None:
+        self.values, self._numbers = values, set[int]()
+        self._found: dict[int, torch.Tensor | None] = {}
+
+    def packed(self, number: int, _: torch.Tensor) -> int:
+        """What takes the place of a tensor with this number."""
+        self._numbers.add(number)
+        return number
+
+    def take(self, number: int) -> torch.Tensor:
+        """The tensor that had this number."""
+        if number not in self._found:
+            values = self.values()
+            self._found = {one: values[one] for one in self._numbers}
+        value = self._found.pop(number)
+        assert value is not None
+        return value
+
+
+_REPLACED = "memopt replaced what it saved"
+_PACKED = "the user's hooks packed what it saved"
+
+
+def note_packed(node: Any) -> bool:
+    """Note of an `autograd.Function`'s node that was made just now whether the user's hooks have packed what it saved
+    (a checkpoint around the call, `save_on_cpu`): to read that would call them, and a checkpoint runs its function once
+    more then. Returns whether they have."""
+    packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if packed:
+        node.metadata[_PACKED] = True
+    return packed
+
+
+def changed_since_saved(node: Any) -> str:
+    """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
+    that its backward would stop with torch's error; "" where there is none, `replace_saved` has freed them, or
+    `note_packed` has found hooks."""
+    if node is None or _REPLACED in node.metadata or _PACKED in node.metadata:
+        return ""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError as error:
+        found = re.search(r"inplace operation: \[(.*?\])", str(error))
+        return found[1] if found else ""
+    return ""
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Have autograd take tensors for those that they were at these versions (`Tensor._version`)."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def free_saved_tensors(node: Any) -> None:
+    """Free what an `autograd.Function`'s node has saved, as its backward does. To be called inside a backward pass that
+    does not keep its graph."""
+    node.maybe_clear_saved_tensors()
