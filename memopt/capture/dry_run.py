@@ -30,6 +30,13 @@ from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 
 
+class _Crossed:
+    """Stands for the gradients of outputs by others of their region, which end in a `CaptureError`."""
+
+    def gradient_by(self, *_: object) -> torch.Tensor:
+        raise CrossedByDerivative(CROSSED)
+
+
 class DryRun:
     """Records the runs of regions while a call's Python code runs once.
 
@@ -69,7 +76,7 @@ class DryRun:
         with observer or nullcontext():
             outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
         if region.feeds and region.deferred is None:
-            self._inner.append(InnerOutputs(outputs, region.feeds, lambda _: CrossedByDerivative(CROSSED)))
+            self._inner.append(InnerOutputs(outputs, region.feeds, _Crossed()))
         self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)

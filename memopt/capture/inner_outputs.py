@@ -1,17 +1,27 @@
-"""Outputs of a region from which other outputs of it are computed. Its captured backward does not stop at them: a
-gradient that is asked for there, or changed by a hook, would silently lack what comes through the others."""
+"""Outputs of a region from which other outputs of it are computed. Its captured backward does not stop at them: what
+comes through the others to a gradient that is asked for there, or read by a hook, is computed apart from it."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
-from memopt.compat.autograd import edge_of, edges_reached, gradients_asked, has_node, hook_table
+from memopt.compat.autograd import (
+    Addition,
+    current_backward,
+    defer_hooks,
+    edge_of,
+    edges_reached,
+    gradients_asked,
+    has_node,
+    runs_node,
+)
 from memopt.errors import UnplannedGradientError
 
 
@@ -47,84 +57,188 @@ def _writes(node: fx.Node) -> bool:
     return node.op.startswith("call_") and bool(node.args) and (name.endswith("_") or name in ("setitem", "iadd"))
 
 
-_Edge: TypeAlias = tuple[weakref.ref[Any], int]
-"""An autograd node, and the number of its output."""
+def run_from(
+    graph_module: fx.GraphModule, position: int, arguments: Sequence[Any]
+) -> tuple[Sequence[Any], torch.Tensor]:
+    """The results of a region's graph, differentiable from the one at `position` on, and the leaf that stands for it
+    there."""
+    run = _RunFrom(graph_module, position)
+    outputs = run.run(*arguments)
+    return outputs, run.leaf
+
+
+class _RunFrom(fx.Interpreter):
+    leaf: torch.Tensor
+
+    def __init__(self, graph_module: fx.GraphModule, position: int) -> None:
+        super().__init__(graph_module)
+        (results,) = graph_module.graph.output_node().args
+        self._at = results[position]  # type: ignore[index]
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if node is not self._at:
+            return value
+        self.leaf = value.detach().requires_grad_()
+        return self.leaf.view_as(self.leaf)  # which may be written to
+
+
+class TensorKind(NamedTuple):
+    """What tells how large a tensor is."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GradientSource(Protocol):
+    """What gives the gradient of an inner output that comes through the outputs which are computed from it."""
+
+    def gradient_by(
+        self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gradient, a tensor of this kind, of the output at `position` for these gradients of others, by position,
+        and the one that arrives at itself. It may be computed when it is first looked at. Raises
+        `UnplannedGradientError`."""
 
 
 class InnerOutputs:
-    """The outputs of a forward that waits for its backward from which others of its outputs are computed."""
+    """The outputs of a forward that waits for its backward from which others of its outputs are computed.
 
-    def __init__(
-        self,
-        outputs: Sequence[Any],
-        feeds: Mapping[int, frozenset[int]],
-        error: Callable[[str], Exception] = UnplannedGradientError,
-    ) -> None:
-        """`outputs` as the caller has them, and `feeds` as `feeding` gives them. `error` makes what is raised."""
-        edges = {
+    To autograd, the outputs of a region do not depend on each other. So hooks of an inner output are called from the
+    backward of the outputs' nodes, once it is known which gradients arrive.
+    """
+
+    def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: GradientSource) -> None:
+        """`outputs` as the caller has them, and `feeds` as `feeding` gives them."""
+        self.source = source
+        self._ends = {
             at: (weakref.ref(output.grad_fn), output.output_nr) for at, output in enumerate(outputs) if has_node(output)
         }
-        self._inner = [
-            _Inner(outputs[at], edges[at], [edges[other] for other in others if other in edges], error)
+        self._inner = {
+            at: _Inner(outputs[at], [at, *(others & self._ends.keys())])
             for at, others in feeds.items()
-            if at in edges
-        ]
+            if at in self._ends
+        }
+        self._asked: set[int] = set()
+        """The positions of those whose gradients the backward that began last was asked for."""
+        self._backward = -1
+        self._given: dict[int, torch.Tensor] = {}
+        """The gradients that have arrived in that backward, by the positions of the outputs."""
+        self._past: set[int] = set()
+        """The `id`s of the nodes that it has come to."""
         gradients_asked(self)
 
-    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Raise where the gradients of `inputs` are asked for, an inner output is among them, and the backward from
-        `starts` comes to others that are computed from it."""
-        edges = set(map(edge_of, inputs))
-        for inner in self._inner:
-            if (inner.node(), inner.number) in edges:
-                fed = {(node(), number) for node, number in inner.fed}
-                if fed & edges_reached(starts, {node for node, _ in fed}):
-                    raise inner.refusal("the gradient by")
+    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
+        """By the number of each of the `inputs`, whose gradients are asked for, that is an inner output to which the
+        backward from `starts` comes through others: what those others add to its gradient."""
+        additions = {}
+        self._asked.clear()
+        for inner in self._inner.values():
+            inner.hooks.at_once = False
+        for number, edge in enumerate(map(edge_of, inputs)):
+            position = next((at for at, (node, nr) in self._ends.items() if (node(), nr) == edge), None)
+            if position in self._inner:
+                inner = self._inner[position]
+                fed = {(self._ends[other][0](), self._ends[other][1]): other for other in inner.positions[1:]}
+                reached = edges_reached(starts, {node for node, _ in fed}) & fed.keys()
+                if reached:
+                    additions[number] = self._addition(position, {fed[edge]: edge for edge in reached})
+                self._asked.add(position)
+                inner.hooks.at_once = not reached
+        return additions
 
-    def reached(self, node: Any, gradients: Iterable[object]) -> None:
-        """Raise where somebody waits for the gradient of an inner output, and the backward has come with these
-        gradients to a node of others that are computed from it."""
-        given = {number for number, gradient in enumerate(gradients) if gradient is not None}
-        for inner in self._inner:
-            if inner.is_awaited() and any(to() is node and number in given for to, number in inner.fed):
-                raise inner.refusal()
+    def _addition(self, position: int, reached: Mapping[int, Any]) -> Addition:
+        inner, source = self._inner[position], copy.copy(self.source)  # the backward may release its own
+
+        def total(own: torch.Tensor | None, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+            given = {other: one for other, one in zip(reached, found, strict=True) if one is not None}
+            if not given:
+                return own
+            inner.call_hooks(gradient := source.gradient_by(position, inner.kind, given, own))
+            return gradient.clone()
+
+        return Addition(list(reached.values()), total)
+
+    def arrived(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Have the hooks of inner outputs called where a backward has come to a node of outputs with these gradients;
+        returns those with which it goes on."""
+        others = self._inner.keys() - self._asked
+        awaited = {position: self._inner[position] for position in others if self._inner[position].is_awaited}
+        if not awaited:
+            return tuple(gradients)
+        if self._backward != current_backward():
+            self._backward, self._given, self._past = current_backward(), {}, set()
+        numbers = {at: number for at, (of, number) in self._ends.items() if of() is node}
+        self._given.update({at: gradients[nr] for at, nr in numbers.items() if gradients[nr] is not None})
+        self._past.add(id(node))
+        changed = list(gradients)
+        for position, inner in awaited.items():
+            nodes = [self._ends[at][0]() for at in inner.positions]
+            if node in nodes and not self._are_to_come(nodes):
+                own = self._given.get(position)
+                given = {at: self._given[at] for at in inner.positions[1:] if at in self._given}
+                if given:
+                    inner.take(partial(self.source.gradient_by, position, inner.kind, given), own)
+                elif position in numbers:
+                    changed[numbers[position]] = inner.changed_by_hooks(own)
+                elif own is not None:
+                    inner.call_hooks(own)
+        if not self._are_to_come([of() for of, _ in self._ends.values()]):
+            self._given.clear()
+        return tuple(changed)
+
+    def _are_to_come(self, nodes: Iterable[Any]) -> bool:
+        """Whether the backward comes to any of these nodes after the present one."""
+        return any(id(node) not in self._past and runs_node(node) for node in nodes)
 
 
 class _Inner:
-    """An inner output: its edge in the autograd graph, those of the outputs that are computed from it (`fed`), and what
-    tells whether somebody waits for its gradient."""
+    """An inner output: its position and those of the outputs that are computed from it, and what tells whether somebody
+    waits for its gradient."""
 
-    def __init__(
-        self, output: torch.Tensor, edge: _Edge, fed: Sequence[_Edge], error: Callable[[str], Exception]
-    ) -> None:
-        self.output, self.shape, self.error = weakref.ref(output), tuple(output.shape), error
-        (self.node, self.number), self.fed = edge, fed
-        self.hooks = hook_table(output, partial(_before_others, weakref.ref(self)))
+    def __init__(self, output: torch.Tensor, positions: Sequence[int]) -> None:
+        self.output, self.positions = weakref.ref(output), positions
+        self.kind = TensorKind(output.shape, output.dtype, output.device)
+        self.hooks = defer_hooks(output)
 
+    @property
     def is_awaited(self) -> bool:
-        """Whether anything but code of torch, which changes no gradient, waits for the gradient."""
+        """Whether a hook or `retain_grad()` waits for the gradient."""
         output = self.output()
-        retained = output is not None and output.retains_grad
-        return retained or (len(self.hooks) > 1 and not all(map(_is_known, self.hooks.values())))
+        return bool(self.hooks) or (output is not None and output.retains_grad)
 
-    def refusal(self, what: str = "a hook, or retain_grad(), waits for the gradient of") -> Exception:
-        return self.error(
-            f"{what} an output of shape {self.shape}, from which the model computes other outputs that this backward "
-            "comes to: the captured backward does not have it. Return that output alone and compute the others from it "
-            "outside of the model, have a loss_fn of (model, batch) take the derivative and give it to optimize, or "
-            "call memopt.remove(model)"
-        )
+    def take(self, find: Callable[[torch.Tensor | None], torch.Tensor], own: torch.Tensor | None) -> None:
+        """Take the gradient that `find` makes of the one that has arrived at the output itself."""
+        if self.hooks:
+            gradient = find(own)
+            self.call_hooks(gradient)
+            reference = weakref.ref(gradient)
+            del gradient
+            if (kept := reference()) is not None:
+                kept.view(kept.shape)  # computes it: what it is computed from is freed after the backward
+        if (output := self.output()) is not None and output.retains_grad:
+            before = output.grad  # autograd has added `own`
+            if before is None or (own is not None and torch.equal(before, own)):
+                output.grad = find(own).clone()
+            else:
+                output.grad = before + find(None)
 
+    def call_hooks(self, gradient: torch.Tensor) -> None:
+        """Call the hooks with the gradient, which they must not change: the backward has gone on without it."""
+        for hook in list(self.hooks.values()):
+            result = hook.own(gradient)
+            if not (result is None or result is gradient) or gradient._version:
+                raise UnplannedGradientError(
+                    f"a hook changes the gradient of an output of shape {tuple(self.kind.shape)}, from which the model "
+                    "computes other outputs that this backward comes to: the captured backward does not have it. "
+                    "Return that output alone and compute the others from it outside of the model, or call "
+                    "memopt.remove(model)"
+                )
 
-def _before_others(inner: weakref.ref[_Inner], gradient: torch.Tensor | None) -> None:
-    """Raise where autograd is about to call the hooks of an output, but has no gradient for it: it has come to its node
-    by other outputs alone."""
-    found = inner()
-    if gradient is None and found is not None and found.is_awaited():
-        raise found.refusal()
-
-
-def _is_known(hook: Any) -> bool:
-    """Whether a hook is torch's own or memopt's."""
-    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return module.partition(".")[0] in ("torch", "memopt")
+    def changed_by_hooks(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient as the hooks leave it, as autograd calls them."""
+        for hook in list(self.hooks.values()) if gradient is not None else ():
+            result = hook.own(gradient)
+            gradient = gradient if result is None else result
+        return gradient

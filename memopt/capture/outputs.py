@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from memopt.capture.inner_outputs import InnerOutputs
+from memopt.capture.inner_outputs import GradientSource, InnerOutputs
 from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
 from passes import copy_graph_module
@@ -101,8 +101,9 @@ class _Awaited(Protocol):
         """Called when the forward's saved values are no longer needed."""
 
 
-class _Replays(Protocol):
-    """A second forward of a region, which gives the gradients of outputs that the region does not differentiate."""
+class _Replays(GradientSource, Protocol):
+    """A second forward of a region, which gives the gradients of outputs that the region does not differentiate, and
+    those that outputs have by others."""
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -125,8 +126,8 @@ def hand_out(
     """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if one arrives, `replay` computes what follows from it. `feeds` is as `feeding` gives it: the backward raises
-    `UnplannedGradientError` where it would lack a gradient of such an output.
+    model; if one arrives, `replay` computes what follows from it. `feeds` is as `feeding` gives it: `replay` computes
+    what gradients of such outputs lack in the backward, where somebody looks at them. It is needed for both.
     """
     handed = list(outputs)
     handled = [
@@ -137,15 +138,17 @@ def hand_out(
         values = hand_out_all(forward, replay, *[outputs[position] for position in handled])
         for position, value in zip(handled, values, strict=True):
             handed[position] = value
-    if replay is not None:
+    if others:
         beside: Any = _Replayed.apply
         positions = sorted(others)
-        leaves = replay.leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
+        leaves = (replay and replay.leaves) or [
+            outputs[position] for position in handled[:1]
+        ]  # by which they require a gradient
         values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
         for position, value in zip(positions, values, strict=True):
             handed[position] = value
-    if feeds:
-        inner = InnerOutputs(handed, feeds)
+    if feeds and replay is not None:
+        inner = InnerOutputs(handed, feeds, replay)
         nodes: set[Any] = {value.grad_fn for value in handed if isinstance(value, torch.Tensor)} - {None}
         for node in nodes:
             node.inner = inner
@@ -165,7 +168,7 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _check_once(gradients)
-        _check_inner(ctx, gradients)
+        gradients = _through_hooks(ctx, gradients)
         note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
         if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
             return None, None, *gradients
@@ -192,7 +195,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _check_once(gradients)
-        _check_inner(ctx, gradients)
+        gradients = _through_hooks(ctx, gradients)
         given = {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
         found = ctx.replay.gradients(given) if given else [None] * ctx.others
         return None, None, *(None for _ in ctx.positions), *found
@@ -212,10 +215,10 @@ def _check_once(gradients: Sequence[torch.Tensor | None]) -> None:
         )
 
 
-def _check_inner(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise `UnplannedGradientError` where somebody waits for a gradient that this backward does not have."""
-    if (inner := getattr(ctx, "inner", None)) is not None:
-        inner.reached(ctx, gradients)
+def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients as the hooks of inner outputs leave them."""
+    inner = getattr(ctx, "inner", None)
+    return gradients if inner is None else inner.arrived(ctx, gradients)
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:

@@ -54,8 +54,8 @@ class RecordedRegion:
     deferred: DeferredOutputs | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
     plain: fx.GraphModule | None = field(default=None, repr=False)
-    """The graph with all outputs, differentiable as in the plain model; None where no output is detached or deferred,
-    and where a second run of it would exchange values with other ranks."""
+    """The graph with all outputs, differentiable as in the plain model; None where no output is detached or deferred or
+    feeds another, and where a second run of it would exchange values with other ranks."""
     narrowed: torch.dtype | None = None
     """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
     to_require_grad: frozenset[int] = frozenset()
@@ -103,7 +103,8 @@ class RecordedRegion:
         # A second forward would exchange values once more, and other ranks may not look at their outputs.
         spread = check_shards(graph_module, inputs)
         deferred = None if spread or takes_derivatives(graph_module) else defer_outputs(graph_module, undifferentiated)
-        plain = recorded if undifferentiated and not spread else None
+        feeds = feeding(recorded)
+        plain = recorded if (undifferentiated or feeds) and not spread else None
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids, frozen_ids = (
@@ -112,7 +113,7 @@ class RecordedRegion:
         )
         return cls(
             graph_module, ids, frozen_ids, undifferentiated, tracing_again(), deferred, plain, narrowed,
-            to_require_grad, feeding(recorded),
+            to_require_grad, feeds,
         )  # fmt: skip
 
     @property

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
+from memopt.errors import UnplannedGradientError
 from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
-    *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
+    *private(
+        "torch._C",
+        "_will_engine_execute_node _current_autograd_node _current_graph_task_id DisableTorchFunctionSubclass",
+    ),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
-    *private("torch.autograd.graph", "Node._sequence_nr"),
+    *private("torch.autograd.graph", "Node._sequence_nr Node._register_hook_dict"),
     *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
     *private("torch.autograd", "_engine_run_backward", call="outputs"),
     *private("torch.autograd.graph", "Node._input_metadata", needed=False),
-    *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
+    *private("torch", "Tensor._backward_hooks  Tensor._post_accumulate_grad_hooks"),
     *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
     *private("torch.autograd.forward_ad", "_current_level"),
     *private("torch.utils.checkpoint", "_StopRecomputationError"),
@@ -50,6 +57,11 @@ def fate_at(node: Any) -> Fate:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
         return Fate.RETURNED
+
+
+def runs_node(node: Any) -> bool:
+    """Whether the running backward pass comes to an autograd node that is none of a leaf."""
+    return node is not None and fate_at(node) is not Fate.DROPPED
 
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
@@ -245,15 +257,25 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """Have `watcher` told of each backward of the process that returns gradients of given tensors, or accumulates those
-    alone, as long as it lives."""
+    """Have `watcher` told of each backward of the process, and asked for what its gradients lack, as long as it
+    lives."""
     _watchers.add(watcher)
     _tell()
 
 
+class Addition(NamedTuple):
+    """What has to be added to a gradient that is asked for."""
+
+    edges: Sequence[Any]
+    """The autograd nodes, each with the number of its output, whose gradients are to be asked for as well."""
+    total: Callable[[torch.Tensor | None, Sequence[torch.Tensor | None]], torch.Tensor | None]
+    """Makes the gradient from what autograd finds of it and from the gradients of `edges`."""
+
+
 class Watcher(Protocol):
-    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Called with the tensors, or edges, at which the backward starts, and those whose gradients are asked for."""
+    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
+        """Called with the tensors, or edges, at which a backward starts, and those whose gradients are asked for;
+        returns what has to be added to some of these, by their numbers."""
 
 
 def _tell() -> None:
@@ -275,16 +297,42 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for listener in tuple(_listeners):
             listener(outputs)
-        if inputs := kwargs.get("inputs", args[3] if len(args) > 3 else ()):
-            for watcher in tuple(_watchers):
-                watcher.before_backward(outputs, inputs)
+        inputs = tuple(kwargs.get("inputs", args[3] if len(args) > 3 else ()))
+        additions: dict[int, Addition] = {}
+        for watcher in tuple(_watchers):
+            additions.update(watcher.before_backward(outputs, inputs))
         try:
+            if additions:
+                return _with_additions(partial(own, outputs), additions, args, kwargs)
             return own(outputs, *args, **kwargs)
         finally:
             _tell()  # no longer, where the last that was told is gone
 
     return run_backward
 
+
+def _with_additions(
+    own: Callable[..., tuple[Any, ...]], additions: Mapping[int, Addition], args: Sequence[Any], kwargs: Any
+) -> tuple[Any, ...]:
+    """The gradients that a backward is asked for, with the additions; `own` starts it with what torch passes to it
+    (`args` and `kwargs`) beside the tensors at which it starts."""
+    *first, inputs, unreachable, accumulates = [*args, *(kwargs[name] for name in _KEYWORDS if name in kwargs)]
+    if accumulates:
+        raise UnplannedGradientError(
+            "backward(inputs=…) with an output of the model from which it computes other outputs: the captured "
+            "backward does not have that gradient; ask torch.autograd.grad for it"
+        )
+    edges = [GradientEdge(*edge) for addition in additions.values() for edge in addition.edges]
+    found = list(own(*first, (*inputs, *edges), True, accumulates))
+    beside = iter(found[len(inputs) :])
+    for number, addition in additions.items():
+        found[number] = addition.total(found[number], [next(beside) for _ in addition.edges])
+    if not unreachable and any(one is None for one in found[: len(inputs)]):
+        raise RuntimeError("a tensor whose gradient is asked for was not used; allow_unused=True gives None for it")
+    return tuple(found[: len(inputs)])
+
+
+_KEYWORDS = ("inputs", "allow_unreachable", "accumulate_grad")
 
 _listeners: list[Callable[[Sequence[Any]], None]] = []
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -312,12 +360,35 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
     return seen
 
 
-def hook_table(tensor: torch.Tensor, first: Callable[[Any], None]) -> dict[int, Callable[..., Any]]:
-    """Register a hook on a tensor that is no leaf, before all others, and return the table to which
-    `Tensor.register_hook` adds the others; it is there without the tensor."""
-    tensor.register_hook(first)  # type: ignore[no-untyped-call]
-    table = tensor._backward_hooks
-    assert table is not None
+class DeferredHook:
+    """A hook on a tensor that somebody else calls later, and autograd not."""
+
+    def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
+        self.own, self._table = own, weakref.ref(table)
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        table = self._table()
+        result: torch.Tensor | None = self.own(gradient) if table is not None and table.at_once else None
+        return result
+
+
+class DeferredHooks(OrderedDict[int, DeferredHook]):
+    """The hooks that `Tensor.register_hook` adds to a tensor, which autograd calls only while they are `at_once`."""
+
+    at_once = False
+
+    def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
+        super().__setitem__(key, DeferredHook(hook, self))
+
+
+def defer_hooks(tensor: torch.Tensor) -> DeferredHooks:
+    """Defer the hooks that are added to a tensor, which is no leaf and has none yet; the table of them is there without
+    the tensor."""
+    table = DeferredHooks()
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor._backward_hooks = table  # type: ignore[assignment]
+        node: Any = tensor.grad_fn
+        node._register_hook_dict(tensor)
     return table
 
 

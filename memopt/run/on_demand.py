@@ -81,16 +81,43 @@ def run_deferring(
     for group in deferred.groups:
         dtypes = [region.plain_dtype(example.dtype) or example.dtype for example in group.examples]
         start = taken[group.head.taken] if group.head and group.head.taken else None
-        later = _Later(group, dtypes, inputs, start, generators, notice)
+        later = _OfGroup(group, dtypes, inputs, start, generators, notice)
         forward.until_backward(later, later.start_bytes)
         symbols = {} if group.is_static else symbol_values(region.inputs, inputs)
         for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
             sizes = with_values(example.shape, symbols), with_values(example.stride(), symbols)
-            outputs[position] = OnDemand(_Value(later, number), *sizes, dtypes[number], example.device)
+            outputs[position] = later.on_demand(number, *sizes, dtypes[number], example.device)
     return [outputs[position] for position in range(len(outputs))]
 
 
-class _Later:
+class Later:
+    """A computation of tensors that runs when the first of them is looked at."""
+
+    def __init__(self) -> None:
+        self.values: weakref.WeakSet[_Value] = weakref.WeakSet()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether anything that it reads was changed since."""
+        return False
+
+    def compute(self) -> None:
+        """Compute the tensors, and hand them over."""
+        raise NotImplementedError
+
+    def on_demand(
+        self, number: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The tensor with this number, not computed yet."""
+        return OnDemand(_Value(self, number), sizes, strides, dtype, device)
+
+    def hand_over(self, results: Sequence[torch.Tensor]) -> None:
+        """Give each tensor to those who hold it."""
+        for value in list(self.values):
+            value.take(results[value.number])
+
+
+class _OfGroup(Later):
     """The computation of a group of outputs for one call, with what it reads."""
 
     def __init__(
@@ -102,6 +129,7 @@ class _Later:
         generators: Any,
         notice: Notice,
     ) -> None:
+        super().__init__()
         self.group, self.dtypes, self.start, self.generators, self.notice = group, dtypes, start, generators, notice
         read = {number for piece in (group.head, group.forward) if piece for number in piece.inputs}
         self.inputs = {number: inputs[number] for number in read}
@@ -109,7 +137,6 @@ class _Later:
         self.device = group.examples[0].device
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self.values: weakref.WeakSet[_Value] = weakref.WeakSet()
 
     @property
     def start_bytes(self) -> int:
@@ -151,8 +178,7 @@ class _Later:
             )
         results = self._results()
         self.notice.say(results, again=self.start is None)
-        for value in list(self.values):
-            value.take(results[value.number])
+        self.hand_over(results)
 
     def _results(self) -> Sequence[torch.Tensor]:
         piece, (enabled, dtype) = self.piece, self.autocast
@@ -173,8 +199,8 @@ class _Later:
 class _Value:
     """One output of a piece, and once it is computed, its tensor; detached outputs share it."""
 
-    def __init__(self, later: _Later, number: int, *, copied: bool = False) -> None:
-        self.later: _Later | None = later
+    def __init__(self, later: Later, number: int, *, copied: bool = False) -> None:
+        self.later: Later | None = later
         self.number, self.copied = number, copied
         self._tensor: torch.Tensor | None = None
         later.values.add(self)

@@ -322,7 +322,7 @@ class RecordedCalls:
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
 
-        replay = self._replay(region, inputs, pending) if region.undifferentiated else None
+        replay = self._replay(region, inputs, pending) if region.undifferentiated or region.feeds else None
         try:
             outputs = run_deferring(region, run, inputs, self._notice, pending)
         except SizeOutgrown as outgrown:
@@ -384,10 +384,12 @@ class RecordedCalls:
         return self._emitted[key]
 
     def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:
-        """The second forward by which outputs get gradients that the plan does not differentiate."""
+        """The second forward by which outputs get gradients that the plan does not differentiate or does not have."""
         planner, plan = self.road.planner, forward.plan
         prevented = ""
-        if region.plain is None or is_fully_sharded(planner.terms.model):
+        if not self.whole:
+            prevented = "the forward breaks into several regions"
+        elif region.plain is None or is_fully_sharded(planner.terms.model):
             prevented = "the parameters are spread over ranks"
         elif self.road.accumulation.exchange is not None:
             prevented = "other ranks wait for the gradients of the loss"
