@@ -118,15 +118,15 @@ class OptimizerCopy:
         return same
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        shard = shard_of(value.detach())
         if is_on_host(value) and value.numel() == 1 and not isinstance(value, torch.nn.Parameter):
             with plain_tensors():
-                same = value.detach().clone()
+                same = shard.clone()
         else:
-            shard = shard_of(value.detach())
             same = torch.empty_like(shard, device=self.device if shard.device.type == self._home else shard.device)
         if isinstance(value, torch.nn.Parameter):
             return self._note(value, torch.nn.Parameter(same, value.requires_grad))
-        if value.layout != torch.strided or value.untyped_storage().data_ptr() not in self._addresses:
+        if shard.layout != torch.strided or shard.untyped_storage().data_ptr() not in self._addresses:
             self.made.append(same)
         return self._note(value, same)
 
