@@ -215,6 +215,7 @@ def test_torch_has_its_own_function_back_when_no_forward_waits(x: Tensor) -> Non
             hidden.register_hook(lambda gradient: None)
             (hidden.square().sum() + found.square().sum()).backward()
             del hidden, found
+        torch.ones(1, requires_grad=True).sum().backward()
     finally:
         gc.enable()
     assert torch.autograd.graph._engine_run_backward is own
