@@ -23,7 +23,8 @@ def lines() -> Iterator[list[str]]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            if not re.search(r" took [\d.]+ s$", line := record.getMessage()):  # stages of a second or more
+                found.append(line)
 
     logger, handler = logging.getLogger("memopt"), Handler()
     level = logger.level
