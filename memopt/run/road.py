@@ -9,6 +9,7 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,6 +70,8 @@ class Road:
         self.kept = KeptPlans(planner)
         self.plans = 0
         """The number of plans that were made, or read from disk."""
+        self.planning_seconds = 0.0
+        """The longest time that a call took from its recording to its plan or refusal."""
 
     def plan(
         self,
@@ -166,6 +169,7 @@ class Road:
         """A block with few collections of garbage, whose errors, but for refusals and errors of the user's input, are
         raised as a `CaptureError`."""
         self._begins(call)
+        started = time.perf_counter()
         try:
             with rare_collections():
                 yield
@@ -173,6 +177,8 @@ class Road:
             raise
         except Exception as failure:
             raise CaptureError(cannot_capture(self.planner.terms.model, in_brief_with_line(failure))) from failure
+        finally:
+            self.planning_seconds = max(self.planning_seconds, time.perf_counter() - started)
 
     def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
