@@ -8,8 +8,8 @@ plan: `plan_s` is `memopt.plan` ahead of the first step, nothing on disk; `aot_e
 `whole_s` is the plan with every block traced, as for blocks that are not equal. `second_size_s` is the step of the
 first smaller batch in training without `example_inputs`, as users run it: it need not be planned at once.
 `second_size_planned_s` is that where all calls are planned, so that sizes become symbols, and `second_size_whole_s` the
-same with every block traced. One thread; seconds of processor time in a process for each row, in which a GPT-2 of one block
-was planned before.
+same with every block traced. One thread; seconds of processor time in a process for each row, in which a GPT-2 of one
+block was planned before.
 """
 
 from __future__ import annotations

@@ -42,6 +42,9 @@ PRIVATE_NAMES = (
     *private("torch._guards", "TracingContext.get tracing"),
     *private("torch._dynamo.pgo", "_CODE_STATE CodeState"),
     *private("torch.compiler", "_is_exporting_flag"),
+    *private("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", call=""),
+    *private("torch._dynamo.side_effects", "SideEffects._get_modified_vars", call="self"),
+    *private("torch._dynamo.variables.base", "AttributeMutationNew ValueMutationNew"),
 )
 
 _ERRORS = {
@@ -55,6 +58,20 @@ def fails_to_compile(failure: BaseException) -> bool:
     """Whether an error was raised in code of torch's while Dynamo compiled, by no code of the model's or ours."""
     files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(failure.__traceback__)]
     return any(file.endswith("torch/_dynamo/convert_frame.py") for file in files) and "/torch/" in files[-1]
+
+
+def changes_objects() -> bool:
+    """Whether the code that Dynamo traces changes Python objects that were there before: attributes, elements of
+    containers, global variables. It is asked in Dynamo's backend; elsewhere it is not known, and the answer is yes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:
+        return True
+    new = AttributeMutationNew, ValueMutationNew
+    return any(not isinstance(changed.mutation_type, new) for changed in effects._get_modified_vars())
 
 
 RECOMPILE_LIMIT = 256

@@ -70,6 +70,7 @@ class CheckpointedCalls:
         about `planning_seconds` so."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
+            self._lost_seconds = 0.0  # by sizes that are planned now
             return None
         started = time.perf_counter()
         try:

@@ -140,6 +140,9 @@ class RecordedCalls:
         """The numbers of the tensors of calls that forwards were seen to write to."""
         self.has_symbols = False
         """Whether changing sizes are symbols in what is recorded, so that it serves further ones."""
+        self.changes_objects: bool | None = None
+        """Whether the code that was recorded changes Python objects (`RecordedRegion.changes_objects`), so that a part
+        of it must not run a second time; None before any was."""
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
         self._symbols = not (whole and is_tensor_parallel(model))
         self._compile()
@@ -296,6 +299,7 @@ class RecordedCalls:
         if self._dry_run is not None:
             return self._dry_run.run(region, inputs)
         self.has_symbols |= bool(region.changing)
+        self.changes_objects = bool(self.changes_objects) or region.changes_objects
         if self.whole and self._in_progress is None:
             raise Recorded(region, inputs)
         for number in region.to_require_grad:

@@ -137,6 +137,12 @@ class Recorder:
             return False
         return any(_cover(larger, shapes) for larger, _ in self._first_shapes.items())
 
+    @property
+    def may_run_twice(self) -> bool:
+        """Whether parts of the forward may run once more in the backward: the code that was recorded changes no Python
+        objects."""
+        return self._terms is not None and self._first.changes_objects is False
+
     def forget_errors(self) -> None:
         """Have calls that could not be captured recorded once more when they come again: the model's forward failed."""
         from memopt.compat.dynamo import forget_skipped  # loads torch._dynamo

@@ -197,7 +197,7 @@ class Session:
             if fitting is not None:
                 return self._run_checkpointed(calls, call, fitting, situation, moment)
             alone = lacks and self._alone and not waiting and not self.share.others_may_run(moment)
-            if alone and (plan := self.status.plan) is not None:
+            if alone and calls.recorded.may_run_twice and (plan := self.status.plan) is not None:
                 given = call, situation, moment, parts, plan, calls.road.planning_seconds
                 if (fitting := calls.checkpointed.instead_of_planning(*given)) is not None:
                     return self._run_checkpointed(calls, call, fitting, situation, moment, plan)

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.capture.operators import Rewriting
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.plan_search import Decided
 from memopt.run.session import session_of
 from tests.elsewhere import counted
 
@@ -102,6 +105,34 @@ def test_they_are_planned_once_they_have_lost_as_much_time_as_that_takes() -> No
     assert session.forward.road.plans <= 3  # beside that for gradients that are there
 
 
+SEEN: list[torch.Tensor] = []
+
+
+def _by_global(block: Block, x: torch.Tensor) -> None:
+    SEEN.append(x.mean())
+
+
+def _by_attribute(block: Block, x: torch.Tensor) -> None:
+    block.dropout.seen = block.dropout.seen + 1
+
+
+@pytest.mark.parametrize("change", [_by_global, _by_attribute])
+def test_code_that_changes_objects_runs_once(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    forward = Block.forward
+    monkeypatch.setattr(nn.Dropout, "seen", 0, raising=False)
+
+    def changing(block: Block, x: torch.Tensor) -> torch.Tensor:
+        change(block, x)
+        return forward(block, x)
+
+    monkeypatch.setattr(Block, "forward", changing)
+    _, peaks, losses, _ = train((32, 24))
+    SEEN.clear()
+    _, _, own_losses, states = train((32, 24), 0.6 * max(peaks))
+    assert states == [memopt.State.PLANNED] * 2
+    assert own_losses == losses
+
+
 def test_larger_ones_are_planned() -> None:
     _, peaks, *_ = train((32,))
     *_, states = train((24, 32, 24), 0.6 * max(peaks))
@@ -113,3 +144,39 @@ def test_where_plans_are_wanted_always_they_are_planned(monkeypatch: pytest.Monk
     _, peaks, *_ = train((32,))
     *_, states = train((32, 24), 0.6 * max(peaks))
     assert states == [memopt.State.PLANNED] * 2
+
+
+def test_their_plan_begins_with_the_levers_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    tried: list[Rewriting] = []
+    trace = CallPlanner._trace
+
+    def noted(planner: CallPlanner, captured: Any, rewriting: Rewriting) -> Any:
+        tried.append(rewriting)
+        return trace(planner, captured, rewriting)
+
+    monkeypatch.setattr(CallPlanner, "_trace", noted)
+    _, peaks, *_ = train((32,))
+
+    def plans() -> tuple[memopt.Plan, memopt.Plan, list[Rewriting]]:
+        """Those of a batch and of a smaller one, and the sets of levers that the second one tried."""
+        torch.manual_seed(0)
+        model = Model()
+        memopt.optimize(model, 0.6 * max(peaks) / 2**30, optimizer=torch.optim.AdamW)
+        model(DATA[:32]).backward()
+        first = memopt.plan_of(model)
+        tried.clear()
+        model.zero_grad()
+        model(DATA[:24]).backward()
+        return first, memopt.plan_of(model), list(tried)
+
+    first, second, sets = plans()
+    assert first.captured is not None
+    assert sets == [first.captured.rewriting]
+    assert second.levers == first.levers
+    assert any("the levers are those of the plan for other sizes" in note for note in second.notes)
+    monkeypatch.setattr(Decided, "by", lambda plan: None)
+    _, searched, sets = plans()
+    assert len(sets) > 1
+    assert second.added_time <= searched.added_time + 0.005
+    assert second.predicted_peak_bytes <= second.budget_bytes
