@@ -40,13 +40,15 @@ class Decided:
     levers: tuple[str, ...]
     """The names of those that are in use."""
     added_time: float
+    inputs: int
+    """The bytes of the call's inputs: for smaller ones, fewer levers might do."""
 
     @classmethod
     def by(cls, plan: Plan) -> Decided | None:
         """The decisions of a plan; None for one with levers on the optimiser or offloads, or without its graphs."""
         if plan.captured is None or plan.proposals or plan.moved_bytes or plan.hosted_bytes:
             return None
-        return cls(plan.captured.rewriting, plan.levers, plan.added_time)
+        return cls(plan.captured.rewriting, plan.levers, plan.added_time, plan.account.inputs)
 
 
 @dataclass
@@ -102,16 +104,19 @@ class PlanSearch:
         return self.best()[0]
 
     def _as_decided(self, recorded: Recorded, decided: Decided, lowering_bytes: int) -> Plan | None:
-        """The plan of a recorded call with the levers that were decided for other sizes of it; None where it does not
-        fit, or adds more time than the plan for those did. Raises `CaptureError`."""
+        """The plan of a recorded call with the levers that were decided for other sizes of it; None where it is for
+        smaller ones, does not fit, or adds more time than the plan for those did. Raises `CaptureError`."""
+        traced = recorded.trace(decided.rewriting)
+        account = traced.account(lowering_bytes)
+        if account.inputs < decided.inputs:
+            return None
         with contextlib.suppress(BudgetError):
-            traced = recorded.trace(decided.rewriting)
-            priced = traced.price(traced.account(lowering_bytes))
+            priced = traced.price(account)
             plan = priced.solve(self.budget_bytes, self.effort, offload=False)
             if plan.added_time <= decided.added_time + _WORSE:
-                rows = rows_to(plan, [plain_row("", priced.step.plain, priced.account)])
-                new = (_AS_DECIDED, *(note for note in self._notes if note not in plan.notes))
                 levers = tuple(name for name in decided.levers if name != REINPLACE.name)
+                rows = rows_to(plan, [plain_row(" + ".join(levers), priced.step.plain, priced.account)])
+                new = (_AS_DECIDED, *(note for note in self._notes if note not in plan.notes))
                 levers += (REINPLACE.name,) if writes_over(plan) else ()
                 return replace(plan, levers=levers, receipt=rows, notes=plan.notes + new)
         return None
