@@ -174,7 +174,7 @@ def test_their_plan_begins_with_the_levers_of_the_one_before_it(monkeypatch: pyt
     assert first.captured is not None
     assert sets == [first.captured.rewriting]
     assert second.levers == first.levers
-    assert second.receipt[0].lever == "fused_ops"
+    assert second.receipt[0].lever == " + ".join(name for name in first.levers if name != "reinplace")
     assert any("the levers are those of the plan for other sizes" in note for note in second.notes)
     monkeypatch.setattr(Decided, "by", lambda plan: None)
     _, searched, sets = plans()
