@@ -22,7 +22,9 @@ WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
 # README's program runs in a process of its own in tests/test_readme.py, as those of docs/integrations do in
 # tests/integrations.
 HERE = [page for page in WITH_PYTHON if page.name != "README.md" and page.parent.name != "integrations"]
-LONG = dict.fromkeys(("start.md", "levers.md", "frontier.md", "page.md"), pytest.mark.slow)
+LONG = dict.fromkeys(
+    ("start.md", "levers.md", "frontier.md", "page.md", "budget.md", "plan.md", "sizes.md"), pytest.mark.slow
+)
 MEMBERS = (FunctionType, property, cached_property, classmethod, staticmethod)
 FOR_OUR_OWN_LAYERS = {"BudgetError.adding", "Plan.solved"}
 """Members that pass values between memopt's own layers."""

@@ -81,6 +81,7 @@ def test_less_than_recomputation_alone_reaches(family: Family, linked: None) -> 
     assert host.leased_bytes == 0
 
 
+@pytest.mark.slow
 def test_without_its_effect_the_step_does_not_fit(linked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = batch()
     model, inputs = make(), {"x": x, "labels": labels}
@@ -146,6 +147,7 @@ def optimised(linked: None) -> tuple[nn.Module, Any]:
     return model, batch()
 
 
+@pytest.mark.slow
 def test_two_forwards_before_a_backward(linked: None) -> None:
     """The second forward is planned beside what the first one holds, and so it offloads."""
     inputs, other = batch(), batch(seed=7)
@@ -251,6 +253,7 @@ def test_a_forward_that_breaks(kind: type[Layered], linked: None) -> None:
     assert offloads(memopt.plan_of(model)) > 0
 
 
+@pytest.mark.slow
 def test_the_account_holds(linked: None) -> None:
     """Offloaded values are in no row of the device's account, which is checked by a measured step."""
     inputs = batch()

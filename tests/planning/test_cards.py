@@ -48,6 +48,7 @@ def test_every_card_is_there_by_memory(rows: dict[str, OnCard]) -> None:
     assert all(row.fits == (row.needed_bytes <= row.memory_bytes) for row in rows.values())
 
 
+@pytest.mark.slow
 def test_a_row_is_what_a_plan_for_that_card_says(rows: dict[str, OnCard]) -> None:
     """Within the card's memory the plan is at least as fast, since it may try more sets of levers."""
     row, there = rows["l4"], memopt.plan(model(), rows["l4"].memory_bytes / GIB, batch(64), device="l4", **OPTIONS)
@@ -64,6 +65,7 @@ def test_the_batch_is_about_the_largest(rows: dict[str, OnCard]) -> None:
     assert 64 * row.batches == pytest.approx(largest, rel=0.2)
 
 
+@pytest.mark.slow
 def test_other_units_and_a_cpu_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memopt.planning.cards.known_hardware", lambda: ("t4", "rtx-4090"))
     low = memopt.plan(model(), 24, batch(4), device="rtx-4090", precision="bf16", effort="fast")
