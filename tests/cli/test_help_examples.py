@@ -16,8 +16,6 @@ from tests.docs.page_examples import PAGES, commands, commands_of
 # Of the examples that plan a whole model, those that `make test` runs; it reads the options of all.
 QUICK = (
     "plan torch.nn:TransformerEncoderLayer",
-    "explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op",
-    "diff gpt2 --set n_layer=2 --device cpu --budget-gb 2.8 --against",
     "check gpt2",
 )
 PLANS = ("plan", "explain", "diff", "frontier", "max-batch", "max-length", "report", "export", "lock", "check")

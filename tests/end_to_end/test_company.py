@@ -97,7 +97,8 @@ def averaging(model: Any, averages: list[AveragedModel] | None = None) -> Step:
     return step
 
 
-@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [True, False])
 def test_an_average_of_the_parameters_appears(room: bool) -> None:
     """The next forward is planned beside it, or refused before it runs."""
     model = gpt2(1)

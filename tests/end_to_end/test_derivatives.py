@@ -61,10 +61,14 @@ def test_forces_are_bitwise_those_of_the_plain_model(kind: type[nn.Module]) -> N
     check(kind(), molecules())
 
 
-def test_molecules_of_changing_sizes() -> None:
+SIZES = (40, 200), (50, 260), (30, 120), (47, 233)
+
+
+@pytest.mark.parametrize("count", [3, slow(4)])
+def test_molecules_of_changing_sizes(count: int) -> None:
     model = SchNet()
     ours = optimised(model)
-    for atoms, edges in ((40, 200), (50, 260)):
+    for atoms, edges in SIZES[:count]:
         batch = molecules(atoms, edges)
         expected = run(copy.deepcopy(model), lambda model, batch=batch: step(model, batch), batch)  # type: ignore[misc]
         ours.zero_grad()
@@ -290,7 +294,7 @@ def test_derivatives_stay_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [slow(name) if name in ("burgers", "score matching", "curvature") else name for name in losses(1)]
+    "name", [slow(name) if name in ("burgers", "score matching", "maml", "curvature") else name for name in losses(1)]
 )
 def test_losses_of_the_model_and_the_batch(name: str) -> None:
     torch.manual_seed(0)

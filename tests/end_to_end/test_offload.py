@@ -53,12 +53,10 @@ def offloads(plan: memopt.Plan) -> int:
     return sum(len(region.offloads) for region in plan.regions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [
-        Family("small", GPT2, causal_batch),
-        *(pytest.param(BY_NAME[name], marks=pytest.mark.slow) for name in ("gpt2-sdpa", "vit", "resnet")),
-    ],
+    [Family("small", GPT2, causal_batch), *(BY_NAME[name] for name in ("gpt2-sdpa", "vit", "resnet"))],
     ids=str,
 )
 def test_less_than_recomputation_alone_reaches(family: Family, linked: None) -> None:
@@ -147,7 +145,6 @@ def optimised(linked: None) -> tuple[nn.Module, Any]:
     return model, batch()
 
 
-@pytest.mark.slow
 def test_two_forwards_before_a_backward(linked: None) -> None:
     """The second forward is planned beside what the first one holds, and so it offloads."""
     inputs, other = batch(), batch(seed=7)

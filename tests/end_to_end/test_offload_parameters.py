@@ -125,6 +125,7 @@ def test_planned_at_the_first_call_and_for_other_lengths() -> None:
         assert one.grad is None or (other.grad is not None and torch.equal(one.grad, other.grad))
 
 
+@pytest.mark.slow
 def test_a_tied_or_trained_parameter_stays() -> None:
     model: Any = gpt2()
     model.transformer.wte.weight.requires_grad_(True)  # and with it lm_head.weight, which is the same one

@@ -119,6 +119,7 @@ def test_a_plan_made_ahead_is_that_of_the_first_step(solved: list[int]) -> None:
     assert not solved
 
 
+@pytest.mark.slow
 def test_a_cached_plan_shows_its_graphs_and_answers_for_other_budgets() -> None:
     plans = []
     for _ in range(2):
@@ -165,7 +166,7 @@ def test_the_usual_job_is_not_planned_again(started: list[torch.Tensor], solved:
     assert not solved
 
 
-QUICK = ("batch", "frozen")
+QUICK = ("frozen",)
 
 
 @pytest.mark.parametrize("what", [what if what in QUICK else slow(what) for what in OTHERS])

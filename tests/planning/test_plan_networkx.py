@@ -73,7 +73,7 @@ def test_the_totals_are_the_plan_s(name: str) -> None:
     assert len(moved) == plan.diff().offloaded
 
 
-@pytest.mark.parametrize("name", ["gpt2", "one region"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "one region"])
 def test_nodes_and_edges_are_the_captured_graph_s(name: str) -> None:
     plan = PLANS[name]()
     (joint,) = plan.graphs["captured"]

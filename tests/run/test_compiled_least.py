@@ -64,6 +64,7 @@ def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
     assert memopt.plan_of(model).predicted_peak_gb <= least_gb
 
 
+@pytest.mark.slow
 def test_a_first_call_is_refused_with_the_same_figure() -> None:
     model, batch = job()
     memopt.optimize(model, 1000.0, example_inputs=batch, **MODE)

@@ -119,7 +119,8 @@ def named(refused: nn.Module, options: dict[str, Any]) -> float:
     raise AssertionError("a step fits 1 MB")
 
 
-@pytest.mark.parametrize(("loss_of", "returned"), [slow(classes, 200), (three, 200)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss_of", "returned"), [(classes, 200), (three, 200)])
 def test_the_budget_that_a_refusal_names_works(loss_of: Loss, returned: int) -> None:
     options = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": "sgd"}
     expected, plain = steps(model(returned), loss_of)
