@@ -19,7 +19,6 @@ from memopt.levers import DEFAULT_LEVERS
 from passes.graphs.node_facts import module_path
 from tests.end_to_end.usual import gpt2
 
-SLOW = pytest.mark.slow
 SMALL = Family("gpt2", gpt2, causal_batch)
 TIGHT = {"bf16": 0.0, "fp16": 0.4}
 """Precisions, and the share that every run tries with each; `make test-all` tries both shares, and all families."""
