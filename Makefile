@@ -26,9 +26,9 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(KEEPING_MEMORY) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not card"
 
-# The program of each page in docs/integrations, which `make test` leaves out.
+# The programs of README and docs that `make test` leaves out: they train, or plan whole models.
 pages: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m "" tests/integrations/test_pages.py
+	$(KEEPING_MEMORY) $(BIN)/python -m pytest -n 2 -m slow tests/integrations/test_pages.py tests/docs/test_page_examples.py tests/test_readme.py
 
 # On this machine's CUDA card, or where there is none on the stand-in of tests/card/stand_in (docs/card.md). The first
 # time it downloads the CUDA build of torch, 5 GB with its libraries.

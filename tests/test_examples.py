@@ -93,6 +93,7 @@ def test_they_are_short(example: str, most: int) -> None:
     assert len((EXAMPLES / example).read_text(encoding="utf-8").splitlines()) <= most
 
 
+@pytest.mark.slow
 def test_the_pass_is_in_the_receipt_and_the_diff_and_lowers_the_peak() -> None:
     without, with_pass = printed_by("custom_pass.py").split("GPT2LMHeadModel, planned for ")[1:]
     peaks = [float(re.findall(r"peak ([\d.]+) MB", text)[0]) for text in (without, with_pass)]
@@ -103,6 +104,7 @@ def test_the_pass_is_in_the_receipt_and_the_diff_and_lowers_the_peak() -> None:
     assert re.search(r"^\+ *sigmoid", with_pass, re.MULTILINE), "no added call in the diff"
 
 
+@pytest.mark.slow
 def test_the_solver_betters_a_plan() -> None:
     """The example's model at the first of its budgets."""
     config = GPT2Config(vocab_size=256, n_embd=256, n_head=8, n_layer=4, bos_token_id=0, eos_token_id=0)

@@ -43,6 +43,7 @@ def shown(printed: list[str]) -> list[str]:
     return [*printed[:end], *printed[start : start + length + 1]]
 
 
+@pytest.mark.slow
 def test_the_program_of_the_readme_prints_its_plan() -> None:
     """In a process of its own with one thread, for which the plan in README was made."""
     program = blocks(README, "python")[0]

@@ -14,6 +14,7 @@ from memopt.account import optimizer_account as optimizer_account_module
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.meter import measure_peak
+from tests.marks import slow
 
 SHAPES = ((256, 512), (1024,), (150, 300), (256, 512), (32, 32, 3, 3), (7,))
 
@@ -102,7 +103,9 @@ EXACT: dict[str, Callable[..., optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
+@pytest.mark.parametrize(
+    "make", [slow(make) if make is optim.Muon else make for make in EXACT.values()], ids=EXACT.keys()
+)
 def test_a_few_megabytes_are_told_to_the_percent_and_never_under(make: Callable[..., optim.Optimizer]) -> None:
     shapes = MATRICES if make is optim.Muon else SHAPES
     account = optimizer_account(make, parameters(shapes))
@@ -111,7 +114,7 @@ def test_a_few_megabytes_are_told_to_the_percent_and_never_under(make: Callable[
     assert temporaries <= account.step_temporary_bytes <= 1.01 * temporaries + 256
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "asgd", "rprop", "radam", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "asgd", "rprop", "radam", slow("muon")])
 def test_16_bits(name: str) -> None:
     shapes = MATRICES if name == "muon" else SHAPES
     some = [nn.Parameter(p.detach().bfloat16()) for p in parameters(shapes)]

@@ -14,6 +14,7 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import attributes_of, held_tensors
 from memopt.meter import measure_peak
 from tests.account.optimizers_of_ones_own import GUESSED, TRIED, Lookahead, Slotted, closure_for, parameters
+from tests.marks import slow
 
 
 def held_bytes(optimizer: optim.Optimizer) -> int:
@@ -38,7 +39,12 @@ def stepped(optimizer: optim.Optimizer) -> int:
     return peak.allocated_bytes
 
 
-@pytest.mark.parametrize("make", TRIED.values(), ids=TRIED.keys())
+def marked(some: dict[str, Any]) -> list[Any]:
+    """Optimisers as parameters of a test; those that are slow take seconds on copies, or half a minute."""
+    return [slow(make) if name in ("until-small", "muon-adamw") else make for name, make in some.items()]
+
+
+@pytest.mark.parametrize("make", marked(TRIED), ids=TRIED.keys())
 def test_state_and_temporaries_are_those_of_real_steps(make: Callable[[Any], optim.Optimizer]) -> None:
     optimizer = make(parameters())
     new = optimizer_account(optimizer, [])
@@ -52,7 +58,7 @@ def test_state_and_temporaries_are_those_of_real_steps(make: Callable[[Any], opt
     assert (used.state_bytes, used.step_temporary_bytes) == (new.state_bytes, new.step_temporary_bytes)
 
 
-@pytest.mark.parametrize("make", (TRIED | GUESSED).values(), ids=(TRIED | GUESSED).keys())
+@pytest.mark.parametrize("make", marked(TRIED | GUESSED), ids=(TRIED | GUESSED).keys())
 def test_the_instance_stays_as_it_is(make: Callable[[Any], optim.Optimizer]) -> None:
     optimizer = make(parameters())
     for _ in range(2):
@@ -67,7 +73,7 @@ def test_the_instance_stays_as_it_is(make: Callable[[Any], optim.Optimizer]) -> 
         stepped(optimizer)
 
 
-@pytest.mark.parametrize("make", GUESSED.values(), ids=GUESSED.keys())
+@pytest.mark.parametrize("make", marked(GUESSED), ids=GUESSED.keys())
 def test_where_no_step_can_be_tried_the_memory_is_guessed(make: Callable[[Any], optim.Optimizer]) -> None:
     optimizer = make(parameters())
     every = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])

@@ -25,6 +25,7 @@ from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, loss, run
 from tests.end_to_end.usual import make
+from tests.marks import slow
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -73,8 +74,18 @@ def text(plan: memopt.Plan) -> str:
     return "\n".join(format_graph(module) for module in plan.graphs["operators"])
 
 
+QUICK = (odd_models.OwnCheckpoint, odd_models.OwnFunction, odd_models.RunningStatistics, odd_models.InPlace)
+"""The others are in every run with a budget, in tests/end_to_end/test_odd_models.py, or much like these."""
+
+
 @pytest.mark.parametrize(
-    "odd", [odd for odd in odd_models.ODD_MODELS if odd.returns_loss and odd.model not in SKIPPED], ids=str
+    "odd",
+    [
+        odd if odd.model in QUICK else slow(odd)
+        for odd in odd_models.ODD_MODELS
+        if odd.returns_loss and odd.model not in SKIPPED
+    ],
+    ids=str,
 )
 def test_odd_models(odd: odd_models.OddModel) -> None:
     assert operators(check(odd.make(), inputs=odd.inputs()))
@@ -213,7 +224,7 @@ KINDS = (
 )
 
 
-PLAIN = (NoGradInside, ChangesShapesInPlace)
+PLAIN = (NoGradInside,)
 """Without autocast, which most of the models are made for, every run tries these."""
 
 
@@ -297,8 +308,7 @@ def test_composites_stay_whole_and_know_their_modules() -> None:
     "kind",
     [
         odd_models.GraphBreak,
-        CheckpointWithDropout,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (odd_models.BreakInLoop, Layered)),
+        *map(slow, (CheckpointWithDropout, odd_models.BreakInLoop, Layered)),
     ],
 )
 def test_an_operator_graph_without_passes_does_not_change_the_plan(kind: type[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from memopt.compat.dynamo import marked_changing
 from memopt.compat.joint_trace import AotTrace, trace_region
 from tests.capture.recorded import recorded
 from tests.capture.same_graphs import differences
+from tests.marks import slow
 
 Made = tuple[nn.Module, Sequence[Any]]
 _LAYERS = 7
@@ -180,7 +181,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "frozen": frozen,
 }
 
-SLOW = {"opt", "albert", "vit", "t5", "mixtral", "gemma2"}
+QUICK = {"dropout", "tied", "shared"}
 WHOLE = {("checkpoints", "dynamo")}
 """Those that are traced whole: what is in a checkpoint at Dynamo's level tells no operator."""
 
@@ -205,7 +206,7 @@ def stamped(module: fx.GraphModule, region: RecordedRegion) -> AotTrace:
         return trace_blocks_once(module, region.inputs, region.written)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS])
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in MODELS])
 def test_the_joint_graph_is_that_of_the_whole(name: str) -> None:
     model, inputs = MODELS[name]()
     region = recorded(model.train(), *inputs)
@@ -272,7 +273,7 @@ def test_blocks_that_differ_are_traced_whole(make: Callable[[], Made]) -> None:
         assert not find_runs(module, region.inputs, region.written)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), "dropout", "shared"])
+@pytest.mark.parametrize("name", ["dropout", *map(slow, ("gpt2", "bert", "shared"))])
 def test_sizes_may_be_symbols(name: str) -> None:
     """Of GPT-2, arithmetic on the number of rows in the first block serves the others, too."""
     model, inputs = MODELS[name]()
@@ -290,7 +291,7 @@ def test_sizes_may_be_symbols(name: str) -> None:
 
 
 @pytest.mark.plans_always
-@pytest.mark.parametrize("allow", [{"recompute", "reinplace"}, memopt.DEFAULT_LEVERS], ids=["exact", "default"])
+@pytest.mark.parametrize("allow", [{"recompute", "reinplace"}, slow(memopt.DEFAULT_LEVERS)], ids=["exact", "default"])
 def test_plans_and_bits_are_those_of_the_whole(allow: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> tuple[str, list[torch.Tensor]]:
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch import nn
 import memopt
 from memopt.emit import emit
 from tests.checks.test_compare import WIDTH, Batch, Net, batch
+from tests.marks import slow
 
 __all__ = ["batch"]
 
@@ -26,7 +27,7 @@ def steps(model: nn.Module, batch: Batch, **options: Any) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_a_verified_run_is_the_run(batch: Batch, precision: str) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from memopt.cli.main import main
+from tests.marks import slow
 
 SMALL = [part for one in ("n_layer=1", "n_embd=64", "n_head=2", "vocab_size=128") for part in ("--set", one)]
 MODEL = ["gpt2", *SMALL, "--shape", "input_ids=4x64"]
@@ -43,6 +44,7 @@ def test_two_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("+") for line in capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.slow
 def test_the_other_budget_is_read_as_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *MODEL, *EXACT, "--budget-gb", "1", "--against-budget-gb", "lots"]) == 2
     assert "--against-budget-gb takes a number of gigabytes" in capsys.readouterr().err
@@ -53,9 +55,9 @@ def test_the_other_budget_is_read_as_the_first(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("op", "dtype", "reason"),
     [
-        ("addmm", "bfloat16", "addmm in bf16: autocast's 16-bit list"),
-        ("native_layer_norm", "float32", "layer_norm in fp32: autocast's fp32 list"),
-        ("tanh", "bfloat16", "tanh in bf16: elementwise, operands in 16 bits"),
+        slow("addmm", "bfloat16", "addmm in bf16: autocast's 16-bit list"),
+        slow("native_layer_norm", "float32", "layer_norm in fp32: autocast's fp32 list"),
+        slow("tanh", "bfloat16", "tanh in bf16: elementwise, operands in 16 bits"),
         ("tanh_backward", "bfloat16", "the gradient of tanh in bf16: elementwise, operands in 16 bits"),
     ],
 )

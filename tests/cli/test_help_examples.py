@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,17 +13,12 @@ from memopt.cli.commands import memopt
 from memopt.cli.main import main
 from tests.docs.page_examples import PAGES, commands, commands_of
 
-# Examples that take longest; others of the same commands stand for them in `make test`.
-SLOW = (
-    "plan gpt2 --budget",
-    "plan vit ",
-    "frontier gpt2",
-    "max-batch gpt2",
-    "max-length gpt2",
-    "report gpt2 --set n_layer=2",
-    "lock gpt2 --set n_layer=1",
-    "export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace",
+# Of the examples that plan a whole model, those that `make test` runs; it reads the options of all.
+QUICK = (
+    "plan torch.nn:TransformerEncoderLayer",
+    "check gpt2",
 )
+PLANS = ("plan", "explain", "diff", "frontier", "max-batch", "max-length", "report", "export", "lock", "check")
 
 
 def in_help(command: str) -> list[str]:
@@ -30,7 +26,7 @@ def in_help(command: str) -> list[str]:
     return commands(memopt.commands[command].help or "")
 
 
-def every_example() -> list[object]:
+def every_example() -> list[Any]:
     """Return all examples as parameters; the ones that take long are marked so."""
     found = dict.fromkeys(
         [
@@ -39,7 +35,8 @@ def every_example() -> list[object]:
             *(one for page in PAGES for one in commands_of(page)),
         ]
     )
-    return [pytest.param(one, marks=[pytest.mark.slow] * one.startswith(SLOW), id=one) for one in found]
+    slow = {one for one in found if one.startswith(PLANS) and not one.startswith(QUICK)}
+    return [pytest.param(one, marks=[pytest.mark.slow] * (one in slow), id=one) for one in found]
 
 
 @pytest.mark.parametrize("command", memopt.commands)
@@ -52,6 +49,14 @@ def test_every_help_text_has_an_example(command: str, capsys: pytest.CaptureFixt
     lines = help_text.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.strip() in ("Example:", "Examples:"))
     assert lines[begins + 1].startswith("    memopt ")
+
+
+def test_the_options_of_every_example_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each subcommand takes the arguments of its examples as they are printed; nothing is planned."""
+    monkeypatch.chdir(tmp_path)
+    for example in every_example():
+        name, *arguments = shlex.split(example.values[0])
+        memopt.commands[name].make_context(name, arguments)
 
 
 @pytest.mark.parametrize("example", every_example())

@@ -90,6 +90,7 @@ def test_levers_to_add_and_to_take_away() -> None:
     assert Job("gpt2", allow="default,fp8,-recompute").options()["allow"] == (DEFAULT_LEVERS | {"fp8"}) - {"recompute"}
 
 
+@pytest.mark.slow
 def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [text for one in TINY for text in ("--set", one)]
     arguments = ["gpt2", *settings, "--shape", "input_ids=2x32", "--device", "cpu", "--budget-gb", "1", "--json"]

@@ -33,7 +33,7 @@ def every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     ("command", "stages"),
     [
         ("plan", {"loading gpt2", "capturing", "tracing", "solving", "planning"}),
-        ("frontier", {"loading gpt2", "planning", "looking for the smallest budget"}),
+        slow("frontier", {"loading gpt2", "planning", "looking for the smallest budget"}),
         slow("max-batch", {"loading gpt2", "capturing", "planning", "looking for the largest size"}),
     ],
 )

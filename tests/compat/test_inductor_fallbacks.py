@@ -55,6 +55,7 @@ def sources_of(operator: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_second_compilation_writes_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = unknown_operator("compiled_twice")
     first, second = (sources_of(operator, monkeypatch) for _ in range(2))

@@ -26,6 +26,7 @@ from transformers import (
 
 import memopt
 from memopt.compat.eager_mode import eager_mask_branches
+from tests.marks import slow
 
 LENGTH = 6
 
@@ -111,7 +112,7 @@ def models() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
 
 
 @pytest.mark.plans_always
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", [name if name == "llama" else slow(name) for name in models()])
 def test_masks_that_mask_nothing_and_others_train_bitwise_in_turn(name: str) -> None:
     make, masks = models()[name]
     torch.manual_seed(0)

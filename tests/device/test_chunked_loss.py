@@ -68,8 +68,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", [(512, 256, CLASSES), (100, 384, CLASSES), (1024, 64, CLASSES)])
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32), *map(slow, [(FP16, FP16), (FP16, FP32)])])
+@pytest.mark.parametrize("sizes", [slow((512, 256, CLASSES)), (100, 384, CLASSES), slow((1024, 64, CLASSES))])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), *map(slow, [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32)])])
 def test_what_is_too_large_to_run_is_rehearsed_as_measured(
     dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], options: str
 ) -> None:

@@ -17,12 +17,27 @@ import memopt
 import memopt.solver
 from tests.docs.page_examples import NOT_RUN, PAGES, ROOT, given, marked_blocks, python_blocks
 from tests.elsewhere import counted  # noqa: F401, a fixture
+from tests.marks import slow
 
 WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
 # README's program runs in a process of its own in tests/test_readme.py, as those of docs/integrations do in
 # tests/integrations.
 HERE = [page for page in WITH_PYTHON if page.name != "README.md" and page.parent.name != "integrations"]
-LONG = dict.fromkeys(("start.md", "levers.md", "frontier.md", "page.md"), pytest.mark.slow)
+LONG = {
+    *(
+        "budget.md",
+        "checks.md",
+        "cluster.md",
+        "frontier.md",
+        "levers.md",
+        "outputs.md",
+        "page.md",
+        "passes.md",
+        "plan.md",
+    ),
+    *("precision.md", "sizes.md", "start.md"),
+}
+"""The pages whose programs take seconds to minutes: `make pages` runs them."""
 MEMBERS = (FunctionType, property, cached_property, classmethod, staticmethod)
 FOR_OUR_OWN_LAYERS = {"BudgetError.adding", "Plan.solved"}
 """Members that pass values between memopt's own layers."""
@@ -33,7 +48,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=LONG.get(page.name, ())) for page in HERE], ids=name_of)
+@pytest.mark.parametrize("page", [slow(page) if page.name in LONG else page for page in HERE], ids=name_of)
 @pytest.mark.usefixtures("counted")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def distilling(student: Any, teacher: Any) -> Step:
     return step
 
 
+@pytest.mark.slow
 def test_teacher_and_student() -> None:
     teacher = gpt2(3, seed=5).eval()
     student = gpt2()
@@ -96,7 +97,8 @@ def averaging(model: Any, averages: list[AveragedModel] | None = None) -> Step:
     return step
 
 
-@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [True, False])
 def test_an_average_of_the_parameters_appears(room: bool) -> None:
     """The next forward is planned beside it, or refused before it runs."""
     model = gpt2(1)
@@ -125,6 +127,7 @@ def test_an_average_of_the_parameters_appears(room: bool) -> None:
     step()
 
 
+@pytest.mark.slow
 def test_room_that_becomes_free_is_used() -> None:
     """A checkpoint that is held while the plan is made leaves its room to the steps after it is freed."""
     model = gpt2()

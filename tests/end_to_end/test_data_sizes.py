@@ -89,6 +89,7 @@ def images_of(shapes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sizes_that_the_forward_reads_as_a_list_may_grow_and_shrink() -> None:
     """SigLIP 2 resizes its position embeddings to the patches of each image, and pads them to a fixed number."""
     vision = transformers.Siglip2VisionConfig(

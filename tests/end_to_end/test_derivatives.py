@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from examples.models import derivatives as models
-from examples.models.derivatives import POTENTIALS, SchNet, grad, losses, molecules
+from examples.models.derivatives import POTENTIALS, SchNet, Strained, grad, losses, molecules
 from memopt.account.account import distinct_bytes
 from memopt.compat.operators import tree_leaves, tree_map
 from tests.end_to_end.pieces import GIB, assert_same, run, same
+from tests.marks import slow
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -53,15 +54,21 @@ def check(model: nn.Module, batch: dict[str, Tensor], *, steps: int = 1) -> nn.M
     return ours
 
 
-@pytest.mark.parametrize("kind", POTENTIALS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in (SchNet, Strained) else slow(kind) for kind in POTENTIALS], ids=lambda kind: kind.__name__
+)
 def test_forces_are_bitwise_those_of_the_plain_model(kind: type[nn.Module]) -> None:
     check(kind(), molecules())
 
 
-def test_molecules_of_changing_sizes() -> None:
+SIZES = (40, 200), (50, 260), (30, 120), (47, 233)
+
+
+@pytest.mark.parametrize("count", [3, slow(4)])
+def test_molecules_of_changing_sizes(count: int) -> None:
     model = SchNet()
     ours = optimised(model)
-    for atoms, edges in ((40, 200), (50, 260), (30, 120), (47, 233)):
+    for atoms, edges in SIZES[:count]:
         batch = molecules(atoms, edges)
         expected = run(copy.deepcopy(model), lambda model, batch=batch: step(model, batch), batch)  # type: ignore[misc]
         ours.zero_grad()
@@ -226,6 +233,7 @@ def test_ways_to_take_a_derivative(kind: Callable[[Derived, Tensor], Tensor]) ->
     check(Derived(kind), {"x": X})
 
 
+@pytest.mark.slow
 def test_the_first_step_is_within_the_budget_where_sizes_depend_on_data() -> None:
     """A run that found the sizes held what the plain step does."""
     model, x = Derived(of_selected, models.network(2, layers=6)), torch.randn(2000, 2)
@@ -285,7 +293,9 @@ def test_derivatives_stay_in_fp32() -> None:
     assert_same(run(ours, lambda model: step(model, batch), batch), plain)
 
 
-@pytest.mark.parametrize("name", losses(1))
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in ("burgers", "score matching", "maml", "curvature") else name for name in losses(1)]
+)
 def test_losses_of_the_model_and_the_batch(name: str) -> None:
     torch.manual_seed(0)
     loss, model, batch = losses(64)[name]

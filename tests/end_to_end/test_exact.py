@@ -200,7 +200,8 @@ def test_dropout(share: float, dtype: torch.dtype) -> None:
     assert_exact(Dropping, {"x": normals(64, 48).to(dtype)})
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRU, nn.RNN))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_differ_by_rounding_at_most(kind: Any) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

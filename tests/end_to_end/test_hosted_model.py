@@ -44,6 +44,7 @@ def hosted(planned: nn.Module) -> nn.Module:
     return planned.train()
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_have_the_values(hosted: nn.Module) -> None:
     for made in (copy.deepcopy(hosted), torch.load(_dumped(hosted), weights_only=False)):
         assert all(map(torch.equal, made.state_dict().values(), gpt2().state_dict().values()))
@@ -103,6 +104,7 @@ def test_state_is_saved_and_loaded(hosted: nn.Module) -> None:
     assert trained(GPT2, hosted, 2).losses == trained(GPT2, gpt2(), 2).losses
 
 
+@pytest.mark.slow
 def test_a_second_optimize_remove_and_dropping_leave_nothing_on_the_host() -> None:
     gc.collect()
     others = host_memory("cpu").leased_bytes
@@ -131,6 +133,7 @@ def test_a_second_optimize_remove_and_dropping_leave_nothing_on_the_host() -> No
     assert host_memory("cpu").leased_bytes == others
 
 
+@pytest.mark.slow
 def test_two_forwards_before_a_backward() -> None:
     roomy, hosted = GPT2.roomy(), gpt2()
     memopt.optimize(hosted, (roomy.smallest_bytes() + 2 * roomy.held_bytes) / GIB, forwards=2, **options())

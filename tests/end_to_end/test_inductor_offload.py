@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import memopt
 from examples.models.step import train_step
 from memopt.errors import GIB
@@ -13,6 +15,7 @@ from tests.linked import ALLOW, linked
 __all__ = ["forgotten", "linked"]
 
 
+@pytest.mark.slow
 def test_what_waits_on_the_host_is_not_held(linked: None) -> None:
     plain, budget_gb = compiled(), budget(0.5)
     model = memopt.optimize(make(), budget_gb, backend="inductor", **{**MODE, "allow": ALLOW})

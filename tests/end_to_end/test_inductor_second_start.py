@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 JOB = """
 import hashlib, json
 import torch
@@ -43,6 +45,7 @@ def libraries(folder: Path) -> set[Path]:
     return set((folder / "inductor").rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
     first, compiled = start(tmp_path), libraries(tmp_path)
     halves = first["counters"]["fxgraph_cache_miss"]

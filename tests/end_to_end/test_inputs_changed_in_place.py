@@ -89,6 +89,7 @@ def test_a_plain_step_shows_that_an_input_is_changed() -> None:
     assert memopt.State.PLANNED in states
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_loop_that_changes_its_inputs_trains_from_the_first_step_on() -> None:
     def train(budget_gb: float = 0) -> list[torch.Tensor]:

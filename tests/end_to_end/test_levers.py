@@ -167,6 +167,7 @@ def test_all_together(name: str) -> None:
     check(name, plan, step, 1.05 * least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK_FIRST)
 def test_reinplace(name: str) -> None:
     """The smallest budget falls, the step keeps it, and loss and gradients are bitwise the plain model's."""

@@ -32,6 +32,8 @@ SLOW = (
     odd_models.LowRank,
     odd_models.OwnFunction,
     odd_models.OwnCheckpoint,
+    odd_models.Logits,
+    odd_models.BreakInLoop,
 )
 """Seen elsewhere, in larger or simpler models, or without a budget (tests/capture/test_operators.py)."""
 MARKED = [pytest.param(odd, marks=pytest.mark.slow) if odd.model in SLOW else odd for odd in CAPTURED]
@@ -105,6 +107,7 @@ def test_breaks_in_the_middle_at_the_smallest_budget(kind: type[nn.Module]) -> N
     assert len(memopt.plan_of(model).regions) > 1
 
 
+@pytest.mark.slow
 def test_a_block_on_both_sides_of_a_break_accumulates() -> None:
     model, inputs = make(SharedAcrossABreak), batch()
     budgets = usual(SharedAcrossABreak)
@@ -122,7 +125,7 @@ class OtherWay(Layered):
         return x
 
 
-@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), slow((1, 0, 1))])
 def test_a_way_that_was_not_planned_is_planned_when_it_comes(order: tuple[int, ...]) -> None:
     model, (x, labels) = make(OtherWay), batch()
     ways = (-x.abs(), labels), (x.abs(), labels)

@@ -53,12 +53,10 @@ def offloads(plan: memopt.Plan) -> int:
     return sum(len(region.offloads) for region in plan.regions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [
-        Family("small", GPT2, causal_batch),
-        *(pytest.param(BY_NAME[name], marks=pytest.mark.slow) for name in ("gpt2-sdpa", "vit", "resnet")),
-    ],
+    [Family("small", GPT2, causal_batch), *(BY_NAME[name] for name in ("gpt2-sdpa", "vit", "resnet"))],
     ids=str,
 )
 def test_less_than_recomputation_alone_reaches(family: Family, linked: None) -> None:
@@ -81,6 +79,7 @@ def test_less_than_recomputation_alone_reaches(family: Family, linked: None) -> 
     assert host.leased_bytes == 0
 
 
+@pytest.mark.slow
 def test_without_its_effect_the_step_does_not_fit(linked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = batch()
     model, inputs = make(), {"x": x, "labels": labels}
@@ -251,6 +250,7 @@ def test_a_forward_that_breaks(kind: type[Layered], linked: None) -> None:
     assert offloads(memopt.plan_of(model)) > 0
 
 
+@pytest.mark.slow
 def test_the_account_holds(linked: None) -> None:
     """Offloaded values are in no row of the device's account, which is checked by a measured step."""
     inputs = batch()

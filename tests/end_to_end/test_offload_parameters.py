@@ -37,7 +37,7 @@ FAMILIES = [GPT2, LLAMA, EXPERTS]
 
 
 @pytest.mark.parametrize("share", [0.1, *map(slow, (0.0, 0.25, 0.5, 1.0))])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.make.__name__)
+@pytest.mark.parametrize("family", [slow(GPT2), slow(LLAMA), EXPERTS], ids=lambda family: family.make.__name__)
 def test_twenty_steps_have_the_plain_bits(family: Frozen, share: float) -> None:
     plain, budget_gb = family.plain, family.between(share)
     model = family.optimized(share)
@@ -84,7 +84,8 @@ def _train(family: Frozen, model: nn.Module, first: int, state: bytes | None = N
     return losses, middle
 
 
-@pytest.mark.parametrize("family", [GPT2, *map(slow, (LLAMA, EXPERTS))], ids=lambda family: family.make.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.make.__name__)
 def test_killed_and_resumed(family: Frozen) -> None:
     expected, _ = _train(family, family.make(), 0)
     losses, state = _train(family, family.optimized(0.1), 0)
@@ -96,6 +97,7 @@ def test_killed_and_resumed(family: Frozen) -> None:
     assert losses == expected[STEPS // 2 :], "the state is the plain model's"
 
 
+@pytest.mark.slow
 def test_without_the_lever_it_does_not_fit() -> None:
     with pytest.raises(memopt.BudgetError) as refused:
         memopt.plan(gpt2(), GPT2.between(0.1), batch(), **options(allow=LEVERS - {"offload_parameters"}))
@@ -109,6 +111,7 @@ def test_a_budget_below_the_smallest_is_refused() -> None:
     assert refused.value.smallest_bytes <= budget_gb * GIB
 
 
+@pytest.mark.slow
 def test_planned_at_the_first_call_and_for_other_lengths() -> None:
     model, plain = memopt.optimize(gpt2(), GPT2.between(0.3), **options()), gpt2()
     for length in (16, 8, 16, 12):
@@ -122,6 +125,7 @@ def test_planned_at_the_first_call_and_for_other_lengths() -> None:
         assert one.grad is None or (other.grad is not None and torch.equal(one.grad, other.grad))
 
 
+@pytest.mark.slow
 def test_a_tied_or_trained_parameter_stays() -> None:
     model: Any = gpt2()
     model.transformer.wte.weight.requires_grad_(True)  # and with it lm_head.weight, which is the same one
@@ -130,6 +134,7 @@ def test_a_tied_or_trained_parameter_stays() -> None:
     assert 0 < least.hosted_bytes <= frozen_bytes(model)
 
 
+@pytest.mark.slow
 def test_the_host_has_a_budget() -> None:
     budget_gb, frozen = GPT2.between(0.1), frozen_bytes(gpt2())
     plan = memopt.plan(gpt2(), budget_gb, batch(), **options(host_gb=2 * frozen / GIB))

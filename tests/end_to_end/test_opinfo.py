@@ -12,6 +12,7 @@ from torch.testing._internal.custom_op_db import custom_op_db
 from torch.testing._internal.hop_db import hop_db
 
 from examples.models.operator_trials import ALL, IN_PLACE, LOSS, SMALLEST, samples, staged
+from tests.marks import slow
 
 OPERATORS = {f"{op.name}.{op.variant_test_name}".strip("."): op for op in reversed([*op_db, *custom_op_db])}
 
@@ -23,6 +24,11 @@ COMMON = (
     "nn.functional.scaled_dot_product_attention", "pow", "prod", "scatter_reduce.amax", "sort", "split", "std",
     "topk", "where",
 )  # fmt: skip
+QUICK = (
+    "add", "einsum", "index_add", "nn.functional.batch_norm", "nn.functional.dropout", "nn.functional.layer_norm",
+    "nn.functional.max_pool2d", "nn.functional.scaled_dot_product_attention", "scatter_reduce.amax", "where",
+)  # fmt: skip
+"""Of the common ones, those that `make test` tries: random numbers, statistics, indices and views are among them."""
 MENDED = (
     ("addcdiv", LOSS),
     ("addcmul", IN_PLACE),
@@ -41,7 +47,11 @@ def always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "stage", "most_samples"), [*((name, ALL, 1) for name in COMMON), *((*case, 2) for case in MENDED)]
+    ("name", "stage", "most_samples"),
+    [
+        *((name, ALL, 1) if name in QUICK else slow(name, ALL, 1) for name in COMMON),
+        *((*case, 2) for case in MENDED),
+    ],
 )
 def test_an_operator_is_right(name: str, stage: str, most_samples: int) -> None:
     op: Any = OPERATORS[name]
@@ -62,7 +72,7 @@ HIGHER_ORDER = {op.name: op for op in reversed(hop_db)}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["cond", "invoke_subgraph", "map"])
+@pytest.mark.parametrize("name", ["cond", *map(slow, ("invoke_subgraph", "map"))])
 def test_control_flow_in_the_graph_is_right(name: str) -> None:
     op: Any = HIGHER_ORDER[name]
     found = staged(op, samples(op, torch.float32, 1)[0], SMALLEST)

@@ -24,6 +24,7 @@ from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
+from tests.marks import slow
 from tests.optimizers.pieces import Choice, same, small_gpt2, text, values
 from tests.train.pieces import GPT2
 
@@ -169,6 +170,16 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+def linears() -> nn.Module:
+    """A model that is planned in less than a second, for what does not depend on tied weights."""
+    torch.manual_seed(0)
+    return Layers(16, 3, nn.Linear)
+
+
+def rows(seed: int = 0) -> Batch:
+    return {"x": normals(8, 16, seed=seed)}
+
+
 def products() -> nn.Module:
     torch.manual_seed(0)
     return Layers(16, 3, Product)
@@ -241,53 +252,57 @@ def test_frozen_parameters_and_one_with_a_hook() -> None:
     assert stepped_inside(model) == 26
 
 
-def test_a_hook_that_comes_late() -> None:
-    model, optimizer = stepping_in_backward()
-    plain = small_gpt2()
+@pytest.mark.parametrize(
+    ("make", "batch", "name"), [(linears, rows(), "layers.1.weight"), slow(small_gpt2, text(), "lm_head.weight")]
+)
+def test_a_hook_that_comes_late(make: Callable[[], nn.Module], batch: Batch, name: str) -> None:
+    model, optimizer = stepping_in_backward(make)
+    plain = make()
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
     for trained, stepping in ((model, optimizer), (plain, late)):
-        loss = trained(**text()).loss
-        trained.get_parameter("lm_head.weight").register_hook(lambda gradient: -gradient)  # type: ignore[no-untyped-call]
+        loss = loss_of(trained(**batch))
+        trained.get_parameter(name).register_hook(lambda gradient: -gradient)  # type: ignore[no-untyped-call]
         loss.backward()
         stepping.step()
     assert same(values(model.parameters()), values(plain.parameters()))
 
 
 def test_autograd_grad_steps_nothing() -> None:
-    model, _ = stepping_in_backward()
-    plain, before = small_gpt2(), values(model.parameters())
-    found = torch.autograd.grad(model(**text()).loss, list(model.parameters()))
-    expected = torch.autograd.grad(plain(**text()).loss, list(plain.parameters()))
+    model, _ = stepping_in_backward(linears)
+    plain, before = linears(), values(model.parameters())
+    found = torch.autograd.grad(loss_of(model(**rows())), list(model.parameters()))
+    expected = torch.autograd.grad(loss_of(plain(**rows())), list(plain.parameters()))
     assert same(found, expected)
     assert same(values(model.parameters()), before)
 
 
 def test_backward_into_some_parameters_steps_these() -> None:
-    model, optimizer = stepping_in_backward()
-    plain = small_gpt2()
+    model, optimizer = stepping_in_backward(linears)
+    plain = linears()
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
     for trained, stepping in ((model, optimizer), (plain, late)):
-        some = [trained.get_parameter("transformer.h.1.mlp.c_fc.weight")]
-        trained(**text()).loss.backward(inputs=some)
+        some = [trained.get_parameter("layers.1.weight")]
+        loss_of(trained(**rows())).backward(inputs=some)
         stepping.step()
     assert same(values(model.parameters()), values(plain.parameters()))
 
 
 @pytest.mark.plans_always
-def test_two_forwards_of_one_backward() -> None:
-    """Gradients of tied weights are summed before the parameter is stepped."""
-    model, optimizer = stepping_in_backward()
-    plain = pull(small_gpt2(), ())
+@pytest.mark.parametrize(("make", "batches"), [(linears, (rows(), rows(2))), slow(small_gpt2, (text(), text(seed=2)))])
+def test_two_forwards_of_one_backward(make: Callable[[], nn.Module], batches: tuple[Batch, Batch]) -> None:
+    """The gradients of a parameter are summed before it is stepped, those of GPT-2's tied weights too."""
+    model, optimizer = stepping_in_backward(make)
+    plain = pull(make(), ())
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
     for trained, stepping in ((model, optimizer), (plain, late)):
-        (trained(**text()).loss + trained(**text(seed=2)).loss).backward()
+        (loss_of(trained(**batches[0])) + loss_of(trained(**batches[1]))).backward()
         stepping.step()
     assert same(values(model.parameters()), values(plain.parameters()))
 
 
 def test_a_graph_is_not_gone_through_twice() -> None:
-    model, optimizer = stepping_in_backward()
-    loss = model(**text()).loss
+    model, optimizer = stepping_in_backward(linears)
+    loss = loss_of(model(**rows()))
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -295,35 +310,35 @@ def test_a_graph_is_not_gone_through_twice() -> None:
 
 
 def test_a_loss_that_reads_parameters_by_itself() -> None:
-    model, _ = stepping_in_backward()
+    model, _ = stepping_in_backward(linears)
     penalty = sum(parameter.sum() for parameter in model.parameters())
     with pytest.raises(ValueError, match=r"a second backward .* have the loss read parameters within the model's own"):
-        (model(**text()).loss + penalty).backward()
+        (loss_of(model(**rows())) + penalty).backward()
 
 
 def test_an_optimizer_that_is_not_wrapped() -> None:
-    model = pull(small_gpt2())
+    model = pull(linears())
     optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"28 of 28 parameters, the first of shape \(61, 32\), are not stepped in"):
-        model(**text())
+    with pytest.raises(ValueError, match=r"6 of 6 parameters, the first of shape \(16, 16\), are not stepped in"):
+        model(**rows())
     optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
     assert isinstance(optimizer, OptimizerInBackward)
-    train(model, optimizer, text(), 1)
+    train(model, optimizer, rows(), 1)
     optimizer.detach()
-    with pytest.raises(ValueError, match="28 of 28 parameters"):
-        model(**text())
+    with pytest.raises(ValueError, match="6 of 6 parameters"):
+        model(**rows())
 
 
 def test_held_gradients_are_refused() -> None:
-    model, _ = stepping_in_backward()
-    weight = model.get_parameter("lm_head.weight")
+    model, _ = stepping_in_backward(linears)
+    weight = model.get_parameter("layers.1.weight")
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(ValueError, match=r"gradients are held from before.*call optimizer\.zero_grad\(\) first"):
-        model(**text())
+        model(**rows())
 
 
 def test_train_step_is_refused() -> None:
-    model, _ = stepping_in_backward()
+    model, _ = stepping_in_backward(linears)
     with pytest.raises(ValueError, match=r"counts on optimizer_in_backward, and TrainStep looks at all gradients"):
         memopt.TrainStep(model, optim.AdamW(model.parameters()))
 
@@ -387,9 +402,9 @@ def train_after(model: nn.Module, batch: Batch, steps: int) -> None:
 
 def test_where_it_makes_no_sense() -> None:
     with pytest.raises(ValueError, match=r"allow steps before it is known whether all gradients are finite"):
-        memopt.plan(small_gpt2(), 1, text(), precision="fp16", allow=EXACT)
+        memopt.plan(linears(), 1, rows(), precision="fp16", allow=EXACT)
     with pytest.raises(BudgetError, match=r"not considered: code that inductor compiles .* backend='aten'"):
-        memopt.optimize(small_gpt2(), 1e-4, example_inputs=text(), precision="fp32", allow=EXACT, backend="inductor")
+        memopt.optimize(linears(), 1e-6, example_inputs=rows(), precision="fp32", allow=EXACT, backend="inductor")
 
 
 @pytest.mark.slow
@@ -417,8 +432,8 @@ def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 
 def test_a_plan_is_saved_with_its_steps(tmp_path: Any) -> None:
-    model, optimizer = stepping_in_backward()
-    train(model, optimizer, text(), 1)
+    model, optimizer = stepping_in_backward(linears)
+    train(model, optimizer, rows(), 1)
     plan = memopt.plan_of(model)
     plan.save(tmp_path / "plan.json")
     assert memopt.Plan.load(tmp_path / "plan.json").regions == plan.regions

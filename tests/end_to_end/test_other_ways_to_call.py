@@ -107,6 +107,7 @@ def test_the_plan_of_a_model_inside_torch_compile() -> None:
         memopt.plan_of(plain)
 
 
+@pytest.mark.slow
 def test_trainer_with_torch_compile() -> None:
     pytest.importorskip("accelerate")
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments

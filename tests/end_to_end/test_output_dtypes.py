@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,12 @@ def test_in_every_precision(precision: Any, ahead: bool) -> None:
     check(model, plain, X)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "dataclass"])
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("outputs", ["all", "loss"])
+QUICK = ("tensor", True, "loss"), ("tuple", True, "all"), ("dict", False, "all"), ("dataclass", False, "loss")
+"""Each container, each with and without a break and by each of the outputs' options."""
+CONTAINERS = itertools.product(("tensor", "tuple", "dict", "dataclass"), (False, True), ("all", "loss"))
+
+
+@pytest.mark.parametrize(("kind", "breaks", "outputs"), [case if case in QUICK else slow(*case) for case in CONTAINERS])
 def test_in_every_container(kind: str, breaks: bool, outputs: str) -> None:
     model = Net(kind, breaks)
     plain = copy.deepcopy(model)
@@ -204,7 +208,8 @@ def vit() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(4, 3, 32, 32)}
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, slow(vit)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, bert, vit])
 def test_of_models_whose_loss_is_outside(make: Any) -> None:
     model, batch = make()
     plain = copy.deepcopy(model)

@@ -122,6 +122,7 @@ def test_tuples() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_under_autocast_the_value_is_that_of_the_forward() -> None:
     model, batch = make("gpt2")
     model.config.resid_pdrop = 0.0
@@ -137,6 +138,7 @@ def test_under_autocast_the_value_is_that_of_the_forward() -> None:
     assert torch.equal(*found) or (found[0] - found[1]).abs().max() < 0.05
 
 
+@pytest.mark.slow
 def test_in_bf16_it_has_the_plain_dtype() -> None:
     model, batch = make("gpt2")
     plain = copy.deepcopy(model)

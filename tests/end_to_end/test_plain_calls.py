@@ -123,7 +123,7 @@ def test_a_plain_forward_in_waiting_is_counted() -> None:
     assert pending.held_bytes == 0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "search", {"default": "bf16"}])
+@pytest.mark.parametrize("precision", ["bf16", slow("search"), slow({"default": "bf16"})])
 def test_what_else_a_plan_does_is_planned(precision: Any, captures: list[RecordedRegion]) -> None:
     family = SHORT["gpt2-sdpa"]
     model = family.make()
@@ -132,6 +132,7 @@ def test_what_else_a_plan_does_is_planned(precision: Any, captures: list[Recorde
     assert len(captures) == 1
 
 
+@pytest.mark.slow
 def test_no_precision_is_chosen_for_a_call_that_fits(
     captures: list[RecordedRegion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +198,10 @@ def counted(model: nn.Module, batch: dict[str, Any]) -> PlainStep:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first_rows", "second_rows", "share"),
-    [*(pytest.param(*rows, 0.05, marks=pytest.mark.slow) for rows in ((1, 16), (16, 1))), (8, 8, 0.6)],
+    [(1, 16, 0.05), (16, 1, 0.05), (8, 8, 0.6)],
 )
 def test_two_forwards_before_their_backwards_stay_within_the_budget(
     first_rows: int, second_rows: int, share: float
@@ -282,6 +284,7 @@ def test_a_compiled_model_runs_what_is_counted(captures: list[RecordedRegion]) -
     assert not captures
 
 
+@pytest.mark.slow
 def test_changed_settings_of_modules_are_counted_again(captures: list[RecordedRegion]) -> None:
     model, batch = gpt2(), tokens(16, 128)
     twin = copy.deepcopy(model)
@@ -393,6 +396,7 @@ def test_check_and_compare_look_at_the_planned_step() -> None:
     assert any("run as the plain model does" in note for note in memopt.plan_of(model).notes)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_counted_is_planned_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch knows the sizes that `_grouped_mm` gives in bf16 only, and logs an error with its stack for others."""
     logged: list[logging.LogRecord] = []
@@ -417,7 +421,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [1, slow(2)])
-@pytest.mark.parametrize("share", [0.99, 2.0])
+@pytest.mark.parametrize("share", [slow(0.99), 2.0])
 def test_what_a_recurrent_layer_saves_is_counted(layers: int, share: float) -> None:
     """Its count was less than half of what it holds, and on fakes its backward read beyond an empty workspace."""
     torch.manual_seed(0)

@@ -19,13 +19,13 @@ from memopt.levers import DEFAULT_LEVERS
 from passes.graphs.node_facts import module_path
 from tests.end_to_end.usual import gpt2
 
-SLOW = pytest.mark.slow
 SMALL = Family("gpt2", gpt2, causal_batch)
 TIGHT = {"bf16": 0.0, "fp16": 0.4}
 """Precisions, and the share that every run tries with each; `make test-all` tries both shares, and all families."""
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits(precision: str) -> None:
     train_in_16_bits(SMALL, precision, {"recompute", "reinplace"}, (TIGHT[precision],))
 
@@ -77,7 +77,8 @@ def gradients(model: nn.Module, batch: Batch, *, low: bool = False) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("gpt2-eager", "bert", "t5"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2-eager", "bert", "t5"])
 def test_gradients_are_as_exact_as_autocasts(name: str) -> None:
     model = without_dropout(BY_NAME[name].make())
     batch = BY_NAME[name].batch("usual")
@@ -103,6 +104,7 @@ def test_the_users_autocast_gives_way_to_a_precision_and_goes_before_auto() -> N
     assert torch.equal(found["auto", True], gradients(model, batch, low=True))
 
 
+@pytest.mark.slow
 def test_the_plan_shows_the_precision_of_every_operator_and_why() -> None:
     model, batch = gpt2("eager"), SMALL.batch("usual")
     rules = {"default": "bf16", "lm_head": "fp32", "transformer.h.0.mlp": "fp32", "softmax": "fp32"}
@@ -130,6 +132,7 @@ def test_what_is_wished_in_fp32_is_not_rounded_for_the_backward_either() -> None
     assert counts == [len(readers) - 1, 0], "the norm of the head reads 16 bits anyway"
 
 
+@pytest.mark.slow
 def test_a_rotation_of_parts_of_a_fused_projection() -> None:
     """ModernBERT widens queries and keys, which are strided views of one product, and narrows them into new memory."""
     config = transformers.ModernBertConfig(

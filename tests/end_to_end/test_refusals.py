@@ -83,9 +83,8 @@ def test_budgets_that_are_none(budget: Any, kind: type[Exception], words: list[s
         memopt.plan(model, budget, BATCH, precision="fp32")
 
 
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param(None, id="none", marks=pytest.mark.slow), pytest.param(torch.optim.AdamW, id="adamw")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"])
 def test_a_budget_below_the_smallest_names_one_that_works(optimizer: Any) -> None:
     model = make()
     with refused(model, memopt.BudgetError, "0.0001 GB", "smallest that works", "dominated by") as caught:
@@ -123,6 +122,7 @@ def test_a_budget_too_small_is_found_at_the_first_training_call() -> None:
     assert_same(trained(memopt.remove(model)), trained(make()))
 
 
+@pytest.mark.slow
 def test_the_steps_of_an_optimizer_are_tried_once_for_all_lever_sets() -> None:
     """With a thousand parameters a trial takes a second."""
     tried: list[int] = []
@@ -203,6 +203,7 @@ class Counting(odd_models.BreakInLoop):
         return x
 
 
+@pytest.mark.slow
 def test_planning_ahead_leaves_what_the_forward_writes_down() -> None:
     model: Any = make(Counting)
     with refused(model, memopt.BudgetError, check=False):

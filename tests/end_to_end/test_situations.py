@@ -18,6 +18,7 @@ from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import ROWS
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, plan, run, step, tight
 from tests.end_to_end.usual import Dropping, batch, make, refusal, steps, usual
+from tests.marks import slow
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -44,6 +45,7 @@ def test_longer_sequences_then_shorter_ones() -> None:
     assert trained.peak_bytes > 0.8 * budget * GIB, "the budget was not tight"
 
 
+@pytest.mark.slow
 def test_sequences_too_long_for_the_budget_are_refused_before_they_run() -> None:
     model, inputs, longer = make(), batch(), batch(4 * ROWS)
     budget = usual().tight
@@ -135,6 +137,7 @@ def test_eval_and_no_grad_run_plain_in_between() -> None:
     assert_same(run(model, piece, inputs), plain)
 
 
+@pytest.mark.slow
 def test_generation_in_between() -> None:
     model, inputs = GPT2(), causal_batch("usual")
     prompt = inputs["input_ids"][:2, :8]
@@ -196,6 +199,7 @@ PAIRS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.parametrize("more", [1.0, slow(1.07)])
 @pytest.mark.parametrize(
     "pair",
     [
@@ -203,17 +207,17 @@ PAIRS: dict[str, Callable[..., Any]] = {
         for name, pair in PAIRS.items()
     ],
 )
-def test_two_forwards_before_their_backwards(pair: Callable[..., Any]) -> None:
+def test_two_forwards_before_their_backwards(pair: Callable[..., Any], more: float) -> None:
     model, first, second = make(), batch(), batch(seed=3)
 
     def piece(model: nn.Module) -> None:
         pair(model, first, second)
 
     error = refusal(model, piece, usual().tight, first)
-    for more in (1.0, 1.07):
-        check(make(), piece, more * error.smallest_gb, first)
+    check(make(), piece, more * error.smallest_gb, first)
 
 
+@pytest.mark.slow
 def test_a_second_forward_that_fits_is_planned_beside_the_first() -> None:
     model, small, large = make(), batch(ROWS // 4), batch()
     roomy = plan(model, small)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from torch.fx import GraphModule
 
 import memopt
-from examples.models.families import BY_NAME
+from examples.models.families import BY_NAME, Family
 from examples.models.step import restored_buffers, train_step
 from passes import Pass, TileRows, find_row_segments
 from tests.end_to_end.steps import assert_equal
+from tests.shortened import SHORT
 
 pytestmark = pytest.mark.plans_always
 ROUNDING = 4e-6
+EXACT: dict[str, Any] = {
+    "optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0
+}  # fmt: skip
 GIVEN = ("input", "pixel", "images", "inv_freq")
 """In the names of floating-point inputs that are no parameters."""
 
@@ -37,27 +42,35 @@ class InTiles(Pass):
         return TileRows(segments, self.tiles)(graph_module)
 
 
-SLOW = ("gpt2-eager", "bert", "whisper", "clip", "mixtral")
+NAMES = ("llama", "gpt2-sdpa", "vit", "gpt2-eager", "bert", "whisper", "clip", "mixtral")
 """Others have dropout within their MLPs, which leaves little to run in tiles."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [4, 3])
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2-sdpa", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_forced(name: str, tiles: int) -> None:
     """In four tiles by samples, in three by tokens, where batches are of four samples."""
     family = BY_NAME[name]
+    options = {**EXACT, "passes": [InTiles(tiles)]}
+    smallest = memopt.plan(family.make(), 1000, family.batch("usual"), **options).smallest_gb()
+    check(family, tiles, 1.05 * smallest)
+
+
+def test_two_blocks() -> None:
+    """Within a budget that asks for nothing else."""
+    check(SHORT["gpt2-sdpa"], 3, 1000)
+
+
+def check(family: Family, tiles: int, budget_gb: float) -> None:
+    """Assert that the step in tiles has the plain model's gradients, and the predicted peak at most."""
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    options = {"optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
-    smallest = memopt.plan(model, 1000, batch, passes=[InTiles(tiles)], **options).smallest_gb()
     with restored_buffers(model):
-        memopt.optimize(model, 1.05 * smallest, passes=[InTiles(tiles)], **options)
+        memopt.optimize(model, budget_gb, **EXACT, passes=[InTiles(tiles)])
         step = train_step(model, batch)
         plan = memopt.plan_of(model)
         memopt.remove(model)
-    assert plan is not None
     assert_equal(step, plain, ROUNDING)
     assert step.peak_bytes <= plan.predicted_peak_bytes

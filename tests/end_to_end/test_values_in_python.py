@@ -100,6 +100,7 @@ def test_a_tight_budget_holds_on_every_way() -> None:
         assert 3 * parameters + peak.allocated_bytes <= budget * GIB
 
 
+@pytest.mark.slow
 def test_planning_and_counting_leave_the_random_generators_as_they_are() -> None:
     seed(0)
     model, batch = wav2vec2(layerdrop=0.3)
@@ -341,6 +342,7 @@ class Words(nn.Module):
         return nn.functional.log_softmax(self.head(self.rnn(self.embedding(words))[0]).view(-1, 500), dim=1)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_that_may_hold_more_than_is_left_is_not_run_to_be_counted() -> None:
     torch.manual_seed(0)
     words, targets = torch.randint(0, 500, (35, 40)), torch.randint(0, 500, (1400,))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import memopt
 from tests.end_to_end.pieces import GIB, assert_same, check, plan, run
+from tests.marks import slow
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -112,7 +113,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings(f"error:{SAID}")
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, slow(True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scalar_that_is_no_loss(kind: str, ahead: bool) -> None:
     """Outputs that the loss is computed from change from one step to the next, and within an accumulation."""
@@ -159,7 +160,7 @@ def only_loss(loss: Tensor, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("classes", [CLASSES, 10])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, slow(True)])
 @pytest.mark.parametrize("first", [both, only_logits])
 def test_gradients_into_other_outputs(first: Callable[..., Tensor], ahead: bool, classes: int) -> None:
     """The first such step ends beside the plan, later ones run by a plan for all outputs; the caller holds the outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn, optim
 
@@ -51,6 +52,7 @@ def test_further_combinations_come_smallest_first_and_as_far_as_they_are_wanted(
     assert [names for names in seen if "bf16_parameters" in names] == [("bf16_parameters",)]
 
 
+@pytest.mark.slow
 def test_no_combination_holds_less_than_the_least_with_levers() -> None:
     trained = model()
     account = account_of(trained, [], "adamw", H100)

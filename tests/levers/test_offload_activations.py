@@ -115,6 +115,7 @@ def test_room_on_the_host_is_not_exceeded() -> None:
     assert little.added_seconds > free.added_seconds
 
 
+@pytest.mark.slow
 def test_with_the_levers_of_the_shortest_step() -> None:
     """A lever that halves the step is used together with offloading; either alone where that is faster."""
     lean = layers(128).priced_for(link=FAST)

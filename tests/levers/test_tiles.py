@@ -58,6 +58,7 @@ def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_else_reaches() -> None:
     model, batch = llama()
     before = smallest_gb(model, batch, allow=memopt.DEFAULT_LEVERS, **OPTIONS)

@@ -164,7 +164,7 @@ def test_the_train_step_drives_it(update: Where) -> None:
 
 
 @pytest.mark.parametrize("update", WHERES)
-@pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1, momentum=0.9), slow(optim.Adafactor)])
+@pytest.mark.parametrize("make", [optim.AdamW, *map(slow, (partial(optim.SGD, lr=0.1, momentum=0.9), optim.Adafactor))])
 def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> None:
     """On the CPU the meter sees the device's bytes and the host's together."""
 

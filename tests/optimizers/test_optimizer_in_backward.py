@@ -115,6 +115,7 @@ def test_around_another_proposal() -> None:
     assert train(in_backward=True) == train(in_backward=False)
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 def test_an_optimized_model_is_stepped_alike() -> None:
     def train(in_backward: bool) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ from examples.models.families import BY_NAME
 from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
 from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators, outputs_and_gradients
 
@@ -215,7 +214,8 @@ def test_left_alone_and_said(form: str) -> None:
     assert not diff_graphs(before, ChunkLoss()(before))
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", slow("llama"), slow("bert"), slow("t5")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", "bert", "t5"])
 def test_real_models(name: str) -> None:
     """Their logits are returned empty; the tolerance allows for rounding that a whole model amplifies."""
     family = BY_NAME[name]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from passes import ChunkLoss, diff_graphs, find_losses, format_graph
 from passes.ops.linear_rows import LINEAR_ROWS
+from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import assert_same_gradients, capture_operators, norm_error, outputs_and_gradients
 from tests.passes.test_chunk_loss import CLASSES, LENGTH, WIDTH, flat, tensors
@@ -269,8 +270,14 @@ def holds_logits(graph_module: GraphModule) -> bool:
     return any(str(CLASSES) in shape[1:] and str(WIDTH) not in shape for shape in shapes)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+CHANGING = ("weighted", "distilled where not masked", "halves", "slices")
+"""The forms that `make test` captures with symbols for sizes, too."""
+
+
+@pytest.mark.parametrize(
+    ("form", "dynamic"),
+    [*((form, False) for form in FORMS), *((form, True) if form in CHANGING else slow(form, True) for form in FORMS)],
+)
 def test_forms(form: str, dynamic: bool) -> None:
     programs, call = FORMS[form]
     given = {name: nn.Parameter(one.detach()) if name in "wb" else one for name, one in tensors().items()}

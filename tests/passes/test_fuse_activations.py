@@ -20,6 +20,7 @@ from examples.models.families import (
     t5_batch,
 )
 from passes import FuseActivations, PassError, diff_graphs, find_activations, format_graph
+from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
@@ -244,7 +245,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name == "gpt2" else slow(name) for name in MODELS])
 def test_real_models(name: str) -> None:
     make, batch, kinds = MODELS[name]
     before = capture_operators(make(), **batch("shorter"))

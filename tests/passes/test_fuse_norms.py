@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from examples.models.families import DECODER, ENCODER, VOCABULARY, causal_batch, library
 from passes import FuseNorms, PassError, diff_graphs, find_norms, format_graph
+from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
@@ -248,7 +249,7 @@ MODELS: dict[str, tuple[Callable[..., Any], int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name == "cohere" else slow(name) for name in MODELS])
 def test_real_models(name: str) -> None:
     make, count, reasons = MODELS[name]
     before = capture_operators(make(), **causal_batch("shorter"))

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from passes import EliminateDeadCode, PassError, RowSegment, TileRows, diff_graphs, find_row_segments, format_graph
 from passes.patterns.row_places import Place
+from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
@@ -81,7 +82,7 @@ def test_loss_and_gradients_are_those_of_the_whole(name: str, tiles: int) -> Non
     assert_same_gradients(before.graph_module, after, before.inputs, 2e-2 if name == "low" else 1e-6)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name if name in ("mlp", "heads") else slow(name) for name in FORMS])
 def test_rows_whose_number_is_a_symbol(name: str) -> None:
     """The graph is captured with 13 rows in two samples, and right for other numbers that are enough for the tiles."""
     torch.manual_seed(0)

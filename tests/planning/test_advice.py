@@ -143,6 +143,7 @@ def test_a_budget_near_the_smallest_is_refused_without_another_capture(monkeypat
     assert captures[0.9] > 0
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_a_share_of_the_plan_is_tried_with_the_best_effort_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -167,6 +167,7 @@ def test_a_step_that_waits_for_gathers_recomputes_more_to_save_some() -> None:
     assert traded.cluster.seconds < untraded.seconds
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_it_assumes_and_is_saved(tmp_path: Path) -> None:
     plan = planned(dp_shard=64, tp=8)
     text = str(plan)
@@ -190,6 +191,7 @@ def test_accumulated_gradients_are_held_as_shards() -> None:
     assert GRADIENTS not in dict(plan.planned.rows) or dict(plan.planned.rows)[GRADIENTS] <= plan.account.gradients
 
 
+@pytest.mark.slow
 def test_another_cluster_from_the_same_capture() -> None:
     size = LlamaSize(256, 2, 8, 4, 704, words=4096)
     first = CardStep.of(Job(size, {"dp_shard": 8}, 2, 512))

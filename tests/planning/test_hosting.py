@@ -15,6 +15,7 @@ from tests.planned import ACCOUNT, captured
 __all__ = ["linked"]
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_of_a_choice_that_is_not_taken_is_not_looked_for(
     linked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

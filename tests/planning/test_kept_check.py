@@ -18,6 +18,7 @@ import memopt
 from memopt.disk_cache import opened, sealed, warn_not_kept
 from memopt.planning.plan_cache import is_sound
 from memopt.run.session import session_of
+from tests.marks import slow
 from tests.planned import ACCOUNT, captured, make_plan, region
 from tests.planning.test_plan_cache import batch, gradients, make
 
@@ -124,7 +125,11 @@ FORGED: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
+QUICK = ("node left out", "smaller account", "over the budget", "another name", "empty", "one digit more")
+"""Of each thing that is checked one; the others take half a second of planning each."""
+
+
+@pytest.mark.parametrize("what", [what if what in QUICK else slow(what) for what in FORGED])
 def test_a_forged_plan_is_planned_again(job: Any, again: Callable[[bytes], memopt.Plan], what: str) -> None:
     _, file, whole, _ = job
     plan = again(resealed(whole, FORGED[what]))
@@ -143,7 +148,7 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGED)
+@pytest.mark.parametrize("what", [what if what in QUICK else slow(what) for what in DAMAGED])
 def test_a_damaged_plan_is_planned_again(job: Any, again: Callable[[bytes], memopt.Plan], what: str) -> None:
     _, file, whole, _ = job
     again(DAMAGED[what](whole.encode()))

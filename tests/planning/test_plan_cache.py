@@ -98,7 +98,7 @@ def started(folder: Path, first_start: tuple[Path, list[torch.Tensor]]) -> list[
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, slow(True)])
 def test_the_second_start_solves_nothing_and_trains_as_the_first(solved: list[int], ahead: bool) -> None:
     first, plan = start(ahead=ahead)
     assert solved
@@ -119,6 +119,7 @@ def test_a_plan_made_ahead_is_that_of_the_first_step(solved: list[int]) -> None:
     assert not solved
 
 
+@pytest.mark.slow
 def test_a_cached_plan_shows_its_graphs_and_answers_for_other_budgets() -> None:
     plans = []
     for _ in range(2):
@@ -165,7 +166,7 @@ def test_the_usual_job_is_not_planned_again(started: list[torch.Tensor], solved:
     assert not solved
 
 
-QUICK = ("budget", "batch", "frozen", "optimizer", "precision")
+QUICK = ("frozen",)
 
 
 @pytest.mark.parametrize("what", [what if what in QUICK else slow(what) for what in OTHERS])
@@ -174,6 +175,7 @@ def test_another_job_is_planned(started: list[torch.Tensor], solved: list[int], 
     assert solved
 
 
+@pytest.mark.slow
 def test_threads_are_part_of_the_job(started: list[torch.Tensor], solved: list[int]) -> None:
     """Kernels of the CPU take a workspace per thread."""
     threads = torch.get_num_threads()
@@ -197,7 +199,7 @@ def reseal(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(sealed(values)))
 
 
-@pytest.mark.parametrize("text", ["", slow("[1, 2]"), slow('{"lever_set": 0}'), '{"lever_set": 99, "plan": {}}'])
+@pytest.mark.parametrize("text", ["", *map(slow, ("[1, 2]", '{"lever_set": 0}', '{"lever_set": 99, "plan": {}}'))])
 def test_a_damaged_file_is_planned_again(
     folder: Path, started: list[torch.Tensor], text: str, solved: list[int]
 ) -> None:
@@ -231,11 +233,13 @@ def test_nothing_is_stored_where_the_environment_disables_the_cache(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_planning_without_training_stores_nothing(folder: Path) -> None:
     memopt.plan(make(), TIGHT, batch(), precision="fp32", allow={"recompute"})
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to_is_no_error(folder: Path) -> None:
     folder.write_text("a file where the folder would be")
     warn_not_kept.cache_clear()
@@ -244,6 +248,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(folder: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 def test_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "_MOST", 2)

@@ -84,7 +84,7 @@ def test_48_blocks() -> None:
     check_recomputed(plan, "h.0.")
 
 
-@pytest.mark.parametrize("kind", ["2", "gpt2", slow("llama")])
+@pytest.mark.parametrize("kind", ["2", slow("gpt2"), slow("llama")])
 @pytest.mark.parametrize("share", [0.0, 0.2])
 def test_nothing_recomputed_is_missing(kind: str, share: float) -> None:
     plan = tight(kind, share)
@@ -92,6 +92,7 @@ def test_nothing_recomputed_is_missing(kind: str, share: float) -> None:
     check_recomputed(plan, {"2": "h.0.", "gpt2": "transformer.h.0.", "llama": "model.layers.0."}[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 110])
 def test_as_short_in_narrow_columns(width: int) -> None:
     """A terminal often has 80 columns, a file 110."""
@@ -198,6 +199,7 @@ def test_two_versions() -> None:
     assert not kinds["-", "dtype"]
 
 
+@pytest.mark.slow
 def test_calls_that_a_pass_replaced() -> None:
     model = hugging_face("gpt2")
     ids = torch.zeros(2, 16, dtype=torch.long)

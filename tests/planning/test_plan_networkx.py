@@ -15,6 +15,7 @@ from memopt.device import hardware
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PricedStep
 from memopt.solver import Link
+from tests.marks import slow
 from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 
 CARD = replace(hardware("h100"), least_moved_bytes=0)
@@ -55,7 +56,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [slow(name) if name == "gpt2" else name for name in PLANS])
 def test_the_totals_are_the_plan_s(name: str) -> None:
     plan = PLANS[name]()
     graph = plan.networkx()
@@ -72,7 +73,7 @@ def test_the_totals_are_the_plan_s(name: str) -> None:
     assert len(moved) == plan.diff().offloaded
 
 
-@pytest.mark.parametrize("name", ["gpt2", "one region"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "one region"])
 def test_nodes_and_edges_are_the_captured_graph_s(name: str) -> None:
     plan = PLANS[name]()
     (joint,) = plan.graphs["captured"]

@@ -24,6 +24,7 @@ from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import held_after_forward, module_rows, split
 from memopt.price.node_prices import split_halves
 from memopt.solver import Progress, Schedule, simulate
+from tests.marks import slow
 from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 
 HELD = replace(ACCOUNT, gradients_held=True)
@@ -88,7 +89,7 @@ def test_recomputed_operators_go_to_their_region() -> None:
 
 
 @pytest.mark.parametrize("step", [captured(region(6)), two_regions()], ids=["one region", "two regions"])
-@pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=0, gradients=0)])
+@pytest.mark.parametrize("account", [ACCOUNT, slow(HELD), replace(ACCOUNT, optimizer_temporaries=0, gradients=0)])
 def test_budgets(step: PricedStep, account: Account) -> None:
     """Plans keep the budget, are not below the bound, are not slower with more memory, and agree with the simulator."""
     plain = make_plan(step, account, ROOMY)
@@ -206,6 +207,7 @@ def test_bytes_held_after_the_forward() -> None:
     assert held_after_forward(problem, Schedule.save_all(problem)) == 3 * 64 * 16 * 4 + 512
 
 
+@pytest.mark.slow
 def test_bytes_between_too_many_and_too_few_are_tried_on_a_card() -> None:
     """With the allocator's overhead taken off, the first schedule exceeds the budget and the next budget has none: what
     fits in between is faster than the schedule with the smallest peak."""

@@ -27,6 +27,7 @@ def test_tables_price_by_the_card() -> None:
         }
 
 
+@pytest.mark.slow
 def test_timed_prices_are_of_this_machine() -> None:
     nodes = [node for node in region(2).module.graph.nodes if is_scheduled(node)]
     timed = price_nodes(nodes, hardware("cpu"), timed=True)

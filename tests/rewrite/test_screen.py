@@ -140,6 +140,7 @@ def test_planned_ahead_and_again_it_is_the_same() -> None:
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(ahead)
 
 
+@pytest.mark.slow
 def test_a_model_without_overflow_is_planned_as_before() -> None:
     model = Net()
     with_values = memopt.plan(model, 1, batch(), optimizer=None, precision="fp16")
@@ -152,7 +153,7 @@ def test_a_model_without_overflow_is_planned_as_before() -> None:
     assert not any("screened" in note for note in memopt.plan(model, 1, batch(), precision="bf16").notes)
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "regions"])
+@pytest.mark.parametrize("breaks", [False, slow(True)], ids=["whole", "regions"])
 def test_no_trace_of_the_sample_run_is_left(breaks: bool) -> None:
     model, given = Net(breaks=breaks), batch()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -180,6 +181,7 @@ def test_an_input_that_the_model_writes_to_is_as_before() -> None:
     assert bool((x == 1).all())
 
 
+@pytest.mark.slow
 def test_the_sample_run_keeps_to_the_budget() -> None:
     given = batch(4096)
     model = Net((1.0, 1e6))
@@ -209,6 +211,7 @@ def test_without_room_for_it_nothing_is_run() -> None:
     assert re.search(r"was not screened .*in fp32 would hold \S+ MB where the budget leaves 512 kB; values may", note)
 
 
+@pytest.mark.slow
 def test_a_plan_without_values_and_the_step_after_it(fresh_plans: None) -> None:
     meta = {name: item.to("meta") for name, item in batch().items()}
     model = memopt.optimize(Net(), 1, example_inputs=meta, optimizer=None, precision="fp16")

@@ -104,6 +104,7 @@ def test_a_plan_that_was_forgotten_is_made_again() -> None:
     assert latest(calls) == plan
 
 
+@pytest.mark.slow
 def test_a_call_that_is_refused_leaves_the_plans_of_smaller_ones() -> None:
     model = make(breaks=True)
     calls = calls_of(model, 0.001)

@@ -109,6 +109,7 @@ def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -
         memopt.plan_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_refusal_names_the_line_that_breaks_the_graph_and_a_budget_that_works() -> None:
     """With what lies elsewhere in the process, which the meter sees as well."""
@@ -182,6 +183,7 @@ class Routed(nn.Module):
         return x + result
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_loop_over_the_experts_that_are_reached_trains_within_a_budget() -> None:
     def steps(budget_bytes: float = 0) -> tuple[int, list[float]]:

@@ -48,6 +48,7 @@ def refused_gb(model: nn.Module, batch: Any, budget_gb: float) -> float:
     return refusal.value.smallest_gb
 
 
+@pytest.mark.slow
 def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
     model, batch = job()
     memopt.optimize(model, 1000.0, example_inputs=batch, **MODE)
@@ -63,6 +64,7 @@ def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
     assert memopt.plan_of(model).predicted_peak_gb <= least_gb
 
 
+@pytest.mark.slow
 def test_a_first_call_is_refused_with_the_same_figure() -> None:
     model, batch = job()
     memopt.optimize(model, 1000.0, example_inputs=batch, **MODE)
@@ -91,6 +93,7 @@ def test_the_budget_that_a_refusal_names_is_met_by_the_plan_that_it_was_named_fo
     assert kept_plans.smallest_plan(plan.budget_bytes, recorded) is plan
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_and_one_from_disk_are_asked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = job()
     memopt.optimize(model, 0.5, example_inputs=batch, **MODE)

@@ -89,6 +89,7 @@ def test_an_expert_that_was_not_hit_before_joins_the_plan_of_the_others() -> Non
     assert calls.road.plans == plans
 
 
+@pytest.mark.slow
 def test_where_margins_do_not_fit_sizes_are_planned_as_they_were_seen() -> None:
     model, calls = routed((20, 30, 14))
     check(model, calls, (20, 30, 14))
@@ -190,8 +191,8 @@ class Halved(nn.Module):
         return self.tags(h).logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("kind", [Packed, Halved])
-@pytest.mark.parametrize("longest", [(12, 11, 10, 12, 9, 12), (11, 12, 11, 7, 8, 12, 11)])
+@pytest.mark.parametrize("kind", [Packed, slow(Halved)])
+@pytest.mark.parametrize("longest", [(12, 11, 10, 12, 9, 12), slow((11, 12, 11, 7, 8, 12, 11))])
 def test_a_size_of_an_earlier_batch_comes_back(kind: type[nn.Module], longest: Sequence[int]) -> None:
     plain, planned = kind().train(), kind().train()
     exact = {"precision": "fp32", "allow": {"recompute", "reinplace"}}

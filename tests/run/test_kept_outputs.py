@@ -75,6 +75,7 @@ def test_a_plain_step_fits_with_the_outputs_of_the_step_before() -> None:
     assert max(peaks(budget_gb)) <= budget_gb * GIB
 
 
+@pytest.mark.slow
 def test_a_named_budget_has_room_for_what_a_loss_keeps_where_outputs_are_dropped() -> None:
     """The value of `mse_loss` has memory of its operands' size, which stays as long as the loop has a name for it."""
 

@@ -17,6 +17,7 @@ import memopt
 from memopt.compat.operators import TorchDispatchMode
 from memopt.run.on_demand import OnDemand
 from tests.capture.test_deferred_outputs import CLASSES, ROWS, WIDTH, Model, X
+from tests.marks import slow
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -103,7 +104,7 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", [slow(look) if look == "compiled" else look for look in LOOKS])
 def test_works_as_with_a_plain_tensor(look: str) -> None:
     _, _, logits, expected = call(dropout=0.0)
     found = LOOKS[look](logits)

@@ -61,18 +61,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, A
     optimizer.step()
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("name", "ahead"),
-    [
-        pytest.param("gpt2-sdpa", True, marks=SLOW),
-        pytest.param("gpt2-sdpa", False, marks=SLOW),
-        ("llama", True),
-        pytest.param("llama", False, marks=SLOW),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama"])
 def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahead: bool, counted: Counter[str]) -> None:
     family = SHORT[name]
     model, batch = family.make(), family.batch("usual")
@@ -87,7 +78,7 @@ def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahea
     assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 1
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 def test_another_budget_adds_a_plan_and_no_capture(ahead: bool, counted: Counter[str]) -> None:
     """The plan is the one that a fresh copy of the model gets within that budget."""
@@ -141,6 +132,7 @@ def test_a_refused_budget_leaves_the_graphs_to_the_plan_before(counted: Counter[
     assert counted["captures"] == counted["traces"] == 1
 
 
+@pytest.mark.slow
 def test_other_options_are_captured_anew(counted: Counter[str]) -> None:
     model, batch = gpt2(), causal_batch("usual")
     for outputs in ("loss", "all"):
@@ -149,6 +141,7 @@ def test_other_options_are_captured_anew(counted: Counter[str]) -> None:
     assert counted["captures"] == counted["traces"] == 2
 
 
+@pytest.mark.slow
 def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
     """Nor does it where nothing was planned ahead."""
     model, batch = gpt2(), causal_batch("usual")
@@ -180,6 +173,7 @@ def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[Rec
     assert not any("tensor_meta" in node.meta for node in joint.module.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 def test_hooks_and_forwards_in_waiting_add_no_capture(counted: Counter[str]) -> None:
     family = SHORT["bert"]

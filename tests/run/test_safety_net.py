@@ -144,8 +144,11 @@ def trained(
     return {**{name: value.clone() for name, value in model.state_dict().items()}, **random}, losses, model, peaks
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "gpt2")) for name in MODELS])
+QUICK = ("remembering", "forward")
+CASES = [(name, half) for name in MODELS for half in ("forward", "backward")]
+
+
+@pytest.mark.parametrize(("name", "half"), [case if case == QUICK else slow(*case) for case in CASES])
 def test_a_step_goes_on_as_if_nothing_had_happened_and_is_planned_tighter(name: str, half: str) -> None:
     undisturbed, losses, *_ = trained(MODELS[name], {})
     state, found, model, peaks = trained(MODELS[name], {2: (half, 1)})
@@ -157,7 +160,8 @@ def test_a_step_goes_on_as_if_nothing_had_happened_and_is_planned_tighter(name: 
     assert peaks[-1] <= memopt.plan_of(model).budget_bytes
 
 
-@pytest.mark.parametrize("half", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["forward", "backward"])
 def test_a_step_that_fails_again_is_refused_with_its_account(half: str) -> None:
     model, batch = gpt2()
     memopt.optimize(model, 1, **EXACT)
@@ -262,7 +266,7 @@ def trained_plain(
 
 @pytest.mark.parametrize(
     ("name", "half"),
-    [("gpt2", "forward"), slow("gpt2", "backward"), ("convolutions", "forward"), ("convolutions", "backward")],
+    [slow("gpt2", "forward"), slow("gpt2", "backward"), ("convolutions", "forward"), ("convolutions", "backward")],
 )
 def test_a_plain_step_in_which_an_allocation_fails_is_planned_tighter(name: str, half: str) -> None:
     undisturbed, expected, _, states = trained_plain(MODELS[name], {})

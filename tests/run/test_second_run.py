@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import memopt
 from memopt.run.session import session_of
 from tests.elsewhere import counted
-from tests.marks import slow
 
 __all__ = ["counted"]
 
@@ -73,7 +72,8 @@ def smallest_gb(inputs: list[Tensor]) -> float:
     return float(refusal.value.smallest_gb) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("count", [slow(2), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
 def test_the_budget_that_one_forward_needs_will_do_for_several(count: int) -> None:
     inputs = images(count)
     plain, _ = trained(Siamese(), inputs)

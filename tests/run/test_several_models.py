@@ -82,13 +82,9 @@ def beside(name: str) -> int:
     return peak.bytes
 
 
-def only(quick: str) -> list[object]:
-    """The names of all loops, of which `make test` runs this one: the others take up to a minute each."""
-    return [name if name == quick else slow(name) for name in LOOPS]
-
-
-@pytest.mark.parametrize("part", [slow(2), 3])
-@pytest.mark.parametrize("name", only("gan"))
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [2, 3])
+@pytest.mark.parametrize("name", LOOPS)
 def test_within_a_part_of_the_activations(name: str, part: int) -> None:
     here = beside(name)
     expected, most, lasting = plain(name)
@@ -98,7 +94,8 @@ def test_within_a_part_of_the_activations(name: str, part: int) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", only("encoder_and_decoder"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
 def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     expected, most, _ = plain(name)
     budget, peaks, found = tried(name, beside(name) + MB, refusals=1)
@@ -107,7 +104,8 @@ def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", only("encoder_and_decoder"))
+# In `make test` one loop stands for all: the others take up to a minute each.
+@pytest.mark.parametrize("name", [name if name == "encoder_and_decoder" else slow(name) for name in LOOPS])
 def test_steps_that_no_meter_watches(name: str) -> None:
     """The bytes on the CPU are read from `malloc` then."""
     make, step = LOOPS[name]

@@ -291,6 +291,7 @@ def refusals_and_a_step(rank: int) -> dict[str, Any]:
     return {"refused": refused, "equal": train(planned(family, 1_900_000), family.batch, 1)[0] == plain}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_not_planned_is_refused_before_anything_runs() -> None:
     for found in on_two_ranks(refusals_and_a_step):

@@ -20,6 +20,7 @@ from memopt.meter import PeakMeter
 from memopt.run.session import session_of
 from memopt.run.until_backward import held_bytes
 from tests.elsewhere import counted
+from tests.marks import slow
 
 __all__ = ["counted"]
 
@@ -80,7 +81,7 @@ def steps(
     return losses, peaks
 
 
-@pytest.mark.parametrize(("loss_of", "returned"), [(classes, 500), (pairs, 64), (several, 500), (three, 500)])
+@pytest.mark.parametrize(("loss_of", "returned"), [*map(slow, (classes, pairs, several), (500, 64, 500)), (three, 500)])
 def test_a_loss_outside_of_the_model_is_in_the_budget(
     loss_of: Loss, returned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +97,7 @@ def test_a_loss_outside_of_the_model_is_in_the_budget(
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize(("loss_of", "returned"), [(classes, 1000), (pairs, 64), (several, 500)])
+@pytest.mark.parametrize(("loss_of", "returned"), [slow(classes, 1000), (pairs, 64), slow(several, 500)])
 def test_a_loss_that_a_meter_read_is_in_the_budget(loss_of: Loss, returned: int) -> None:
     expected, plain = steps(model(returned), loss_of, freed_at_the_end=True)
     trained = model(returned)
@@ -118,6 +119,7 @@ def named(refused: nn.Module, options: dict[str, Any]) -> float:
     raise AssertionError("a step fits 1 MB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_of", "returned"), [(classes, 200), (three, 200)])
 def test_the_budget_that_a_refusal_names_works(loss_of: Loss, returned: int) -> None:
     options = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": "sgd"}
@@ -246,6 +248,7 @@ def test_whether_gradients_stay_until_the_next_forward_is_seen(stay: bool) -> No
         trained(torch.randn(ROWS, 128)).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_a_refusal_names_room_for_the_largest_batch_that_was_seen() -> None:
     """The first step has no optimiser's state yet and fits; the second one does not, though its batch is smaller."""
 

@@ -41,6 +41,7 @@ def snapshot_of(plan: Plan, folder: Path) -> dict[str, Any]:
     return snapshot
 
 
+@pytest.mark.slow
 def test_a_snapshot_has_only_what_the_visualiser_reads(tmp_path: Path) -> None:
     written = exported(gpt2(), tmp_path / "step.pickle").read_bytes()
     assert {opcode.name for opcode, _, _ in pickletools.genops(written)} <= OPCODES

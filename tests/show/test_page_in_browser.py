@@ -248,6 +248,7 @@ def test_the_switch_overrules_the_system(page: Any) -> None:
     assert seen == [("Theme: light", light), ("Theme: dark", dark), ("Theme: system", light)]
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_has_its_budget(browser: Any, plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     Plan.load(tmp_path / "plan.json").report(tmp_path / "loaded.html")

@@ -2,6 +2,7 @@ import pytest
 
 from examples.models.problems import chain, transformer, unet
 from memopt.solver import Portfolio, Progress, Schedule, simulate
+from tests.marks import slow
 
 
 def half_way(problem):
@@ -10,7 +11,7 @@ def half_way(problem):
     return (peak + 3 * smallest) // 4
 
 
-@pytest.mark.parametrize("make", [lambda: transformer(2), lambda: unet(3), lambda: chain(30)])
+@pytest.mark.parametrize("make", [lambda: transformer(2), *map(slow, (lambda: unet(3), lambda: chain(30)))])
 def test_more_effort_is_never_slower(make) -> None:
     problem = make()
     budget_bytes = half_way(problem)

@@ -105,6 +105,7 @@ class Tally:
         self.worst_points = max(self.worst_points, points)
 
 
+@pytest.mark.slow
 def test_the_portfolio_is_as_good_on_a_few_graphs() -> None:
     tally = Tally()
     for number, (name, problem) in enumerate(graphs()):

@@ -7,6 +7,7 @@ import pytest
 from memopt.solver import Infeasible, Link, OffloadPortfolio, Op, RematProblem, Schedule, Storage, simulate
 from memopt.solver.problem import Offload
 from memopt.solver.simulator import time_line
+from tests.marks import slow
 
 WEIGHT, ACTIVATION = 100, 10
 
@@ -34,7 +35,7 @@ def layers(count: int, *, home: int, forward_seconds: float = 1.0) -> RematProbl
 
 
 @pytest.mark.parametrize("budget", [250, 330, 450, 700, 1000])
-@pytest.mark.parametrize("rate", [50.0, 200.0, 1e9])
+@pytest.mark.parametrize("rate", [slow(50.0), 200.0, slow(1e9)])
 def test_a_chain_streams_its_weights(budget: int, rate: float) -> None:
     problem, link = layers(8, home=8), Link(rate)
     found = OffloadPortfolio(problem).solve(budget, link)

@@ -64,6 +64,7 @@ def check_promises(number: int) -> None:
     assert (refusal.value.smallest_peak_bytes, refusal.value.floor_bytes) == (floor, floor)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(0, 10**6))
 def test_a_small_host_is_never_overfilled(number: int) -> None:

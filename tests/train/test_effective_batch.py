@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +16,7 @@ from memopt import TrainStep
 from memopt.compat.ddp import unwrapped
 from memopt.train.effective_batch import EffectiveBatch, as_count, count_of, mean_over_ranks, shifts_labels
 from tests.train import pieces
+from tests.two_ranks import on_two_ranks
 
 CPU, MODEL = torch.device("cpu"), nn.Linear(1, 1)
 
@@ -184,8 +182,7 @@ def counted_exchange(seen, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def train_rank(rank: int, folder: str) -> None:
-    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+def train_rank(rank: int) -> dict[int, dict[str, Any]]:
     results = {}
     for accumulate in (1, 2):
         model = DistributedDataParallel(built())
@@ -204,16 +201,12 @@ def train_rank(rank: int, folder: str) -> None:
             "exchanges": len(exchanges),
             "skipped": skipped,
         }
-    torch.save(results, Path(folder) / str(rank))
-    # No teardown: the group's destructor joins gloo's thread while it holds the GIL that this thread may wait for.
-    os._exit(0)
+    return results
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_with_uneven_tokens_are_one() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(train_rank, (folder,), nprocs=2)
-        ranks = [torch.load(Path(folder) / str(rank)) for rank in range(2)]
+    ranks = on_two_ranks(train_rank)
     model = built()
     result = step_of(model)([batch(rank, number) for rank in range(2) for number in range(2)])
     for found in (rank[accumulate] for rank in ranks for accumulate in (1, 2)):

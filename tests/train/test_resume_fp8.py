@@ -70,7 +70,8 @@ def resumed(file: bytes) -> tuple[nn.Module, TrainStep]:
     return model, step
 
 
-@pytest.mark.parametrize("killed_after", [*(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_after", [0, 1, 3])
 def test_losses_after_resuming_are_bitwise_those_of_the_run_that_went_on(killed_after: int) -> None:
     model, step = built()
     for seed in range(killed_after):

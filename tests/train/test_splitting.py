@@ -13,7 +13,6 @@ import memopt
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from tests.marks import slow
 from tests.smallest import smallest_gb
 from tests.train.pieces import gpt2_without_dropout, normals, seeded, uneven_text, weights
 
@@ -65,7 +64,8 @@ def test_the_second_step_needs_no_planning_and_keeps_to_the_budget() -> None:
     assert peak.allocated_bytes + held + sum(tensor.nbytes for tensor in BATCH.values()) <= budget * GIB
 
 
-@pytest.mark.parametrize(("allow", "microbatches"), [slow({"recompute"}, None), ({"recompute", "microbatch"}, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("allow", "microbatches"), [({"recompute"}, None), ({"recompute", "microbatch"}, 1)])
 def test_not_unless_it_is_allowed(allow: set[str], microbatches: int | None) -> None:
     model = gpt2_without_dropout()
     memopt.optimize(model, between(), **{**OPTIONS, "allow": allow})

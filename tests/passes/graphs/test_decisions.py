@@ -94,6 +94,7 @@ def mixtral() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_routed_mixture_decides_by_its_routers() -> None:
     ids = torch.randint(0, 64, (2, 8))
     assert decided(mixtral(), input_ids=ids, labels=ids) == ["topk", "topk"]
