@@ -118,15 +118,16 @@ class OptimizerCopy:
         return same
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        shard = shard_of(value.detach())
         if is_on_host(value) and value.numel() == 1 and not isinstance(value, torch.nn.Parameter):
             with plain_tensors():
-                same = shard.clone()
+                same = shard_of(value.detach()).clone()
         else:
+            shard = shard_of(value.detach())
             same = torch.empty_like(shard, device=self.device if shard.device.type == self._home else shard.device)
         if isinstance(value, torch.nn.Parameter):
             return self._note(value, torch.nn.Parameter(same, value.requires_grad))
-        if shard.layout != torch.strided or shard.untyped_storage().data_ptr() not in self._addresses:
+        own = shard_of(value)
+        if own.layout != torch.strided or own.untyped_storage().data_ptr() not in self._addresses:
             self.made.append(same)
         return self._note(value, same)
 
