@@ -44,12 +44,11 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
-from memopt.run.checkpointed_calls import Choice
 from memopt.run.fitting import CallInProgress
 from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
-from memopt.run.plain_calls import CountedStep
+from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
@@ -179,11 +178,8 @@ class Session:
             if names := modes_of_the_user():
                 bring_back(self.model)
                 return self._within_modes(calls, call, situation, moment, names, parts)
-            served = not calls.recorded.breaks and calls.recorded.serves_all_sizes(call)
-            lacks = calls.plain_calls.allowed and not served and calls.recorded.lacks_smaller(call)
-            fits = calls.plain_calls.step_if_it_fits(
-                call, situation, moment, parts, plans_serve_all=served, lacks_smaller=lacks
-            )
+            one_graph = not calls.recorded.breaks
+            fits = calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph)
             unsure = fits is not None and self.parallel.wrapper is None and self.share.others_may_run(moment)
             tight = fits is not None and unsure and not fits.fits(moment, fits.step.held_bytes)
             if fits is not None and not tight:
@@ -195,12 +191,7 @@ class Session:
             check_device(call, self.model)
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
             if fitting is not None:
-                return self._run_checkpointed(calls, call, fitting, situation, moment)
-            alone = lacks and self._alone and not waiting and not self.share.others_may_run(moment)
-            if alone and calls.recorded.may_run_twice and (plan := self.status.plan) is not None:
-                given = call, situation, moment, parts, plan, calls.road.planning_seconds
-                if (fitting := calls.checkpointed.instead_of_planning(*given)) is not None:
-                    return self._run_checkpointed(calls, call, fitting, situation, moment, plan)
+                return self._run_checkpointed(calls, call, *fitting, situation, moment)
             situation = replace(situation, for_other_models=self.share.for_other_models(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
             in_progress = CallInProgress(call, situation, moment, begin)
@@ -257,7 +248,7 @@ class Session:
         if broken is not None or isinstance(refused, CaptureError):
             gc.collect()  # what was recorded holds tensors in circles of frames
             if fitting := calls.checkpointed.fitting(*given, parts):
-                return self._run_checkpointed(calls, in_progress.call, fitting, *given[1:])
+                return self._run_checkpointed(calls, in_progress.call, *fitting, *given[1:])
         if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
                 return self._by_plan(calls, in_progress, parts, waiting)
@@ -318,22 +309,16 @@ class Session:
         self,
         calls: TrainingCalls,
         call: Call,
-        choice: Choice,
+        choice: PlainCalls,
+        fits: CountedStep,
         situation: Situation,
         moment: Moment,
-        plan: Plan | None = None,
     ) -> Any:
-        """Run a call with a choice of activation checkpoints by which it fits; `plan` is that of a larger call where it
-        runs so instead of being planned."""
+        """Run a call with a choice of activation checkpoints by which it fits."""
         bring_back(self.model)
-        checkpointed, fits = choice
-        reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
-        if plan is not None:
-            reason += "; a plan for these sizes takes longer to make than such calls have lost"
-            self._log.checkpointed(self.status.model, call, calls.road.planning_seconds)
-        self._enter(State.CHECKPOINTED, reason)
+        self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
-        return calls.checkpointed.run(choice, call, situation, moment, plan)
+        return choice.run(call, fits, situation, moment)
 
     def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
         self.sharded.begin()
@@ -424,7 +409,7 @@ class Session:
         with stage("planning"), together, on_device(self.model):
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
-            calls.plain_calls.planned_ahead = True
+            calls.plain_calls.allowed = False  # who plans ahead wants the plan
             started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
             situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
@@ -539,11 +524,6 @@ class Session:
             return calls.shown(self.share.situation(calls.planner.optimizer_choice))
         finally:
             self.status = before
-
-    @property
-    def none_fits(self) -> bool:
-        """Whether the latest call ran with activation checkpoints, as no plan of its regions fits."""
-        return self.status.state is State.CHECKPOINTED and any(calls.checkpointed.serve for calls in self.kinds)
 
     @property
     def in_use(self) -> Plan | None:
