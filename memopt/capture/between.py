@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.compat.autograd import hooks_left_out
 from memopt.compat.fakes import device_type_of
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
+from memopt.compat.hooks import hooks_left_out
 from memopt.compat.tensors import is_wrapper
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in

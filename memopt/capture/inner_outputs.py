@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -15,13 +15,13 @@ from torch import fx
 from memopt.compat.autograd import (
     Addition,
     current_backward,
-    defer_hooks,
     edge_of,
     edges_reached,
     gradients_asked,
     has_node,
     runs_node,
 )
+from memopt.compat.hooks import defer_hooks
 from memopt.errors import UnplannedGradientError
 
 
@@ -84,7 +84,7 @@ class _RunFrom(fx.Interpreter):
 
 
 class TensorKind(NamedTuple):
-    """What tells how large a tensor is."""
+    """The shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class TensorKind(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """What gives the gradient of an inner output that comes through the outputs which are computed from it."""
+    """Computes the gradient of an output from which others are computed."""
 
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
@@ -116,9 +116,7 @@ class InnerOutputs:
             at: (weakref.ref(output.grad_fn), output.output_nr) for at, output in enumerate(outputs) if has_node(output)
         }
         self._inner = {
-            at: _Inner(outputs[at], [at, *(others & self._ends.keys())])
-            for at, others in feeds.items()
-            if at in self._ends
+            at: _Inner(outputs[at], others & self._ends.keys()) for at, others in feeds.items() if at in self._ends
         }
         self._asked: set[int] = set()
         """The positions of those whose gradients the backward that began last was asked for."""
@@ -140,7 +138,7 @@ class InnerOutputs:
             position = next((at for at, (node, nr) in self._ends.items() if (node(), nr) == edge), None)
             if position in self._inner:
                 inner = self._inner[position]
-                fed = {(self._ends[other][0](), self._ends[other][1]): other for other in inner.positions[1:]}
+                fed = {(self._ends[other][0](), self._ends[other][1]): other for other in inner.fed}
                 reached = edges_reached(starts, {node for node, _ in fed}) & fed.keys()
                 if reached:
                     additions[number] = self._addition(position, {fed[edge]: edge for edge in reached})
@@ -154,9 +152,8 @@ class InnerOutputs:
         def total(own: torch.Tensor | None, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             given = {other: one for other, one in zip(reached, found, strict=True) if one is not None}
             if not given:
-                return own
-            inner.call_hooks(gradient := source.gradient_by(position, inner.kind, given, own))
-            return gradient.clone()
+                return inner.changed_by_hooks(own)
+            return inner.take(source.gradient_by(position, inner.kind, given, own), own).clone()
 
         return Addition(list(reached.values()), total)
 
@@ -174,16 +171,18 @@ class InnerOutputs:
         self._past.add(id(node))
         changed = list(gradients)
         for position, inner in awaited.items():
-            nodes = [self._ends[at][0]() for at in inner.positions]
+            nodes = [self._ends[at][0]() for at in (position, *inner.fed)]
             if node in nodes and not self._are_to_come(nodes):
                 own = self._given.get(position)
-                given = {at: self._given[at] for at in inner.positions[1:] if at in self._given}
+                given = {at: self._given[at] for at in inner.fed if at in self._given}
                 if given:
-                    inner.take(partial(self.source.gradient_by, position, inner.kind, given), own)
+                    taken = weakref.ref(inner.take(self.source.gradient_by(position, inner.kind, given, own), own))
+                    if (kept := taken()) is not None:
+                        kept.view(kept.shape)  # computes it, as what it is computed from is freed after the backward
                 elif position in numbers:
                     changed[numbers[position]] = inner.changed_by_hooks(own)
                 elif own is not None:
-                    inner.call_hooks(own)
+                    inner.take(own, own)
         if not self._are_to_come([of() for of, _ in self._ends.values()]):
             self._given.clear()
         return tuple(changed)
@@ -194,51 +193,60 @@ class InnerOutputs:
 
 
 class _Inner:
-    """An inner output: its position and those of the outputs that are computed from it, and what tells whether somebody
-    waits for its gradient."""
+    """An output from which others are computed: the positions of these (`fed`), and what waits for its gradient."""
 
-    def __init__(self, output: torch.Tensor, positions: Sequence[int]) -> None:
-        self.output, self.positions = weakref.ref(output), positions
+    def __init__(self, output: torch.Tensor, fed: Collection[int]) -> None:
+        self.output, self.fed = weakref.ref(output), fed
         self.kind = TensorKind(output.shape, output.dtype, output.device)
-        self.hooks = defer_hooks(output)
+        self.hooks = defer_hooks(output, partial(_note_retained, weakref.ref(self)))
+        self.before: torch.Tensor | None = None
+        """What `retain_grad()` had kept when the output's own gradient arrived last, which autograd has added then."""
+
+    @property
+    def retaining(self) -> torch.Tensor | None:
+        """The output, where `retain_grad()` was called on it."""
+        output = self.output()
+        return output if output is not None and output.retains_grad else None
 
     @property
     def is_awaited(self) -> bool:
         """Whether a hook or `retain_grad()` waits for the gradient."""
-        output = self.output()
-        return bool(self.hooks) or (output is not None and output.retains_grad)
+        return len(self.hooks) > 1 or self.retaining is not None  # the first one is memopt's own
 
-    def take(self, find: Callable[[torch.Tensor | None], torch.Tensor], own: torch.Tensor | None) -> None:
-        """Take the gradient that `find` makes of the one that has arrived at the output itself."""
-        if self.hooks:
-            gradient = find(own)
-            self.call_hooks(gradient)
-            reference = weakref.ref(gradient)
-            del gradient
-            if (kept := reference()) is not None:
-                kept.view(kept.shape)  # computes it: what it is computed from is freed after the backward
-        if (output := self.output()) is not None and output.retains_grad:
-            before = output.grad  # autograd has added `own`
-            if before is None or (own is not None and torch.equal(before, own)):
-                output.grad = find(own).clone()
-            else:
-                output.grad = before + find(None)
-
-    def call_hooks(self, gradient: torch.Tensor) -> None:
-        """Call the hooks with the gradient, which they must not change: the backward has gone on without it."""
-        for hook in list(self.hooks.values()):
-            result = hook.own(gradient)
-            if not (result is None or result is gradient) or gradient._version:
+    def take(self, gradient: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """Call the hooks with the gradient, which they must not change, as the backward has gone on without it, and
+        keep it where it is to be retained. `own` is that part of it which has arrived at the output itself."""
+        for hook in self.hooks.own:
+            version, result = gradient._version, hook(gradient)
+            if not (result is None or result is gradient) or gradient._version != version:
                 raise UnplannedGradientError(
                     f"a hook changes the gradient of an output of shape {tuple(self.kind.shape)}, from which the model "
                     "computes other outputs that this backward comes to: the captured backward does not have it. "
                     "Return that output alone and compute the others from it outside of the model, or call "
                     "memopt.remove(model)"
                 )
-
-    def changed_by_hooks(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient as the hooks leave it, as autograd calls them."""
-        for hook in list(self.hooks.values()) if gradient is not None else ():
-            result = hook.own(gradient)
-            gradient = gradient if result is None else result
+        self._retain(gradient, arrived=own is not None)
         return gradient
+
+    def changed_by_hooks(self, own: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient as the hooks leave it, as autograd calls them; None where there is none."""
+        if own is None or not self.hooks.own:
+            return own
+        for hook in self.hooks.own:
+            result = hook(own)
+            own = own if result is None else result
+        self._retain(own, arrived=True)
+        return own
+
+    def _retain(self, gradient: torch.Tensor, *, arrived: bool) -> None:
+        """Have `retain_grad()` keep the gradient in place of the part that has `arrived`, if one has."""
+        if (output := self.retaining) is not None:
+            before = self.before if arrived else output.grad
+            output.grad = gradient.clone() if before is None else before + gradient
+            self.before = None
+
+
+def _note_retained(inner: weakref.ref[_Inner], gradient: torch.Tensor | None) -> None:
+    """Note what `retain_grad()` has kept of an output whose own gradient arrives: autograd adds it after this."""
+    if (found := inner()) is not None:
+        found.before = None if found.retaining is None else found.retaining.grad

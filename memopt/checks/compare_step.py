@@ -15,7 +15,7 @@ from memopt.capture.inputs import Call, batch_call, check_device, copied, tensor
 from memopt.checks.comparison import Comparison, differences_of
 from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, optimised, scaled
 from memopt.checks.reference import Accuracies, Accuracy, Exact, float64_step
-from memopt.compat.autograd import post_accumulate_hooks
+from memopt.compat.hooks import post_accumulate_hooks
 from memopt.device.devices import device_of
 from memopt.errors import GradientMismatchError
 from memopt.planning.plan import Plan

@@ -1,41 +1,33 @@
-"""Autograd: the backward pass that is running or begins, the graph that it goes through, and the hooks on a tensor."""
+"""Autograd: the backward pass that is running or begins, and the graph that it goes through."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
 from memopt.errors import UnplannedGradientError
-from passes.compat import private, replaced
+from passes.compat import private
 
 PRIVATE_NAMES = (
-    *private(
-        "torch._C",
-        "_will_engine_execute_node _current_autograd_node _current_graph_task_id DisableTorchFunctionSubclass",
-    ),
+    *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
-    *private("torch.autograd.graph", "Node._sequence_nr Node._register_hook_dict"),
+    *private("torch.autograd.graph", "Node._sequence_nr"),
     *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
     *private("torch.autograd", "_engine_run_backward", call="outputs"),
     *private("torch.autograd.graph", "Node._input_metadata", needed=False),
-    *private("torch", "Tensor._backward_hooks  Tensor._post_accumulate_grad_hooks"),
     *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
     *private("torch.autograd.forward_ad", "_current_level"),
     *private("torch.utils.checkpoint", "_StopRecomputationError"),
-    *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
 )
-
-_Leaf = TypeVar("_Leaf", bound=torch.Tensor)
 
 
 class Fate(Enum):
@@ -132,33 +124,6 @@ def is_batched(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (
         functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)
     )
-
-
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a leaf has any hooks."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """Those that have hooks. This is asked for all parameters at every call, and takes half the time of `has_hooks`."""
-    return [
-        leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
-    ]  # fmt: skip
-
-
-def hooks_left_out() -> AbstractContextManager[None]:
-    """Context in which the calls of `Tensor.register_hook` that Dynamo wrote into a graph do nothing, for a run of the
-    graph without gradients: a tensor that requires none takes no hook."""
-    try:
-        from torch._higher_order_ops.register_hook import RegisterHookOp
-    except ImportError:  # before torch 2.13 Dynamo writes no such calls
-        return nullcontext()
-    return replaced(RegisterHookOp, "__call__", lambda self, tensor, body, *values: tensor)
-
-
-def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `Tensor.register_hook` added to a leaf."""
-    return list((tensor._backward_hooks or {}).values())
 
 
 @contextmanager
@@ -264,7 +229,7 @@ def gradients_asked(watcher: Watcher) -> None:
 
 
 class Addition(NamedTuple):
-    """What has to be added to a gradient that is asked for."""
+    """A part of a gradient that is asked for which autograd does not find."""
 
     edges: Sequence[Any]
     """The autograd nodes, each with the number of its output, whose gradients are to be asked for as well."""
@@ -358,65 +323,6 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
     for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
         seen.update(edge for edge in node.next_functions if node not in ends)
     return seen
-
-
-class DeferredHook:
-    """A hook on a tensor that somebody else calls later, and autograd not."""
-
-    def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
-        self.own, self._table = own, weakref.ref(table)
-
-    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        table = self._table()
-        result: torch.Tensor | None = self.own(gradient) if table is not None and table.at_once else None
-        return result
-
-
-class DeferredHooks(OrderedDict[int, DeferredHook]):
-    """The hooks that `Tensor.register_hook` adds to a tensor, which autograd calls only while they are `at_once`."""
-
-    at_once = False
-
-    def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
-        super().__setitem__(key, DeferredHook(hook, self))
-
-
-def defer_hooks(tensor: torch.Tensor) -> DeferredHooks:
-    """Defer the hooks that are added to a tensor, which is no leaf and has none yet; the table of them is there without
-    the tensor."""
-    table = DeferredHooks()
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor._backward_hooks = table  # type: ignore[assignment]
-        node: Any = tensor.grad_fn
-        node._register_hook_dict(tensor)
-    return table
-
-
-class WatchingHook:
-    """A hook on the accumulated gradient of a leaf that only takes note of it, so that a backward need not call it."""
-
-    def __call__(self, leaf: torch.Tensor) -> None:
-        raise NotImplementedError
-
-
-def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without those that only watch."""
-    return [hook for hook in _late_hooks(tensor) if not isinstance(hook, WatchingHook)]
-
-
-def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
-    """The hooks on the accumulated gradient of a leaf that only watch."""
-    return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
-
-
-def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """The tables, by number, in which a leaf keeps its hooks: without an entry, autograd calls no hook."""
-    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    return [table for table in tables if table]
 
 
 def python_nodes(node: Any) -> Iterator[Any]:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.hooks import BackwardHook
 
-from memopt.compat.autograd import hook_tables
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.hooks import hook_tables
 from memopt.compat.host import HOST
 from memopt.compat.tensors import special_kind
 from passes.compat import private, replaced

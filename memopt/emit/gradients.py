@@ -11,16 +11,8 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.autograd import (
-    Fate,
-    backward_hooks,
-    current_backward,
-    current_node,
-    has_hooks,
-    post_accumulate_hooks,
-    reached_outputs,
-    receivers,
-)
+from memopt.compat.autograd import Fate, current_backward, current_node, reached_outputs, receivers
+from memopt.compat.hooks import backward_hooks, has_hooks, post_accumulate_hooks
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks

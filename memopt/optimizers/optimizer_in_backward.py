@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import optim
 
-from memopt.compat.autograd import post_accumulate_hooks
+from memopt.compat.hooks import post_accumulate_hooks
 from memopt.optimizers.parameterwise import Parameterwise, refuse_closure
 
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -90,7 +91,7 @@ def run_deferring(
     return [outputs[position] for position in range(len(outputs))]
 
 
-class Later:
+class Later(ABC):
     """A computation of tensors that runs when the first of them is looked at."""
 
     def __init__(self) -> None:
@@ -101,9 +102,9 @@ class Later:
         """Whether anything that it reads was changed since."""
         return False
 
+    @abstractmethod
     def compute(self) -> None:
         """Compute the tensors, and hand them over."""
-        raise NotImplementedError
 
     def on_demand(
         self, number: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device

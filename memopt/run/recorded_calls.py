@@ -39,8 +39,8 @@ from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
 from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
+from memopt.run.replay import Replay
 from memopt.run.road import Road
-from memopt.run.safety_net import Replay
 from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds

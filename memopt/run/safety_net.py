@@ -1,27 +1,22 @@
-"""What begins a call once more: where the device has no memory left, and for gradients that the plan does not have."""
+"""What begins a call once more where the device has no memory left."""
 
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.capture.inner_outputs import TensorKind, run_from
-from memopt.capture.region import RecordedRegion
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.device.devices import device_of
-from memopt.errors import BudgetError, UnplannedGradientError
+from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
-from memopt.run.on_demand import Later
-from memopt.training_state import CallState, generator_states, set_generators
+from memopt.training_state import CallState
 from memopt.units import size
 
 
@@ -209,154 +204,3 @@ class GradientsBefore:
             or (parameter.grad is not None and before() is parameter.grad and parameter.grad._version == version)
             for parameter, before, version in self.parameters
         )
-
-
-class _Exceeded(Protocol):
-    """A forward whose backward has not run yet."""
-
-    def replayed(self) -> None:
-        """Called once a second forward has run beside the plan of its backward."""
-
-
-class Replay:
-    """The second forward of one call, from the state in which the first one began.
-
-    `before` is that state; `prevented` says why the gradients of a second forward would not do, if so; `noted` is
-    called once they were needed.
-    """
-
-    def __init__(
-        self,
-        region: RecordedRegion,
-        inputs: Sequence[Any],
-        forward: _Exceeded,
-        before: CallState | None,
-        prevented: str,
-        noted: Callable[[], None],
-    ) -> None:
-        self.region, self.forward, self.noted = region, forward, noted
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self._versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in inputs]
-        copies = before.values.copies() if before else {}
-        self._copies = {number: copies[id(value)] for number, value in enumerate(inputs) if id(value) in copies}
-        unknown = any(number not in self._copies for number in region.written)
-        self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
-        self.inputs: Sequence[Any] | None = None if self.prevented else inputs
-        self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
-        self.device = tensors[0].device
-        self.generators = generator_states(self.device)
-        kind = self.device.type
-        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def release(self) -> None:
-        """Free what the second forward needs."""
-        self.inputs, self.leaves, self._copies = None, (), {}
-
-    def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of `leaves` for these gradients of outputs, by position.
-
-        Raises `UnplannedGradientError` where no second forward gives them.
-        """
-        shape = tuple(next(iter(of.values())).shape)
-        what = f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss"
-        mend = "optimise with outputs='all' to plan for the gradients of all outputs"
-        self._check(what, mend)
-        arguments = self._arguments(require_grad=True)
-        with self._as_before():
-            assert self.region.plain is not None
-            outputs = self.region.plain(*arguments)
-        leaves = [one for one in arguments if isinstance(one, torch.Tensor) and one.requires_grad]
-        found = _gradients_of(outputs, of, leaves)
-        self.noted()
-        self.forward.replayed()
-        warnings.warn(
-            f"{what}; that gradient is computed by a second run of the plain forward, beside the budget, and from the "
-            f"next call on all outputs are planned for; {mend} from the first call on",
-            stacklevel=2,
-        )
-        return found
-
-    def gradient_by(
-        self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The gradient, a tensor of this kind, of the output at `position`: `own`, and what comes to it through others
-        with the gradients `given`, by position. It is computed by a second forward when it is first looked at, which
-        raises `UnplannedGradientError` where that cannot be."""
-        strides = torch.empty(kind.shape, device="meta").stride()
-        all_given = given if own is None else {position: own, **given}
-        return _InnerGradient(self, position, kind, all_given).on_demand(
-            0, kind.shape, strides, kind.dtype, kind.device
-        )
-
-    def gradient_at(self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The gradient that `gradient_by` stands for; `given` has that of the output itself, too."""
-        what = (
-            "a hook, retain_grad() or torch.autograd.grad() reads the gradient of an output of shape "
-            f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"
-        )
-        self._check(what, "return that output alone and compute the others from it outside of the model")
-        # Those that parameters get are not needed again, unless the model's own derivatives go by them.
-        arguments = self._arguments(require_grad=self.region.takes_derivatives)
-        with self._as_before():
-            assert self.region.plain is not None
-            outputs, leaf = run_from(self.region.plain, position, arguments)
-        (found,) = _gradients_of(outputs, given, [leaf])
-        assert found is not None
-        self.forward.replayed()
-        warnings.warn(f"{what}; it is computed by a second run of the plain forward, beside the budget", stacklevel=2)
-        return found
-
-    def _check(self, what: str, mend: str) -> None:
-        if prevented := self.prevented or self._changed():
-            raise UnplannedGradientError(f"{what}, and {prevented}; {mend}")
-
-    def _changed(self) -> str:
-        """Says so if the first backward is over, or the inputs are not as they were."""
-        if self.inputs is None:
-            return "its forward was differentiated before without retain_graph=True"
-        read = (number for number in range(len(self.inputs)) if number not in self._copies)
-        tensors = ((number, self.inputs[number]) for number in read)
-        same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in tensors)
-        return "" if all(same) else "the weights or inputs have changed since its forward"
-
-    def _arguments(self, require_grad: bool) -> list[Any]:
-        """The inputs as they were, apart from their autograd graphs."""
-        assert self.inputs is not None
-        arguments = list(self.inputs)
-        for number, value in enumerate(arguments):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                arguments[number] = value.detach().requires_grad_(require_grad)
-            elif (kept := self._copies.get(number)) is not None:
-                arguments[number] = kept.clone()
-        return arguments
-
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """A context with the random generators and the autocast of the first forward."""
-        now, (enabled, dtype) = generator_states(self.device), self.autocast
-        try:
-            set_generators(self.generators, self.device)
-            with torch.enable_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
-                yield
-        finally:
-            set_generators(now, self.device)
-
-
-def _gradients_of(
-    outputs: Sequence[torch.Tensor], given: Mapping[int, torch.Tensor], leaves: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
-    """The gradients of `leaves` for these gradients of outputs, by position, which may have other dtypes."""
-    results = [outputs[position] for position in given]
-    gradients = [gradient.to(result.dtype) for gradient, result in zip(given.values(), results, strict=True)]
-    return torch.autograd.grad(results, leaves, gradients, allow_unused=True)
-
-
-class _InnerGradient(Later):
-    """The gradient of an output from which others are computed."""
-
-    def __init__(self, replay: Replay, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> None:
-        super().__init__()
-        self.replay, self.position, self.kind, self.given = replay, position, kind, given
-
-    def compute(self) -> None:
-        self.hand_over([self.replay.gradient_at(self.position, self.kind, self.given).to(self.kind.dtype)])

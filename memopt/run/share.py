@@ -17,8 +17,8 @@ from memopt.account.account import BOOKKEEPING_BYTES, distinct_bytes
 from memopt.account.elsewhere import Found, in_steps
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
-from memopt.compat.autograd import with_hooks
 from memopt.compat.fsdp import is_fully_sharded
+from memopt.compat.hooks import with_hooks
 from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import bytes_by_address, weak_storages

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memopt.capture.inputs import Call, call_signature
-from memopt.compat.autograd import WatchingHook, watching_hooks
+from memopt.compat.hooks import WatchingHook, watching_hooks
 from memopt.compat.modules import compiled_call
 from memopt.compat.operators import tree_leaves
 from memopt.errors import Refusal

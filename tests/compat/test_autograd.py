@@ -4,17 +4,8 @@ from typing import Any
 
 import torch
 
-from memopt.compat.autograd import (
-    Fate,
-    WatchingHook,
-    backward_hooks,
-    current_backward,
-    fate_of_gradient,
-    keeps_graph,
-    post_accumulate_hooks,
-    receivers,
-    watching_hooks,
-)
+from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, receivers
+from memopt.compat.hooks import WatchingHook, backward_hooks, post_accumulate_hooks, watching_hooks
 
 
 class Probe(torch.autograd.Function):

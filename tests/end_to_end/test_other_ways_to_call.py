@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memopt
 from examples.models.families import integers, normals
-from memopt.compat.autograd import watching_hooks
+from memopt.compat.hooks import watching_hooks
 from memopt.emit.gradients import is_hooked
 from memopt.run.session import Session
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from tests.run.pieces import torchs_own_backward
 
 pytestmark = pytest.mark.plans_always
 EXACT = {"optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}}
@@ -193,6 +194,42 @@ def test_gradients_by_outputs_beside_others_are_those_of_the_plain_model(x: Tens
     assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
 
 
+def test_what_retain_grad_keeps_beside_a_hook_and_a_gradient_that_is_asked_for(x: Tensor) -> None:
+    def use(model: nn.Module, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        hidden, found = outputs
+        hidden.retain_grad()
+        handle = hidden.register_hook(lambda gradient: 3 * gradient)
+        hidden.sin().sum().backward(retain_graph=True)
+        changed = hidden.grad.clone()
+        handle.remove()
+        torch.autograd.grad(hidden.cos().sum() + found.sum(), hidden, retain_graph=True)
+        asked = hidden.grad.clone()
+        (hidden.square().sum() + found.sum()).backward()
+        return [changed, asked, hidden.grad]
+
+    with pytest.warns(UserWarning, match="computed by a second run"):
+        both(Heads, x, use)
+
+
+class Three(Heads):
+    """Returns the hidden features with two losses, of which the second one is not computed from the features."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, found = super().forward(x)
+        return found.square().mean(), self.body.weight.square().sum() + self.head.weight.sum(), hidden
+
+
+def test_a_hook_whose_output_gets_no_gradient_by_others(x: Tensor) -> None:
+    def use(model: nn.Module, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        _, apart, hidden = outputs
+        seen: list[Tensor] = []
+        hidden.register_hook(lambda gradient: seen.append(gradient.clone()))
+        (apart + hidden.sin().sum() + hidden.exp().sum() + hidden.square().sum()).backward()
+        return seen
+
+    both(Three, x, use)
+
+
 def test_a_hook_that_waits_for_a_backward_through_its_output_alone(x: Tensor) -> None:
     plain = Heads()
     ours = planned(copy.deepcopy(plain))
@@ -204,9 +241,7 @@ def test_a_hook_that_waits_for_a_backward_through_its_output_alone(x: Tensor) ->
 
 
 def test_torch_has_its_own_function_back_when_no_forward_waits(x: Tensor) -> None:
-    gc.collect()  # forwards of other tests
-    torch.ones(1, requires_grad=True).sum().backward()
-    own = torch.autograd.graph._engine_run_backward
+    own = torchs_own_backward()
     model = planned(Heads())
     gc.disable()
     try:

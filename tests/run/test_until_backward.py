@@ -21,6 +21,7 @@ from memopt.run.session import session_of
 from memopt.run.until_backward import held_bytes
 from tests.elsewhere import counted
 from tests.marks import slow
+from tests.run.pieces import torchs_own_backward
 
 __all__ = ["counted"]
 
@@ -148,7 +149,7 @@ def test_what_a_loss_holds_is_seen_in_its_graph(loss_of: Loss) -> None:
 
 
 def test_torchs_own_function_is_back_once_the_backward_was_seen() -> None:
-    own = torch.autograd._engine_run_backward
+    own = torchs_own_backward()
     trained = memopt.optimize(model(64), 10)
     loss = classes(trained(torch.randn(ROWS, 128)))
     loss.backward()

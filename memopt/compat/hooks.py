@@ -1,0 +1,122 @@
+"""The hooks on a tensor: those on a leaf's gradient, and those of other tensors, which can be deferred."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from passes.compat import private, replaced
+
+PRIVATE_NAMES = (
+    *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
+    *private("torch.autograd.graph", "Node._register_hook_dict"),
+    *private("torch._C", "DisableTorchFunctionSubclass"),
+    *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
+)
+
+_Leaf = TypeVar("_Leaf", bound=torch.Tensor)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a leaf has any hooks."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
+    """Those that have hooks. This is asked for all parameters at every call, and takes half the time of `has_hooks`."""
+    return [
+        leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
+    ]  # fmt: skip
+
+
+def hooks_left_out() -> AbstractContextManager[None]:
+    """Context in which the calls of `Tensor.register_hook` that Dynamo wrote into a graph do nothing, for a run of the
+    graph without gradients: a tensor that requires none takes no hook."""
+    try:
+        from torch._higher_order_ops.register_hook import RegisterHookOp
+    except ImportError:  # before torch 2.13 Dynamo writes no such calls
+        return nullcontext()
+    return replaced(RegisterHookOp, "__call__", lambda self, tensor, body, *values: tensor)
+
+
+def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that `Tensor.register_hook` added to a leaf."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+class DeferredHook:
+    """A hook on a tensor that somebody else calls later, and autograd not."""
+
+    def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
+        self.own, self._table = own, weakref.ref(table)
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        table = self._table()
+        result: torch.Tensor | None = self.own(gradient) if table is not None and table.at_once else None
+        return result
+
+
+class DeferredHooks(OrderedDict[int, Any]):
+    """The hooks that `Tensor.register_hook` adds to a tensor, which autograd calls only while they are `at_once`."""
+
+    at_once = False
+
+    def __init__(self, first: Callable[[torch.Tensor | None], None]) -> None:
+        """`first` is called before all others, and never deferred."""
+        super().__init__()
+        super().__setitem__(_FIRST, first)
+
+    def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
+        super().__setitem__(key, DeferredHook(hook, self))
+
+    @property
+    def own(self) -> list[Callable[..., Any]]:
+        """The hooks as they were added."""
+        return [hook.own for hook in self.values() if isinstance(hook, DeferredHook)]
+
+
+_FIRST = -1
+"""A key that no hook of torch's has."""
+
+
+def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
+    """Defer the hooks that are added to a tensor, which is no leaf and has none yet, but call `first` when autograd
+    would call them; the table of them is there without the tensor."""
+    table = DeferredHooks(first)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor._backward_hooks = table
+        node: Any = tensor.grad_fn
+        node._register_hook_dict(tensor)
+    return table
+
+
+class WatchingHook:
+    """A hook on the accumulated gradient of a leaf that only takes note of it, so that a backward need not call it."""
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without those that only watch."""
+    return [hook for hook in _late_hooks(tensor) if not isinstance(hook, WatchingHook)]
+
+
+def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
+    """The hooks on the accumulated gradient of a leaf that only watch."""
+    return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
+
+
+def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
+    """The tables, by number, in which a leaf keeps its hooks: without an entry, autograd calls no hook."""
+    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [table for table in tables if table]
