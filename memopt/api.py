@@ -31,7 +31,7 @@ from memopt.planning.options import (
 from memopt.planning.plan import Plan
 from memopt.run.hosted import bring_back
 from memopt.run.session import Session, session_of
-from memopt.run.status import State, Status, unwatch
+from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
 # Nothing needs to be recomputed within it.
@@ -266,7 +266,8 @@ def _largest(
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of an optimised model's latest training call (or of its `example_inputs`).
+    """The plan of an optimised model's latest training call (or of its `example_inputs`); after one whose sizes came
+    too seldom to be planned, the plan before it.
 
     Raises `ValueError` where the model is plain, has not been planned yet, or trains with activation checkpoints, as no
     plan of its regions fits; `CaptureError` and `BudgetError` where its calls run as the plain model does, since its
@@ -274,7 +275,7 @@ def plan_of(model: nn.Module) -> Plan:
     """
     session = _session(model)
     latest = session.latest
-    if session.status.state is State.CHECKPOINTED:
+    if session.none_fits:
         raise ValueError(f"nothing is planned: {session.status.reason}")
     if latest is None:
         raise ValueError("nothing is planned yet: run a training step, or give optimize its example_inputs")

@@ -21,7 +21,7 @@ from torch import fx
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of
 from memopt.compat.tensors import is_wrapper, storage_key
-from passes.graphs import node_facts
+from passes.graphs.node_facts import argument_kind, sources_of, value_kind
 
 FIRST, LAST = 3, 2
 """The numbers of blocks that stay at the front of a run and at its end. Neighbours are compared in the middle: the
@@ -77,7 +77,7 @@ class _Finder:
         """By input what makes it equal to another."""
         for number, (node, value) in enumerate(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)):
             alone = isinstance(value, torch.Tensor) and shared[storage_key(value)] == 1 and not is_wrapper(value)
-            self.inputs[node] = (value_key(value), value.is_leaf) if alone and number not in written else node
+            self.inputs[node] = (value_kind(value), value.is_leaf) if alone and number not in written else node
         self.written = {node for number, node in enumerate(self.inputs) if number in written}
         keys: dict[Hashable, int] = {}
         self.kinds = [keys.setdefault(self._kind(node), len(keys)) for node in self.calls]
@@ -105,7 +105,7 @@ class _Finder:
         if data_symbols_of(value) or not self.written.isdisjoint(node.all_input_nodes):
             return node
         target = constant_key(attrgetter(str(node.target))(self.module)) if node.op == "get_attr" else node.target
-        return node.op, target, argument_key((node.args, node.kwargs)), value_key(value)
+        return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
         """Start, end and period of each stretch of calls in which every call is like the one a period later."""
@@ -224,44 +224,9 @@ def _calls_saved(stretch: tuple[int, int, int]) -> int:
     return ((end - start) // period - FIRST - LAST) * period
 
 
-def sources_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a call's arguments, in the order of `argument_key`, each as often as it is there."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), found.append)
-    return found
-
-
-def argument_key(argument: Any) -> Hashable:
-    """As `node_facts.argument_key`, but equal for all nodes, and for symbolic sizes of one expression."""
-    if isinstance(argument, fx.Node):
-        return fx.Node
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(argument_key, argument))
-    if isinstance(argument, dict):
-        return tuple((name, argument_key(argument[name])) for name in sorted(argument))
-    if isinstance(argument, slice):
-        return slice, argument_key((argument.start, argument.stop, argument.step))
-    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return type(argument), str(argument)
-    return node_facts.argument_key(argument)
-
-
-def value_key(value: Any) -> Hashable:
-    """The kind of a stored value: equal for tensors of equal type, shape, strides and dtype."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return value.layout, id(value)
-        sizes = (*value.shape, *value.stride(), value.storage_offset())
-        numbers = tuple(size if isinstance(size, int) else str(size) for size in sizes)
-        return type(value), value.dtype, str(value.device), value.requires_grad, numbers
-    if isinstance(value, (tuple, list)):
-        return tuple(map(value_key, value))
-    return argument_key(value)
-
-
 def constant_key(value: Any) -> Hashable:
     """Equal for constants that tracing cannot tell apart: small tensors of equal elements. A graph that an operator
     runs is equal to none, since what is traced from it does not tell the operator."""
     if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or value.numel() > _MOST_ELEMENTS:
         return type(value), id(value)
-    return value_key(value), repr(value.tolist())
+    return value_kind(value), repr(value.tolist())

@@ -21,7 +21,7 @@ from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, in
 from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
-from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.compat.tensors import is_sharded, is_wrapper, special_kind
@@ -62,6 +62,8 @@ class RecordedRegion:
     """Numbers of the inputs that the code calls `requires_grad_()` on, which is done before the region runs."""
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """By position among the outputs of the model's call: the outputs that are computed from that one."""
+    changes_objects: bool = True
+    """Whether its code changes Python objects that were there before: attributes, containers, global variables."""
     autocast: AutocastState = field(default_factory=AutocastState.now)
     """The autocast around the region, under which it is traced."""
     changed: frozenset[int] | None = None
@@ -113,7 +115,7 @@ class RecordedRegion:
         )
         return cls(
             graph_module, ids, frozen_ids, undifferentiated, tracing_again(), deferred, plain, narrowed,
-            to_require_grad, feeds,
+            to_require_grad, feeds, changes_objects(),
         )  # fmt: skip
 
     @property

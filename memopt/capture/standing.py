@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.blocks import TEMPLATE, Run, argument_key, constant_key, sources_of, value_key
+from memopt.capture.blocks import TEMPLATE, Run, constant_key
 from memopt.capture.operators import traced_from
 from memopt.compat.tensors import storage_key
-from passes.graphs.node_facts import is_tangent, tensors
+from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tensors, value_kind
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class _Proof:
     def _kind(self, node: fx.Node) -> tuple[object, ...]:
         joint = self.of.joint
         target = constant_key(attrgetter(str(node.target))(joint)) if node.op == "get_attr" else node.target
-        arguments = argument_key((node.args, node.kwargs))
-        return node.op, target, arguments, value_key(node.meta.get("val")), frozenset(node.meta)
+        arguments = argument_kind((node.args, node.kwargs))
+        return node.op, target, arguments, value_kind(node.meta.get("val")), frozenset(node.meta)
 
     def _reads_alike(self, node: fx.Node, later: fx.Node) -> bool:
         """Whether what `later` reads is what `node` reads, moved on by one block; their values lie in memory alike."""

@@ -42,6 +42,10 @@ PRIVATE_NAMES = (
     *private("torch._guards", "TracingContext.get tracing"),
     *private("torch._dynamo.pgo", "_CODE_STATE CodeState"),
     *private("torch.compiler", "_is_exporting_flag"),
+    *private("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", call=""),
+    *private("torch._dynamo.side_effects", "SideEffects._get_modified_vars", call="self"),
+    *private("torch._dynamo.variables.base", "VariableTracker.is_python_constant VariableTracker.as_python_constant"),
+    *private("torch._dynamo.variables.base", "AttributeMutationNew ValueMutationNew"),
 )
 
 _ERRORS = {
@@ -55,6 +59,34 @@ def fails_to_compile(failure: BaseException) -> bool:
     """Whether an error was raised in code of torch's while Dynamo compiled, by no code of the model's or ours."""
     files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(failure.__traceback__)]
     return any(file.endswith("torch/_dynamo/convert_frame.py") for file in files) and "/torch/" in files[-1]
+
+
+def changes_objects() -> bool:
+    """Whether the code that Dynamo traces leaves Python objects changed that were there before: attributes, elements of
+    containers, global variables. It is asked in Dynamo's backend; elsewhere it is not known, and the answer is yes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:
+        return True
+    new = AttributeMutationNew, ValueMutationNew
+    changed = [one for one in effects._get_modified_vars() if not isinstance(one.mutation_type, new)]
+    return not all(_is_as_before(one, effects.store_attr_mutations.get(one)) for one in changed)
+
+
+def _is_as_before(changed: Any, attributes: dict[str, Any] | None) -> bool:
+    """Whether the attributes that were set on an object, which has no elements, are constants that they were before, as
+    a flag that is set for a time."""
+    before = vars(changed).get("value")
+    if not attributes or before is None or hasattr(before, "__len__"):
+        return False
+    for name, value in attributes.items():
+        known = vars(before).get(name, attributes) if hasattr(before, "__dict__") else attributes
+        if not value.is_python_constant() or type(known) is not type(now := value.as_python_constant()) or known != now:
+            return False
+    return True
 
 
 RECOMPILE_LIMIT = 256

@@ -26,6 +26,29 @@ from memopt.planning.tries import CAPTURE, SEARCH, Tries
 _SHOWN = 3
 # A budget is near the smallest that works where at most one part in this many is missing.
 _NEAR = 100
+# A plan with the levers of an earlier one is taken if its added time is not above that one's by more than this.
+_WORSE = 0.005
+_AS_DECIDED = "the levers are those of the plan for other sizes of this call; no others were tried"
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the plan of a call decides about later ones of other sizes, which begin with the same levers."""
+
+    rewriting: Rewriting
+    """The set of levers that its graphs are rewritten by."""
+    levers: tuple[str, ...]
+    """The names of those that are in use."""
+    added_time: float
+    inputs: int
+    """The bytes of the call's inputs: for smaller ones, fewer levers might do."""
+
+    @classmethod
+    def by(cls, plan: Plan) -> Decided | None:
+        """The decisions of a plan; None for one with levers on the optimiser or offloads, or without its graphs."""
+        if plan.captured is None or plan.proposals or plan.moved_bytes or plan.hosted_bytes:
+            return None
+        return cls(plan.captured.rewriting, plan.levers, plan.added_time, plan.account.inputs)
 
 
 @dataclass
@@ -64,10 +87,13 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self._notes |= dict.fromkeys(self.notes)
 
-    def fastest(self, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan:
+    def fastest(self, recorded: Recorded, *, lowering_bytes: int = 0, decided: Decided | None = None) -> Plan:
         """The plan of a recorded call with the shortest step, over lever sets and, where none of these fits, proposals.
-        Further lever sets are not tried once a plan adds next to no time. `lowering_bytes` are those that compiled code
-        holds beyond its plan. Raises `BudgetError` where none fits, `CaptureError`."""
+        Further lever sets are not tried once a plan adds next to no time, nor where those `decided` for other sizes of
+        the call do as well as they did there. `lowering_bytes` are those that compiled code holds beyond its plan.
+        Raises `BudgetError` where none fits, `CaptureError`."""
+        if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
+            return plan
         if recorded.planner.terms.options.passes:
             bare = recorded.trace(recorded.planner.terms.rewriting)
             self._note_row("", bare.price(bare.account(lowering_bytes)))
@@ -76,6 +102,24 @@ class PlanSearch:
             if plan is not None:
                 return plan
         return self.best()[0]
+
+    def _as_decided(self, recorded: Recorded, decided: Decided, lowering_bytes: int) -> Plan | None:
+        """The plan of a recorded call with the levers that were decided for other sizes of it; None where it is for
+        smaller ones, does not fit, or adds more time than the plan for those did. Raises `CaptureError`."""
+        traced = recorded.trace(decided.rewriting)
+        account = traced.account(lowering_bytes)
+        if account.inputs < decided.inputs:
+            return None
+        with contextlib.suppress(BudgetError):
+            priced = traced.price(account)
+            plan = priced.solve(self.budget_bytes, self.effort, offload=False)
+            if plan.added_time <= decided.added_time + _WORSE:
+                levers = tuple(name for name in decided.levers if name != REINPLACE.name)
+                rows = rows_to(plan, [plain_row(" + ".join(levers), priced.step.plain, priced.account)])
+                new = (_AS_DECIDED, *(note for note in self._notes if note not in plan.notes))
+                levers += (REINPLACE.name,) if writes_over(plan) else ()
+                return replace(plan, levers=levers, receipt=rows, notes=plan.notes + new)
+        return None
 
     def skip(self, levers: Rewriting, notes: tuple[str, ...]) -> None:
         """Record that the newest lever of a set has nothing to change, for the reasons in `notes`."""

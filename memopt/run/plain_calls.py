@@ -161,7 +161,9 @@ class PlainCalls:
         self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
         self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
-        """False once a call was planned ahead: then plans are what the user wants."""
+        """False where all calls are to be planned."""
+        self.planned_ahead = False
+        """Whether a call was planned ahead: then plans are what the user wants, but for smaller sizes without one."""
         self.latest: Call | None = None
         """The latest call that was counted and fits, without its values."""
         self._whatever_else = False
@@ -201,14 +203,23 @@ class PlainCalls:
             self.allowed, self._whatever_else = before
 
     def step_if_it_fits(
-        self, call: Call, situation: Situation, moment: Moment, parts: Parts | None = None, *, plans_serve_all: bool
+        self,
+        call: Call,
+        situation: Situation,
+        moment: Moment,
+        parts: Parts | None = None,
+        *,
+        plans_serve_all: bool,
+        lacks_smaller: bool = False,
     ) -> CountedStep | None:
         """The step of a call that may run plain; None for one that has to be planned.
 
         `parts` are the model's, where the caller has them at hand. `plans_serve_all`: a captured graph serves calls of
-        all sizes.
+        all sizes; `lacks_smaller`: none serves this one, though it is smaller than one that was planned.
         """
-        if not (self.allowed and (self._whatever_else or self._nothing_else_wanted())):
+        if not self.allowed or (self.planned_ahead and not (lacks_smaller or self._whatever_else)):
+            return None
+        if not (self._whatever_else or self._nothing_else_wanted()):
             return None
         inputs, tensors = _kind_of_inputs(call)
         kind = None if inputs is None else self._kind(call, inputs, situation, parts or Parts.of(self.model))
@@ -233,7 +244,7 @@ class PlainCalls:
         """The smallest budget in bytes with which `step_if_it_fits` returns a step for a call; None where that is above
         `most_bytes`, or is not known."""
         with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes, closely=True) if self.allowed else None
+            step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
         if step is None:
             return None
         needed, state = self._needed(step, call, situation)
@@ -247,7 +258,7 @@ class PlainCalls:
     def alone(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> Alone | None:
         """How a call runs plain where no other forward waits; None where that takes more than `most_bytes`, or plans
         are wanted."""
-        if not (self.allowed and self._nothing_else_wanted()):
+        if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True)
@@ -260,7 +271,7 @@ class PlainCalls:
     def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
         """The smallest budget in bytes with which a call runs plain beside so many bytes elsewhere; None where that is
         above `most_bytes`, or plans are wanted."""
-        if not (self.allowed and self._nothing_else_wanted()):
+        if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True)
@@ -472,6 +483,11 @@ class PlainCalls:
         if depends_on_values:
             return VALUES_MARGIN if self.checkpoints is None else CHECKPOINTS_MARGIN
         return CUDA_MARGIN if device_of(self.planner.terms.card).caching else MARGIN
+
+    @property
+    def _may_be_first(self) -> bool:
+        """Whether calls of all sizes may run plain."""
+        return self.allowed and (self._whatever_else or not self.planned_ahead)
 
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: no passes, compiler or optimiser levers are wanted, and no precision

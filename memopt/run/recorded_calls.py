@@ -138,7 +138,11 @@ class RecordedCalls:
         self._emitted: LruCache[_Variant, Emitted] = LruCache(_MOST_VARIANTS)
         self._written: set[int] = set()
         """The numbers of the tensors of calls that forwards were seen to write to."""
-        self._has_symbols = False
+        self.has_symbols = False
+        """Whether changing sizes are symbols in what is recorded, so that it serves further ones."""
+        self.changes_objects: bool | None = None
+        """Whether the code that was recorded changes Python objects (`RecordedRegion.changes_objects`), so that a part
+        of it must not run a second time; None before any was."""
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
         self._symbols = not (whole and is_tensor_parallel(model))
         self._compile()
@@ -232,7 +236,7 @@ class RecordedCalls:
 
     def _call_whole(self, call: Call) -> Any:
         """Run the code that Dynamo has compiled for a call in one region, or has it compile some."""
-        changing = self.regions.changing(call) if self._symbols and not self._has_symbols else ()
+        changing = self.regions.changing(call) if self._symbols and not self.has_symbols else ()
         marks = marked(call, changing) if changing else nullcontext()
         with marks, nullcontext() if self.regions.runs else rare_collections():
             try:
@@ -294,7 +298,8 @@ class RecordedCalls:
         """Run one region of the present call by its plan, or, while the call is recorded, without one."""
         if self._dry_run is not None:
             return self._dry_run.run(region, inputs)
-        self._has_symbols |= bool(region.changing)
+        self.has_symbols |= bool(region.changing)
+        self.changes_objects = bool(self.changes_objects) or region.changes_objects
         if self.whole and self._in_progress is None:
             raise Recorded(region, inputs)
         for number in region.to_require_grad:

@@ -32,7 +32,7 @@ from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 from memopt.run.road import Road
 from memopt.run.settings import Settings
 from memopt.run.sharding import Keeping, check_unbroken
-from memopt.run.sizes import SizeBounds
+from memopt.run.sizes import SizeBounds, covers
 
 _MOST_BREAKS = 256
 """The number of signatures that are remembered to break into regions."""
@@ -119,6 +119,29 @@ class Recorder:
     def break_reason(self, call: Call) -> str | None:
         """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
         return self._breaks.get(call_signature(call)) if self.breaks else None
+
+    def serves_all_sizes(self, call: Call) -> bool:
+        """Whether a call of further sizes needs no other recording: they are symbols in the one that serves it."""
+        if self._terms is None:
+            return False
+        serving = self._own.get(self._values(_shapes(call))) if self.size_bounds.fixed else self._first
+        return serving is not None and serving.has_symbols
+
+    def lacks_smaller(self, call: Call) -> bool:
+        """Whether a call in one region needs a further recording though it is no larger than one that is recorded, as
+        the last batch of an epoch."""
+        if self._terms is None or self.breaks or self.serves_all_sizes(call):
+            return False
+        shapes = _shapes(call)
+        if shapes in self._first_shapes or (self.size_bounds.fixed and self._values(shapes) in self._own):
+            return False
+        return any(_cover(larger, shapes) for larger, _ in self._first_shapes.items())
+
+    @property
+    def may_run_twice(self) -> bool:
+        """Whether parts of the forward may run once more in the backward: the code that was recorded changes no Python
+        objects."""
+        return self._terms is not None and self._first.changes_objects is False
 
     def forget_errors(self) -> None:
         """Have calls that could not be captured recorded once more when they come again: the model's forward failed."""
@@ -308,3 +331,9 @@ class Recorder:
 
 def _shapes(call: Call) -> Shapes:
     return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])
+
+
+def _cover(larger: Shapes, shapes: Shapes) -> bool:
+    """Whether there are as many tensors of as many dimensions, and none is larger."""
+    alike = list(map(len, larger)) == list(map(len, shapes))
+    return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))

@@ -9,8 +9,9 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
-from memopt.capture.region import CapturedCall
+from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
 from memopt.emit.gradients import Accumulation
@@ -39,7 +40,7 @@ from memopt.planning.derived import (
 )
 from memopt.planning.figures import beside_plain
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.plan_search import PlanSearch
+from memopt.planning.plan_search import Decided, PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.stages import Recorded, StepOfPlan
 from memopt.planning.terms import Situation
@@ -69,6 +70,10 @@ class Road:
         self.kept = KeptPlans(planner)
         self.plans = 0
         """The number of plans that were made, or read from disk."""
+        self.planning_seconds = 0.0
+        """The longest time that a call took from its recording to its plan or refusal."""
+        self._decided: tuple[RecordedRegion, Decided | None] | None = None
+        """The region of the latest call in one region that was planned, and what its plan decided."""
 
     def plan(
         self,
@@ -133,6 +138,8 @@ class Road:
                     if emitted is None:
                         emitted = self._planned_and_emitted(recorded, planned)
                         self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
+                if captured.whole:
+                    self._decided = captured.regions[0], Decided.by(emitted.plan)
                 return replace(emitted, plan=self.finished(emitted.plan, situation, whole=captured.whole))
         finally:
             self.planner.forget_solvers()
@@ -166,6 +173,7 @@ class Road:
         """A block with few collections of garbage, whose errors, but for refusals and errors of the user's input, are
         raised as a `CaptureError`."""
         self._begins(call)
+        started = time.perf_counter()
         try:
             with rare_collections():
                 yield
@@ -173,6 +181,8 @@ class Road:
             raise
         except Exception as failure:
             raise CaptureError(cannot_capture(self.planner.terms.model, in_brief_with_line(failure))) from failure
+        finally:
+            self.planning_seconds = max(self.planning_seconds, time.perf_counter() - started)
 
     def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
@@ -264,16 +274,15 @@ class Road:
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:
         """The plan with the shortest step that fits, agreed on with other ranks. Raises `BudgetError`,
         `CaptureError`."""
-        situation = recorded.situation
+        situation, decided = recorded.situation, self._decided_for(recorded)
 
         def spare(nbytes: int, staying: int = 0) -> Plan:
             others = situation.other_forwards + staying
             sparing = replace(situation, for_other_models=nbytes - staying, other_forwards=others)
             sparing_it = replace(recorded, situation=sparing)
             fresh = search_for(sparing_it, advise=False) if nbytes else search
-            return self.kept.agreed(
-                fresh.fastest(sparing_it, lowering_bytes=lowering_bytes), sparing_it, lowering_bytes
-            )
+            found = fresh.fastest(sparing_it, lowering_bytes=lowering_bytes, decided=decided)
+            return self.kept.agreed(found, sparing_it, lowering_bytes)
 
         def beside(others_bytes: int) -> Plan:
             others = replace(situation, to_come=0, other_forwards=situation.other_forwards + others_bytes)
@@ -284,8 +293,21 @@ class Road:
             return among_equals(beside, situation.to_come, self.planner.terms.options.budget_bytes, least_plan)
         if situation.for_other_models is None:
             return leaving_room(spare(0))
-        _, guessed = recorded.trace(self.planner.terms.lever_sets[0]).callers_code
+        first = self.planner.terms.lever_sets[0] if decided is None else decided.rewriting
+        _, guessed = recorded.trace(first).callers_code
         return leaving_free(spare, situation.for_other_models + guessed, staying(guessed))
+
+    def _decided_for(self, recorded: Recorded) -> Decided | None:
+        """What the plan for other sizes of a call in one region decided; None where there is none, or its levers find
+        nothing to rewrite here. Raises `CaptureError`."""
+        if not recorded.captured.whole or self._decided is None or self._decided[0] is recorded.captured.regions[0]:
+            return None
+        decided = self._decided[1]
+        if decided is not None and decided.rewriting in self.planner.terms.lever_sets:
+            with suppress(NothingToRewrite):
+                recorded.trace(decided.rewriting)
+                return decided
+        return None
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""

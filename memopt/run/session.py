@@ -44,11 +44,12 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
+from memopt.run.checkpointed_calls import Choice
 from memopt.run.fitting import CallInProgress
 from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
-from memopt.run.plain_calls import CountedStep, PlainCalls
+from memopt.run.plain_calls import CountedStep
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
@@ -178,8 +179,11 @@ class Session:
             if names := modes_of_the_user():
                 bring_back(self.model)
                 return self._within_modes(calls, call, situation, moment, names, parts)
-            one_graph = not calls.recorded.breaks
-            fits = calls.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph)
+            served = not calls.recorded.breaks and calls.recorded.serves_all_sizes(call)
+            lacks = calls.plain_calls.allowed and not served and calls.recorded.lacks_smaller(call)
+            fits = calls.plain_calls.step_if_it_fits(
+                call, situation, moment, parts, plans_serve_all=served, lacks_smaller=lacks
+            )
             unsure = fits is not None and self.parallel.wrapper is None and self.share.others_may_run(moment)
             tight = fits is not None and unsure and not fits.fits(moment, fits.step.held_bytes)
             if fits is not None and not tight:
@@ -191,7 +195,12 @@ class Session:
             check_device(call, self.model)
             fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
             if fitting is not None:
-                return self._run_checkpointed(calls, call, *fitting, situation, moment)
+                return self._run_checkpointed(calls, call, fitting, situation, moment)
+            alone = lacks and self._alone and not waiting and not self.share.others_may_run(moment)
+            if alone and calls.recorded.may_run_twice and (plan := self.status.plan) is not None:
+                given = call, situation, moment, parts, plan, calls.road.planning_seconds
+                if (fitting := calls.checkpointed.instead_of_planning(*given)) is not None:
+                    return self._run_checkpointed(calls, call, fitting, situation, moment, plan)
             situation = replace(situation, for_other_models=self.share.for_other_models(moment))
             begin = partial(self._begin, calls, call, time.perf_counter())
             in_progress = CallInProgress(call, situation, moment, begin)
@@ -248,7 +257,7 @@ class Session:
         if broken is not None or isinstance(refused, CaptureError):
             gc.collect()  # what was recorded holds tensors in circles of frames
             if fitting := calls.checkpointed.fitting(*given, parts):
-                return self._run_checkpointed(calls, in_progress.call, *fitting, *given[1:])
+                return self._run_checkpointed(calls, in_progress.call, fitting, *given[1:])
         if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
                 return self._by_plan(calls, in_progress, parts, waiting)
@@ -309,16 +318,22 @@ class Session:
         self,
         calls: TrainingCalls,
         call: Call,
-        choice: PlainCalls,
-        fits: CountedStep,
+        choice: Choice,
         situation: Situation,
         moment: Moment,
+        plan: Plan | None = None,
     ) -> Any:
-        """Run a call with a choice of activation checkpoints by which it fits."""
+        """Run a call with a choice of activation checkpoints by which it fits; `plan` is that of a larger call where it
+        runs so instead of being planned."""
         bring_back(self.model)
-        self._enter(State.CHECKPOINTED, f"{choice.checkpoints} run a second time in the backward, {fits.reason}")
+        checkpointed, fits = choice
+        reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
+        if plan is not None:
+            reason += "; a plan for these sizes takes longer to make than such calls have lost"
+            self._log.checkpointed(self.status.model, call, calls.road.planning_seconds)
+        self._enter(State.CHECKPOINTED, reason)
         calls.planner.accounts.note_reached(fits.step.reached)
-        return choice.run(call, fits, situation, moment)
+        return calls.checkpointed.run(choice, call, situation, moment, plan)
 
     def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
         self.sharded.begin()
@@ -409,7 +424,7 @@ class Session:
         with stage("planning"), together, on_device(self.model):
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
-            calls.plain_calls.allowed = False  # who plans ahead wants the plan
+            calls.plain_calls.planned_ahead = True
             started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
             situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
@@ -524,6 +539,11 @@ class Session:
             return calls.shown(self.share.situation(calls.planner.optimizer_choice))
         finally:
             self.status = before
+
+    @property
+    def none_fits(self) -> bool:
+        """Whether the latest call ran with activation checkpoints, as no plan of its regions fits."""
+        return self.status.state is State.CHECKPOINTED and any(calls.checkpointed.serve for calls in self.kinds)
 
     @property
     def in_use(self) -> Plan | None:

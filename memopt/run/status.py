@@ -37,8 +37,8 @@ class State(Enum):
     PLANNED = "planned"
     """The latest call ran by its plan, or was planned ahead of its run."""
     CHECKPOINTED = "checkpointed"
-    """The latest call ran with activation checkpoints, as its forward breaks and its regions cannot be planned within
-    the budget."""
+    """The latest call ran with activation checkpoints: its forward breaks and its regions cannot be planned within the
+    budget, or its sizes, smaller than those that were planned, came too seldom for a plan of their own."""
     UNPLANNED = "unplanned"
     """Calls run as the plain model does whatever they need, as "plain" in `allow` has it."""
     REFUSED = "refused"
@@ -88,6 +88,13 @@ class PlanningLog:
         signature = call_signature(call)
         words = planned_in_words(plan, shapes_of(call))
         tell(f"planned {plan.model} in {duration(seconds)} for {words}", self._level(signature))
+        self._known[signature] = True
+
+    def checkpointed(self, model: str, call: Call, planning_seconds: float) -> None:
+        """Log that a call runs with activation checkpoints, as a plan for its sizes takes about so long to make."""
+        signature = call_signature(call)
+        why = f"a plan for these sizes takes about {duration(planning_seconds)} to make"
+        tell(f"running {model} with activation checkpoints for {shapes_of(call)}: {why}", self._level(signature))
         self._known[signature] = True
 
     def refused(self, error: Refusal) -> Refusal:

@@ -175,6 +175,41 @@ def argument_key(argument: Any) -> Hashable:
     return (type(argument), id(argument))
 
 
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a call's arguments, in the order of `argument_kind`, each as often as it is there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), found.append)
+    return found
+
+
+def argument_kind(argument: Any) -> Hashable:
+    """As `argument_key`, but equal for all nodes, and for symbolic sizes of one expression."""
+    if isinstance(argument, fx.Node):
+        return fx.Node
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(argument_kind, argument))
+    if isinstance(argument, dict):
+        return tuple((name, argument_kind(argument[name])) for name in sorted(argument))
+    if isinstance(argument, slice):
+        return slice, argument_kind((argument.start, argument.stop, argument.step))
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return type(argument), str(argument)
+    return argument_key(argument)
+
+
+def value_kind(value: Any) -> Hashable:
+    """The kind of a stored value: equal for tensors of equal type, shape, strides and dtype."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return value.layout, id(value)
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        numbers = tuple(size if isinstance(size, int) else str(size) for size in sizes)
+        return type(value), value.dtype, str(value.device), value.requires_grad, numbers
+    if isinstance(value, (tuple, list)):
+        return tuple(map(value_kind, value))
+    return argument_kind(value)
+
+
 def module_path(node: fx.Node) -> str:
     """Returns the path of the module that ran the node, as in `model.named_modules()`; "" if tracing recorded none."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

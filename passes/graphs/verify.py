@@ -6,7 +6,7 @@ and no inputs, and finds the faulty node itself.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from torch.fx.node import map_aggregate, map_arg
 from passes.compat import depends_on_data, free_unbacked_symbols, statically_known_true
 from passes.graphs.edit import propagating
 from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
+from passes.graphs.node_facts import (
+    OPERATOR_OVERLOAD,
+    argument_key,
+    argument_kind,
+    sources_of,
+    tensors,
+    value_kind,
+)
 from passes.graphs.op_kinds import out_of_place
 
 _MISSING = object()
@@ -54,9 +61,33 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
         raise ValueError("verify(thorough=False) compares with the graph before the pass; give before=")
     else:
         suspects = changed_nodes(before.graph, graph)
+    checked: set[Hashable] = set()
     with propagating(_fake_mode(graph)):
         for node in suspects:
-            _check_node(graph_module, node)
+            kind = _kind(node)
+            if kind is None or kind not in checked:
+                _check_node(graph_module, node)
+                checked.add(kind)
+
+
+def _kind(node: Node) -> Hashable | None:
+    """The call of an operator with the kinds of the values that it reads and returns, of which its result is a
+    function; None where it may depend on more: for other calls, and for values that are not fake tensors."""
+    if not isinstance(node.target, OPERATOR_OVERLOAD):
+        return None
+    values = [source.meta.get("val") for source in sources_of(node)]
+    found = [tensor for value in (*values, node.meta.get("val")) for tensor in tensors(value)]
+    if any(
+        getattr(tensor, "fake_mode", None) is None or getattr(tensor, "constant", None) is not None for tensor in found
+    ):
+        return None
+    kinds = tuple(map(value_kind, values)), value_kind(node.meta.get("val"))
+    return node.target, argument_kind((node.args, node.kwargs)), kinds
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake, and no number is known to be in it."""
+    return getattr(tensor, "fake_mode", None) is not None and getattr(tensor, "constant", None) is None
 
 
 def named_nodes(graph: Graph, names: Sequence[str]) -> list[Node]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from memopt.capture.blocks import constant_key, value_key
+from memopt.capture.blocks import constant_key
 from memopt.compat.tensors import storage_key
-from passes.graphs.node_facts import tensors
+from passes.graphs.node_facts import tensors, value_kind
 
 # Numbers that grow from trace to trace, and chains of nodes.
 _NOT_COMPARED = {"ac_graph_id", "from_node", "val"}
@@ -46,7 +46,7 @@ def _facts(node: fx.Node, module: fx.GraphModule, last_sequence: int) -> dict[st
     facts = {
         "name": node.name,
         "target": str(node.target),
-        "value": value_key(value),
+        "value": value_kind(value),
         "bytes": [str(tensor.untyped_storage().nbytes()) for tensor in tensors(value)],
         "constants": [getattr(tensor, "constant", None) is None for tensor in tensors(value)],
     }

@@ -60,7 +60,7 @@ def test_tensors_keep_their_own_marks_of_changing_sizes() -> None:
     before = [*map(marks, batches)]
     for batch in batches:
         calls(batch).backward()
-    assert calls.recorded._first._has_symbols  # type: ignore[attr-defined]
+    assert calls.recorded._first.has_symbols
     assert [*map(marks, batches)] == before
 
 

@@ -7,6 +7,7 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule, Node
 
 from passes import VerifyError, copy_graph_module
+from passes.graphs import verify as verify_module
 from passes.graphs.verify import changed_nodes, check_signature, verify
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero
 
@@ -225,3 +226,46 @@ def test_a_lost_input_or_output_is_found() -> None:
     named(after, "primals_1").target = "other"
     with pytest.raises(VerifyError, match="the inputs changed"):
         check_signature(before, after)
+
+
+def test_equal_calls_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[str] = []
+    check = verify_module._check_node
+    monkeypatch.setattr(verify_module, "_check_node", lambda of, node: (run.append(node.name), check(of, node)))
+    verify(gpt2().graph_module)
+    calls = [node for node in gpt2().graph_module.graph.nodes if node.op == "call_function"]
+    assert len(run) < 0.7 * len(calls)
+
+
+@pytest.mark.parametrize("spoil", [spoil_dtype, spoil_shape, spoil_stride, spoil_device, spoil_kind])
+def test_a_stale_value_among_equal_calls_is_found(spoil: Callable[[Node], None]) -> None:
+    for place in range(3):
+        sketch = Sketch()
+        x = sketch.input("primals_1", 2, 3)
+        calls = [sketch.call(aten.relu.default, x) for _ in range(3)]
+        graph_module = sketch.returns(*calls)
+        spoil(calls[place])
+        with pytest.raises(VerifyError, match=calls[place].name):
+            verify(graph_module)
+
+
+def test_calls_that_read_other_places_are_no_equal_ones() -> None:
+    sketch = Sketch()
+    one, other = sketch.input("primals_1", 2, 3), sketch.input("primals_2", 3, 3)
+    first = sketch.call(aten.addmm.default, one, one, other)
+    second = sketch.call(aten.addmm.default, one, one, other)
+    graph_module = sketch.returns(first, second)
+    second.args = (one, other, other)
+    with pytest.raises(VerifyError, match=second.name):
+        verify(graph_module)
+
+
+def test_numbers_of_other_types_make_no_equal_calls() -> None:
+    sketch = Sketch()
+    x = sketch.input("primals_1", 2, dtype=torch.int64)
+    first = sketch.call(aten.add.Tensor, x, 1)
+    second = sketch.call(aten.add.Tensor, x, 1)
+    graph_module = sketch.returns(first, second)
+    second.args = (x, 1.0)
+    with pytest.raises(VerifyError, match=second.name):
+        verify(graph_module)
