@@ -73,13 +73,11 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
 def _kind(node: Node) -> Hashable | None:
     """The call of an operator with the kinds of the values that it reads and returns, of which its result is a
     function; None where it may depend on more: for other calls, and for values that are not fake tensors."""
-    if not isinstance(node.target, OPERATOR_OVERLOAD):
+    if not isinstance(node.target, OPERATOR_OVERLOAD) or any("val" not in source.meta for source in sources_of(node)):
         return None
-    values = [source.meta.get("val") for source in sources_of(node)]
+    values = [source.meta["val"] for source in sources_of(node)]
     found = [tensor for value in (*values, node.meta.get("val")) for tensor in tensors(value)]
-    if any(
-        getattr(tensor, "fake_mode", None) is None or getattr(tensor, "constant", None) is not None for tensor in found
-    ):
+    if not all(map(_is_fake, found)):
         return None
     kinds = tuple(map(value_kind, values)), value_kind(node.meta.get("val"))
     return node.target, argument_kind((node.args, node.kwargs)), kinds
