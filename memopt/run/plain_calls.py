@@ -407,7 +407,7 @@ class PlainCalls:
         rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
         the count stops as soon as that is clear. `closely` is as for `count_plain_step`.
         """
-        card, held, depends = self.planner.terms.card, situation.gradients_held, True
+        card, held, depends, reached = self.planner.terms.card, situation.gradients_held, True, None
         twice = self.entry.keeps_graph
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
@@ -418,13 +418,15 @@ class PlainCalls:
             step = count_plain_step(self.model, self.plain, call, card, **given)
             if self.checkpoints is None:
                 return step
-            depends = step is None or step.depends_on_values
+            if step is not None:
+                if self._needed(step, call, situation)[0] > budget_bytes:
+                    return step
+                depends, reached = step.depends_on_values, step.reached
         except ValueIsRead:
             pass
         if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
             return None
-        if self.checkpoints is None:
-            room = budget_bytes - self.planner.accounts.account(call, situation).resident_bytes
+        room = budget_bytes - self.planner.accounts.account(call, situation, reached=reached).resident_bytes
         most = int(room / self._margin(depends_on_values=depends))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(

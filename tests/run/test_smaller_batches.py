@@ -133,6 +133,15 @@ def test_code_that_changes_objects_runs_once(monkeypatch: pytest.MonkeyPatch, ch
     assert own_losses == losses
 
 
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("share", [0.4, 0.45])
+def test_to_try_whether_checkpoints_fit_exceeds_no_budget(share: float) -> None:
+    _, peaks, losses, _ = train((32, 32, 30))
+    _, own_peaks, own_losses, _ = train((32, 32, 30), share * max(peaks))
+    assert own_losses == losses
+    assert max(own_peaks) <= share * max(peaks)
+
+
 def test_larger_ones_are_planned() -> None:
     _, peaks, *_ = train((32,))
     *_, states = train((24, 32, 24), 0.6 * max(peaks))
