@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from memopt.terminal import Column, Console, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 _console = Console(stderr=True)
 _log = logging.getLogger("memopt")

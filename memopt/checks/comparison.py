@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from html import escape
 
 import torch
-from rich.table import Column, Table
 
 from memopt.checks.reference import Accuracies, Accuracy, dense, largest_of, ratio_of
 from memopt.errors import GIB
 from memopt.show.report import as_text, new_table
+from memopt.terminal import Column, Table
 from memopt.training_state import Tensors
 from memopt.units import duration, size
 

@@ -76,11 +76,10 @@ def cards(as_json: bool, debug: bool) -> None:
     Example:
       memopt cards
     """
-    from rich.table import Column
-
     from memopt.device import hardware, known_hardware
     from memopt.errors import GIB
     from memopt.show.report import new_table
+    from memopt.terminal import Column
 
     cards = [hardware(name) for name in known_hardware()]
     if as_json:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import RenderableType
-from rich.table import Column, Table
 from torch import fx
 
 from memopt.cli.failures import UsageError
@@ -26,6 +24,7 @@ from memopt.planning.plan_views import source_line
 from memopt.show.memory_history import MemoryHistory, read_history
 from memopt.show.report import new_table, parts
 from memopt.show.step import WHY
+from memopt.terminal import Column, RenderableType, Table
 from memopt.units import duration, size
 from passes.graphs.node_facts import module_path, tensors
 

@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-
 from memopt.cli.failures import UsageError
+from memopt.terminal import Console, RenderableType
 
 if TYPE_CHECKING:
     from memopt.errors import BudgetError

@@ -13,10 +13,9 @@ from memopt.cli.job import Job, planned, takes_job
 from memopt.cli.output import check_file, columns, plan_figures, show, show_json
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from memopt.planning.plan import Plan
     from memopt.planning.plan_graphs import StageDiff
+    from memopt.terminal import RenderableType
 
 _OPENED_BY = {
     "snapshot": "pytorch.org/memory_viz opens it",

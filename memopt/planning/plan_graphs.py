@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
 from torch import fx
 
 from memopt.planning.changes import OFFLOADED, RECOMPUTED, Change
 from memopt.planning.frontier import shown
 from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
+from memopt.terminal import Console, ConsoleOptions, RenderResult, Text
 from passes import GraphDiff, diff_graphs
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import backward_nodes

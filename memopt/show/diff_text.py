@@ -6,11 +6,9 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Console
-from rich.text import Text
-
 from memopt.planning.changes import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
 from memopt.show.diff_rows import Entry, Place, Row, entries, folded, places
+from memopt.terminal import Console, Text
 from memopt.units import duration, size
 
 WIDTH = 120

@@ -10,13 +10,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-from rich.table import Table
-
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
 from memopt.show.drawing import QUIET, Label, new_figure, place, quiet_frame, write_figure
 from memopt.show.report import as_text, new_table
+from memopt.terminal import RenderableType, Table
 from memopt.units import duration, size
 
 if TYPE_CHECKING:

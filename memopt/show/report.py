@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rich.console import Console, RenderableType
-from rich.table import Column, Table
-
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.schedule_parts import ModuleRow
+from memopt.terminal import Column, Console, RenderableType, Table
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
