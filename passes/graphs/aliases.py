@@ -186,8 +186,8 @@ def find_aliases(
 def find_cautious_aliases(graph: Graph) -> Aliases:
     """Follows every tensor of any ATen graph to all blocks of memory that it may lie in.
 
-    Only operators that are known to make their results in new memory (`makes_memory`) are taken to do so. The result of
-    any other call may lie in the memory of whatever it reads.
+    Only operators that are known to make their results in new memory (`makes_memory`), and calls that read none, are
+    taken to do so. The result of any other call may lie in the memory of whatever it reads.
     """
     found = Aliases(graph)
     for node in graph.nodes:
@@ -199,7 +199,7 @@ def find_cautious_aliases(graph: Graph) -> Aliases:
         elif node.op == "call_function" and "val" in node.meta and not any(True for _ in tensors(node.meta["val"])):
             found.of[node] = ()  # a size or another number
         elif node.op != "output":
-            found.of[node] = found.read_by(node)
+            found.of[node] = found.read_by(node) or found._make(node)
     return found
 
 

@@ -64,6 +64,16 @@ def test_cautiously_an_unknown_call_may_return_what_it_reads() -> None:
     assert aliases.own_block(nodes["mul"]) is not None
 
 
+def test_calls_that_read_nothing_make_memory() -> None:
+    sketch = Sketch()
+    order = sketch.call(aten.randperm.default, 4, device="cpu", pin_memory=False)
+    rows = sketch.call(aten.full.default, [4, 8], 0.0, dtype=torch.float32, device="cpu", pin_memory=False)
+    put = sketch.call(aten.index_put.default, rows, [order], sketch.call(aten.relu.default, sketch.input("x", 4, 8)))
+    aliases = find_cautious_aliases(put.graph)
+    assert described(aliases)["index_put"] == ["full", "randperm", "relu"]
+    assert aliases.own_block(put) is None
+
+
 def test_a_result_that_is_written_over_an_operand_lies_in_its_memory() -> None:
     _, nodes = layers()
     aliases = find_aliases(nodes["x"].graph, written_over={"mul": "view"})
