@@ -157,7 +157,7 @@ class Session:
         """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
         with on_device(self.model):
             result = self._on_this_rank(calls, call)
-        self.share.returned(call, result)
+        self.share.returned(call, result, self.status.plan if self.status.state is State.PLANNED else None)
         return result
 
     def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:

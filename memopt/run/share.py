@@ -26,7 +26,7 @@ from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
-from memopt.planning.derived import StepBytes
+from memopt.planning.derived import StepBytes, tangent_bytes
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -163,15 +163,16 @@ class Share:
             )
         return freed > 0
 
-    def returned(self, call: Call, result: Any) -> None:
-        """Note that the forward of a call returns to the caller, whose code runs until the backward."""
+    def returned(self, call: Call, result: Any, plan: Plan | None) -> None:
+        """Note that the forward of a call returns to the caller, whose code runs until the backward; `plan` is what it
+        ran by, if anything."""
         if not self.entry.begun:
             watch_plain(self.entry, call, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
             if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
-                UntilBackward.begin(self.entry, outputs, tensors_in(call))
+                UntilBackward.begin(self.entry, outputs, tensors_in(call), tangent_bytes(plan) if plan else 0)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the

@@ -44,10 +44,13 @@ class UntilBackward:
 
     _running: ClassVar[UntilBackward | None] = None
 
-    def __init__(self, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int
+    ) -> None:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self.ended = self._marked = False
         self._returned_bytes = distinct_bytes(outputs)
+        self._begins_with = max(self._returned_bytes, tangent_bytes)
         self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
         for output in outputs:
             node: Any = output.grad_fn
@@ -55,11 +58,14 @@ class UntilBackward:
             node.register_prehook(partial(_end, weakref.ref(self)))
 
     @classmethod
-    def begin(cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+    def begin(
+        cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
+    ) -> None:
         """Begin where a forward returns these outputs, which have gradients; it was given other tensors, which are
-        counted like its model's parameters and its outputs."""
+        counted like its model's parameters and its outputs. `tangent_bytes` are those of the gradients that its plan's
+        backward begins with: also of what a hook has kept."""
         cls.drop()
-        cls._running = seen = cls(entry, outputs, given)
+        cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
         if PeakMeter.running() is not None and device_of(entry.device).is_host:
             PeakMeter.listeners.append(seen.read)
@@ -104,7 +110,7 @@ class UntilBackward:
             returned = {storage.address: storage.nbytes for storage in seen._outputs}
             freed = max(0, seen._returned_bytes - sum(returned.values()))
             in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
-            if not entry.metered or seen._returned_bytes > entry.returned_bytes:
+            if not entry.metered or seen._begins_with > entry.returned_bytes:
                 seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
@@ -119,7 +125,7 @@ class UntilBackward:
 
     def _note(self, entry: Entry, nbytes: int) -> None:
         entry.meanwhile = max(entry.meanwhile or 0, nbytes)
-        entry.returned_bytes = max(entry.returned_bytes, self._returned_bytes)
+        entry.returned_bytes = max(entry.returned_bytes, self._begins_with)
 
 
 def held_bytes(

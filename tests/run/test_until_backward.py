@@ -278,3 +278,26 @@ def test_a_refusal_names_room_for_the_largest_batch_that_was_seen() -> None:
     done.clear()
     gc.collect()  # the first model is no part of the second one's steps
     assert len(train(works)) == 5
+
+
+def test_a_large_value_that_a_hook_keeps_is_no_growth_of_a_small_output() -> None:
+    """The plan's backward begins with gradients of both, the loop is given the small one alone."""
+    net, kept = model(4), list[torch.Tensor]()
+    net[5].register_forward_hook(lambda module, given, output: kept.append(output))
+    batch = torch.randn(ROWS, 128)
+
+    def step() -> None:
+        kept.clear()
+        loss = classes(net(batch)) + 0.1 * kept[0].square().mean()
+        loss.backward()
+        net.zero_grad()
+
+    with memopt.measure_peak() as plain:
+        step()
+    kept.clear()
+    memopt.optimize(net, 0.9 * plain.bytes / GIB, precision="fp32", allow={"recompute", "reinplace"})
+    for _ in range(3):
+        with memopt.measure_peak() as peak:
+            step()
+        assert peak.bytes <= 0.9 * plain.bytes
+    kept.clear()
