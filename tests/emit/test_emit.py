@@ -82,5 +82,6 @@ def test_what_a_forward_draws_is_an_input_of_its_backward() -> None:
     memopt.optimize(model, 0.01, precision="fp32", allow={"recompute", "reinplace"}, example_inputs=(x,))
     torch.manual_seed(1)
     model(x).backward()
-    assert model.scale.grad is not None and expected is not None
+    assert model.scale.grad is not None
+    assert expected is not None
     assert torch.equal(model.scale.grad, expected)
