@@ -65,7 +65,11 @@ class ApplyOffloads(ApplySchedule):
             first = -1 if nodes[stay.value].op == "placeholder" else 0
             if not first <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
                 raise PassError(
-                    self.name, stay.value, f"{stay} does not go out, get freed and come back in this order", mend
+                    self.name,
+                    stay.value,
+                    f"{stay} must be copied to the host, freed and fetched in this order: out_after < freed_before <= "
+                    "fetch_from <= back_before",
+                    mend,
                 )
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:

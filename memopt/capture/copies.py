@@ -101,7 +101,8 @@ class _Copier:
         """By node of the template and entry, the number of the operator in the block that it is from."""
 
     def copied(self) -> fx.GraphModule:
-        """The joint graph with all blocks."""
+        """The joint graph of the whole model: that of the blocks which were traced, with a copy of a traced block's
+        operators for each one that was not."""
         joint, runs = self.of.joint, range(len(self.of.runs))
         behind = {half[-1]: run for run in runs if (half := self.of.half(run, False, TEMPLATE))}
         before = {half[0]: run for run in runs if (half := self.of.half(run, True, TEMPLATE))}

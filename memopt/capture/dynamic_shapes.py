@@ -231,5 +231,8 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
         most = getattr(dim, "max", None)
         found[place] = int(most) if most is not None and most < 2**60 else None
         if found[place] is not None and tensor.shape[place] > found[place]:  # type: ignore[operator]
-            raise ValueError(f"{path}[{dimension}] is at most {found[place]}, but the batch has {tensor.shape[place]}")
+            raise ValueError(
+                f"{path}[{dimension}] says that dimension {dimension} is at most {found[place]}, but the batch has "
+                f"{tensor.shape[place]}; give that Dim a larger max, or a smaller batch"
+            )
     return found

@@ -143,7 +143,8 @@ def _weak_backend(compilations: _Compilations) -> Backend:
                 return alive.regions[number](*args)
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
                 raise CaptureError(
-                    f"a captured region cannot be differentiated: {in_brief_with_line(failure)}"
+                    f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; keep what "
+                    "it names out of the capture by torch.compiler.disable"
                 ) from failure
 
         return region

@@ -36,7 +36,10 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """
     spread = [value for value in inputs if isinstance(value, torch.Tensor) and is_sharded(value)]
     if not all(isinstance(value, nn.Parameter) for value in spread):
-        raise CaptureError("an input or a buffer of the model is a DTensor; give it what lies on this rank (to_local)")
+        raise CaptureError(
+            "an input of the model, or one of its buffers, is a DTensor, with which memopt plans parameters only; give "
+            "the model the tensor that lies on this rank instead (its to_local())"
+        )
     (results,) = graph_module.graph.output_node().args
     values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     if any(isinstance(value, torch.Tensor) and is_sharded(value) for value in values):

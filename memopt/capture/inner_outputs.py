@@ -97,9 +97,12 @@ class GradientSource(Protocol):
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
-        """The gradient, a tensor of this kind, of the output at `position` for these gradients of others, by position,
-        and the one that arrives at itself. It may be computed when it is first looked at. Raises
-        `UnplannedGradientError`."""
+        """The whole gradient of the output at `position`, a tensor of this kind: from `given`, the gradients of other
+        outputs by their positions, and `own`, the one that arrives at the output itself, if any does.
+
+        The tensor may be computed only when its values are first read. Raises `UnplannedGradientError` where the region
+        has no backward for it.
+        """
 
 
 class InnerOutputs:

@@ -60,7 +60,8 @@ class _Sample:
         self.run_region, self.rewriting, self.differentiate_all = run_region, rewriting, differentiate_all
 
     def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend for a call that is one region: runs it here, so that none of the model's Python code runs."""
+        """A backend for Dynamo, for calls that are to be one graph: runs the graph while it is compiled and raises
+        `_Done`, so that the rest of the model's Python code does not run."""
         run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all)
         if run is not None:
             run(*inputs)

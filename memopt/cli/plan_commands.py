@@ -68,7 +68,8 @@ def explain(job: Job, op: str | None) -> None:
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op h.0.attn.c_proj
     """
-    from memopt.cli.explained import explain_file, story_of, values_table
+    from memopt.cli.explained import explain_file
+    from memopt.show.op_story import story_of, values_table
 
     if explain_file(job, op):
         return

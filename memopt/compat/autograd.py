@@ -52,7 +52,8 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the running backward pass comes to an autograd node that is none of a leaf."""
+    """Whether the backward that is running runs an autograd node, which must not be one that accumulates into a leaf;
+    false for None."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 

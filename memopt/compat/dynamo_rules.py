@@ -231,8 +231,8 @@ def _value(tensor: Any) -> torch.Tensor:
 
 @cache
 def _where_it_can_be_written(own: Callable[[], Any]) -> Callable[[], Any]:
-    """Dynamo's settings for its record of a compilation; None where it cannot write them. Torch 2.11 writes them as
-    JSON, functions too, and prints a traceback for each compilation where there is one."""
+    """Wraps `own`, the function by which Dynamo writes its settings as JSON for its record of a compilation: None is
+    recorded where JSON cannot hold them. Torch 2.11 prints a traceback for each compilation if one is a function."""
 
     def settings() -> Any:
         try:

@@ -112,7 +112,7 @@ def _bound(node: Any, values: Mapping[Any, int]) -> Any:
 
 
 def _grows(expression: Any) -> bool:
-    """Whether an expression is known to be largest where its symbols, which are sizes, are."""
+    """Whether an expression is known to grow, or to stay as it is, where any of its symbols grows; these are sizes."""
     if expression.is_Add or expression.is_Mul:
         return all(map(_grows, expression.args))
     return bool(expression.is_Symbol or (expression.is_nonnegative and expression.is_number))

@@ -171,8 +171,9 @@ class _StepParameter(AccumulateGradient):
 
 
 def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook | None:
-    """The hook that steps the parameter, where autograd would do nothing else with this gradient, which must be the
-    first one and match the parameter's dtype and shape; else None."""
+    """The parameter's only hook, which steps it in the backward, where calling that is all that autograd would do with
+    `gradient`: there is no gradient yet, this one has the parameter's dtype and shape, and nothing else looks at it.
+    Else None."""
     hooks = stepping_hooks(parameter)
     whole = (
         parameter.grad is None

@@ -77,7 +77,8 @@ class Parameterwise(optim.Optimizer):
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as of any optimiser, and "proposal"; tensors are not copied."""
+        """Groups and state as of any optimiser, and under "proposal" what `extra_state` returns. Tensors are not
+        copied."""
         return {**super().state_dict(), "proposal": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

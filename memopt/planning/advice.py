@@ -48,7 +48,8 @@ def _unless_it_fails(look: _Look) -> list[Way]:
 
 
 class _Advice:
-    """Suggestions for one refused call, which each look yields. Their sentences say what helps, without the figure."""
+    """Finds changes with which a refused call would fit. Each method tries one kind of change and yields those that
+    would help; their sentences end before the bytes, which are appended once it is known which ones fit."""
 
     def __init__(self, recorded: Recorded) -> None:
         self.planner, self.call, self.situation = recorded.planner, recorded.call, recorded.situation

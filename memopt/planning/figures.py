@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -21,7 +21,7 @@ from memopt.planning.frontier import Frontier, FrontierPoint
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
-from memopt.planning.plan import CAPTURE, Plan, PlanSource, ReceiptRow
+from memopt.planning.plan import CAPTURE, PLAIN_STEP, Plan, PlanSource, ReceiptRow
 from memopt.planning.planner import Request, recipes, smallest, solve_with_steps, step_peak_bytes
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
@@ -42,12 +42,13 @@ def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
-def beside_plain(plan: Plan, plain: ReceiptRow | None) -> Plan:
-    """The plan with the row of the plain step before those of its levers; as it is where that is None."""
-    if plain is None or not plan.receipt:
+def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: bool) -> Plan:
+    """The plan with the row of the plain step, which `count` returns, before those of its levers; as it is where it
+    has one, or where `count` returns None. `low`: the plan's step computes in 16 bits."""
+    if not plan.receipt or plan.receipt[0].lever == PLAIN_STEP or (plain := count()) is None:
         return plan
     captured, *rows = plan.receipt
-    low = plan.solved[0].traced.rewriting.autocast is not None and LEFT_TO_AUTOCAST not in plan.notes
+    low = low and LEFT_TO_AUTOCAST not in plan.notes
     first = replace(plain, peak_bytes=plain.peak_bytes + plan.account.elsewhere)
     return replace(plan, receipt=(first, replace(captured, lever=PRECISION.name if low else CAPTURE), *rows))
 

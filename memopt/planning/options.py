@@ -279,8 +279,9 @@ class Options:
         there, here = (backend_for(self.backend, kind) for kind in (planned, device_type))
         if there == "inductor" and here == "aten":
             notes += (
-                "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
-                "backend='auto' means 'inductor': give backend='inductor' to plan for that",
+                "planned for plain operators (the backend aten), which is what runs on this machine; a CUDA card "
+                "itself has the backend inductor where none is given: plan for that with --backend inductor, in Python "
+                "backend='inductor'",
             )
         if here == "inductor" and OFFLOAD_PARAMETERS.name in self.allow:
             notes += (

@@ -110,8 +110,8 @@ class Plan(PlanViews):
     proposals: tuple[str, ...] = ()
     """Levers in use that change the optimiser: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
-    """The plain step, then with one more lever per row, precision first; recomputation and offload come last. Of plans
-    that training calls made for themselves it begins with the step as captured."""
+    """The plain step, then with one more lever per row, precision first; recomputation and offload come last. Where the
+    plain step cannot be counted, it begins with the step as captured."""
     host_bytes: int = 0
     """The most host memory that the step takes at a time, for activations and parameters; not part of the budget."""
     moved_bytes: int = 0

@@ -161,8 +161,9 @@ class PlanSearch:
         return self._fastest() if self._plans else self._with_proposals()
 
     def _offload(self) -> None:
-        """Plan the lever sets with offloading, except those for which the budget is known to be too small, and those
-        whose step takes at least as long as the best plan even with nothing recomputed or offloaded."""
+        """Plan the step with offloading under each set of levers, beside the plans found so far. Sets are left out for
+        which the budget is known to be too small, or whose step takes as long as the best plan's even where
+        nothing is recomputed or offloaded."""
 
         for priced in sorted(self._steps, key=_plain_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)

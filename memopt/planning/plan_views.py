@@ -162,6 +162,18 @@ class PlanViews:
         """
         shown("views").write_report(self, Path(path), frontier, cards)
 
+    def explain(self, op: str | None = None) -> str:
+        """Say, as text, where the bytes go and which of the largest values are saved, recomputed or offloaded; with
+        `op` the story of one operator: its line, dtype, bytes, time and fate, and why.
+
+        Args:
+            op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". Where it
+                means several, they are listed, and the story is that of the one whose forward takes longest.
+
+        Raises `ValueError` if no operator is meant, or if loaded.
+        """
+        return shown("op_story").explain(self, op)
+
     def export(self, path: str | Path, format: Format | None = None) -> None:
         """Write the step into a file of another tool's format.
 

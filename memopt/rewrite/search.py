@@ -103,7 +103,9 @@ def _needs_all_bits(value: fx.Node) -> bool:
 
 
 def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float) -> Flags:
-    """Returns the cheapest labels within the error that save no more bytes than the given ones, or these."""
+    """Returns the labels, which say what is computed in 16 bits, that take the least time among those whose error is at
+    most `most_error` times that of the `given` ones and which save no more bytes for the backward than `before` has;
+    the given ones where none takes less."""
     price = terms.forward_seconds(given) / before.nbytes
     for _ in range(_DOUBLINGS):
         problem = terms.terms.problem(price)

@@ -52,7 +52,10 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
             Operators(decisions=tuple(decisions)).check_needed(needed)
         Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
     if needed and all(decision.pipeline.label != needed for decision in decisions):
-        raise ValueError(f"no decider of the lever {needed!r} gives its pipeline that label; give label={needed!r}")
+        raise ValueError(
+            f"the lever {needed!r} has no pipeline of that label, by which it is known whether it changed anything; "
+            f"have its decider return Decision(Pipeline(passes, label={needed!r}))"
+        )
     notes = (note for decision in decisions for note in decision.notes)
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
 

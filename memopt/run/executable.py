@@ -29,7 +29,7 @@ Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
 
 @dataclass(frozen=True)
 class _FoundRun:
-    """The planned run that a run of the present forward is."""
+    """The planned run of a region by whose schedule a run in the present forward is to go."""
 
     number: int
     joint: JointGraph

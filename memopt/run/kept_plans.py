@@ -27,8 +27,9 @@ from memopt.planning.terms import Situation
 
 
 class KeptPlans:
-    """Finds and keeps the plans of one model's calls. A plan from elsewhere is data: it is used where it was made for
-    the same options and the same graphs, and where its schedule holds what it says (`is_sound`)."""
+    """Finds and keeps the plans of one model's calls. A plan from disk or from another rank is not trusted: it is used
+    only where it was made for the same options and graphs, and where its schedule is valid for these and has the peak
+    that the plan names (`is_sound`)."""
 
     def __init__(self, planner: CallPlanner) -> None:
         self.planner = planner
@@ -244,8 +245,8 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
 
 
 def _key(recorded: Recorded) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
-    """What the smallest budget of a call depends on: its regions, its account, and which parameters other calls reach,
-    for which there is state of the optimiser."""
+    """What the smallest budget of a call depends on, as a key: its regions, the bytes that its step holds beside
+    activations, and the `id`s of the parameters that only other calls train, whose optimiser state lies there, too."""
     accounts, captured = recorded.planner.accounts, recorded.captured
     own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
     return captured.regions, accounts.account(recorded.call, recorded.situation), accounts.reached - own

@@ -240,7 +240,8 @@ class Moment:
         return self.elsewhere_beside(plan.account.optimizer_state)
 
     def elsewhere_beside(self, optimizer_state: int) -> int:
-        """The bytes elsewhere on the device now, beside a step with an optimiser state of that size."""
+        """The bytes that lie on the device now and are no part of a step whose account has `optimizer_state` bytes of
+        the optimiser's state."""
         return self._beside(self._ledger.now(self), optimizer_state)
 
     def known_elsewhere(self, optimizer_state: int) -> int:

@@ -339,8 +339,11 @@ class PlainCalls:
             raise BudgetError(budget, needed, "backward(retain_graph=True)", least=False)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
-        """The plan that the latest call would run by if its plain step did not fit, made at the first time it is asked
-        for. Raises `BudgetError`, `CaptureError`."""
+        """The plan by which the latest call would run if the step of the plain model did not fit the budget. It is made
+        along `road` when it is first asked for, for a call in this `situation`, and kept until there is another call.
+
+        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured.
+        """
         assert self.latest is not None
         if self._shown is None or self._shown[0] is not self.latest:
             try:

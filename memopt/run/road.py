@@ -97,17 +97,21 @@ class Road:
             key = self.kept.key(recorded)
             self.kept.note(key, recorded)
             if found := self.kept.plan(key, recorded):
-                return self.finished(found, situation, whole=captured.whole)
+                return self.finished(self.beside_plain(found, plain), situation, whole=captured.whole)
             check_compiled_least(recorded)
             try:
                 plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
                 raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
-            plan = beside_plain(plan, plain())
+            plan = self.beside_plain(plan, plain)
             if not self.planner.terms.options.to_train and isinstance(plan.source, StepOfPlan):
                 plan = replace(plan, source=replace(plan.source, tightest=recorded.tightest))
             self.kept.keep(key, plan)
             return self.finished(plan, situation, whole=captured.whole)
+
+    def beside_plain(self, plan: Plan, count: Callable[[], ReceiptRow | None]) -> Plan:
+        """The plan, beginning with the row of the plain step, which `count` returns unless it cannot be counted."""
+        return beside_plain(plan, count, low=self.planner.terms.rewriting.autocast is not None)
 
     def finished(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
         """The plan of a call as it is handed to the caller. Where the backend compiles code here, its `smallest_gb`

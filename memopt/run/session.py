@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ class Session:
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._loss_to_come: Callable[[Any], Any] | None = None
+        self._shown: tuple[Plan | None, Callable[[], Plan | None]] = None, lambda: None
+        """The latest plan that calls ran by, and a function that returns it as it is shown."""
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         keeping = Keeping(self.resharding, self.sharded)
@@ -205,7 +207,10 @@ class Session:
             begin = partial(self._begin, calls, call, time.perf_counter())
             in_progress = CallInProgress(call, situation, moment, begin)
             try:
-                return self._by_plan_or_in_eager_mode(calls, in_progress, parts, waiting)
+                result = self._by_plan_or_in_eager_mode(calls, in_progress, parts, waiting)
+                if self.status.plan is not self._shown[0]:
+                    self._note_plain_step(calls, call, situation)
+                return result
             except (BudgetError, CaptureError) as refused:
                 if fits is None or not tight or not getattr(refused, "undone", True):
                     raise
@@ -362,6 +367,21 @@ class Session:
         if not self.share.entry.seen_until_backward:
             forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
         return forward
+
+    def _note_plain_step(self, calls: TrainingCalls, call: Call, situation: Situation) -> None:
+        """Have `latest` show the plain step beside the plan that a call ran by, the first one that did."""
+        plan = self.status.plan
+        if plan is None or not self._alone:
+            self._shown = plan, lambda: plan
+            return
+        given = plan, on_meta(call), situation, AutocastState.now()
+
+        @cache
+        def shown() -> Plan:
+            with on_device(self.model):
+                return calls.beside_plain(*given)
+
+        self._shown = plan, shown
 
     def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:
         """Enter a state, with the plan of a call that has one; the latest plan stays known in all others."""
@@ -530,9 +550,11 @@ class Session:
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest call; where that ran plain, the plan that it would run by otherwise, made now."""
+        """The plan of the latest call, beginning with the plain step, which is counted when the plan is first asked
+        for; where the call ran plain, the plan that it would run by otherwise, made now."""
+        plan, with_plain_step = self._shown
         if self.status.state is not State.PLAIN:
-            return self.status.plan
+            return with_plain_step() if plan is not None and plan is self.status.plan else self.status.plan
         before = self.status  # a plan that is only shown is no state
         calls = next(calls for calls in reversed(self.kinds) if calls.plain_calls.latest is not None)
         try:

@@ -222,8 +222,9 @@ def check_placements(model: nn.Module) -> None:
         raise ValueError(f"{name} has parameters that are split over different ranks; use one device mesh for all")
     if any(value.is_meta for value in split):
         raise ValueError(
-            f"{name} is split and on 'meta', where memopt does not plan it; give it values (to_empty), or plan the "
-            "whole model with mesh={'tp': …}"
+            f"{name} is split by parallelize_module and still on the device 'meta', where memopt does not plan it; "
+            "move it to a device first (model.to_empty(device=…)), or plan the model before it is split, with "
+            "mesh={'tp': …}"
         )
 
 
@@ -237,9 +238,9 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
     if terms.rewriting.autocast is not None:
         raise ValueError(f"{name} is planned in fp32 only; give precision='fp32'")
     if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN.name}):
-        raise ValueError(f"{name} {further[0]!r} is not for it; leave it out of allow")
+        raise ValueError(f"{name} {further[0]!r} cannot be used for it; leave it out of allow")
     if options.passes:
-        raise ValueError(f"{name} its graphs are not rewritten; leave out passes")
+        raise ValueError(f"{name} passes of one's own cannot rewrite its graphs; leave out the argument passes")
     if options.outputs == "all":
         raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
     if options.dynamic is not None:

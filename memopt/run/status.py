@@ -55,7 +55,8 @@ class Status:
     reason: str = "no training call has come yet"
     """Why it is in that state, in words; what is planned where it is PLANNED."""
     plan: Plan | None = None
-    """The plan of the latest call; None where it has none."""
+    """The plan of the latest call; None where it has none. Its receipt has the plain step only where that was counted
+    ahead: `memopt.plan_of` counts it."""
 
     def __str__(self) -> str:
         return f"{self.model}: {self.state.value}, " + self.reason.partition("\n")[0]

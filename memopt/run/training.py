@@ -133,11 +133,24 @@ class TrainingCalls:
         self.planner.screen(call, situation)
         with self.planner.accounts.one_trial():
             if kept := self.road.kept.find_uncaptured(call, situation):
-                return self.road.finished(kept.live(self._priced_later(kept, call, situation)), situation, whole=True)
+                found = self.road.beside_plain(kept.live(self._priced_later(kept, call, situation)), plain)
+                return self.road.finished(found, situation, whole=True)
             captured = self.recorded.capture(call)
             plan = self.road.plan(captured, call, situation, plain, advise=advise)
         self.recorded.planned(captured, call, situation, plan)
         return plan
+
+    def beside_plain(self, plan: Plan, call: Call, situation: Situation, types: AutocastState) -> Plan:
+        """A plan that a call runs by, beginning with the plain step within the caller's own autocast `types`; as it is
+        where that cannot be counted, or where the plan is for other sizes than the call's."""
+
+        def count() -> ReceiptRow | None:
+            if self.planner.accounts.account(call, situation).inputs != plan.account.inputs:
+                return None
+            with types.restored():
+                return self.plain_calls.as_row(call, situation)
+
+        return self.road.beside_plain(plan, count)
 
     def for_other_kinds(self, refused: BudgetError, call: Call, situation: Situation) -> BudgetError:
         """The refusal of a call with a budget in which calls of other kinds run, too, such as came before it: with

@@ -133,7 +133,7 @@ def rows(found: Iterable[Entry], level: int) -> list[Row]:
 
 
 def _what(entry: Entry, level: int) -> tuple[object, ...]:
-    """The part of a change in which all entries of a row agree."""
+    """What changes must have in common to be shown in one row, less of it at each higher `level`: a key to group by."""
     change = entry.first
     same = (
         change.sign,

@@ -17,14 +17,17 @@ from typing import Any
 _GAPS = 0.1
 """The share of the reserved bytes from which gaps between blocks are told."""
 _GAPS_ROW = "gaps between blocks"
-ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, OTHER = (
+ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
     "activations",
     "gradients and backward",
     "optimizer state",
     "optimizer.step()",
     "parameters and buffers",
+    "held before the recording began",
     "no stack was recorded",
 )
+_WRAPPERS = r"(^|/)(torch|einops|accelerate)/|^<"
+"""Files whose lines are not those that a reader looks for."""
 # For each row, the function and the file of a frame by which it is known: the first that any frame of a stack has. The
 # autograd engine's own threads have frames of C++ only.
 _SIGNS = (
@@ -42,6 +45,8 @@ _ADVICE = {
     STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
     STEP: "fused=True in AdamW and its kin takes no temporaries for all parameters at once",
     PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
+    BEFORE: "parameters and what else there was: call torch.cuda.memory._record_memory_history() before the model is "
+    "built to see which",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer; a plan counts what is left of them",
 }
 
@@ -74,6 +79,8 @@ class MemoryHistory:
     """The most that was given out at once while events were recorded."""
     held: tuple[Held, ...]
     """What was held at that moment, the largest first."""
+    gaps_bytes: int = 0
+    """What was reserved at that moment and not given out."""
     missing_bytes: int | None = None
     """Of a run that died: the bytes that it could not have; None for others."""
     free_bytes: int = 0
@@ -85,8 +92,8 @@ class MemoryHistory:
         found: Counter[str] = Counter()
         for one in self.held:
             found[one.row] += one.nbytes
-        if (gaps := self.reserved_bytes - self.allocated_bytes) > _GAPS * self.reserved_bytes:
-            found[_GAPS_ROW] = gaps
+        if self.gaps_bytes > _GAPS * (self.peak_bytes + self.gaps_bytes):
+            found[_GAPS_ROW] = self.gaps_bytes
         return dict(found.most_common())
 
     @property
@@ -142,27 +149,32 @@ Block = tuple[int, str, list[Mapping[str, Any]]]
 def _of_device(device: int, segments: list[Any], events: list[Any]) -> MemoryHistory:
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
     end = {block["address"]: (block["size"], "", block.get("frames") or []) for block in blocks}
-    held, peak = _at_the_peak(end, events)
+    reserved = sum(segment["total_size"] for segment in segments)
+    held, peak, later = _at_the_peak(end, events)
     failed = [event for event in events if event["action"] == "oom"]
     return MemoryHistory(
         device,
-        sum(segment["total_size"] for segment in segments),
+        reserved,
         sum(size for size, *_ in end.values()),
         peak,
         tuple(sorted(_by_line(held), key=lambda one: -one.nbytes)),
+        max(0, reserved - later - peak),
         failed[-1]["size"] if failed else None,
         failed[-1].get("device_free", 0) if failed else 0,
     )
 
 
-def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Block], int]:
-    """The blocks that are held when most is, and their bytes; `end` are those that are left, by their address."""
+def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Block], int, int]:
+    """The blocks that are held when most is, their bytes, and the bytes by which segments grow afterwards; `end` are
+    the blocks that are left, by their address."""
     live = dict(end)
     for event in reversed(events):  # back to the beginning of the recording
         if event["action"] == "alloc":
             live.pop(event["addr"], None)
         elif event["action"] == "free_completed":
             live[event["addr"]] = (event["size"], "", [])
+    if events:
+        live = {at: (size, category or BEFORE * (not frames), frames) for at, (size, category, frames) in live.items()}
     begin, last = dict(live), 0
     now = peak = sum(size for size, *_ in live.values())
     for number, event in enumerate(events, 1):
@@ -172,7 +184,11 @@ def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Blo
     live = begin
     for event in events[:last]:
         _apply(event, live)
-    return live.values(), peak
+    return live.values(), peak, sum(_SEGMENTS.get(event["action"], 0) * event["size"] for event in events[last:])
+
+
+_SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""Events by which the reserved bytes grow and shrink."""
 
 
 def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
@@ -206,12 +222,12 @@ def _row(frames: list[Mapping[str, Any]]) -> str:
 
 
 def _place(frames: list[Mapping[str, Any]]) -> str:
-    """The innermost function outside of torch, with its line; "" where there is none."""
+    """The innermost function outside of torch and of wrappers, with its line; "" where there is none."""
     for frame in frames:
         path = _path(frame)
         if path == "memopt":  # a snapshot that memopt exported
             return str(frame["name"])
-        if path.endswith((".py", ".ipynb")) and not re.search(r"(^|/)torch/|^<", path):
+        if path.endswith((".py", ".ipynb")) and not re.search(_WRAPPERS, path):
             return f"{frame['name']}, {'/'.join(path.split('/')[-2:])}:{frame['line']}"
     return ""
 

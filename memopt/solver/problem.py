@@ -212,7 +212,10 @@ class Schedule:
                 )
             seen.add(index)
         if len(seen) != len(problem.ops):
-            raise ValueError(f"{len(problem.ops) - len(seen)} ops are never evaluated")
+            raise ValueError(
+                f"the schedule evaluates {len(seen)} of the problem's {len(problem.ops)} ops; the first that is "
+                f"missing is {problem.ops[len(seen)].name}"
+            )
         self._check_offloads(problem)
 
     def _check_offloads(self, problem: RematProblem) -> None:

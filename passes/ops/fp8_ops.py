@@ -122,7 +122,9 @@ def _flops(
 
 
 class _Linear(torch.autograd.Function):
-    """`x @ weight.T + bias`: [rows, in] · [out, in] → [rows, out]; or, `turn`, with a weight [in, out]."""
+    """`x @ weight.T + bias`, for x [rows, in] and weight [out, in]; with `turn` it is `x @ weight + bias`, for a weight
+    [in, out]. x and weight are multiplied in fp8 (e4m3), and these copies are saved for the backward, whose products
+    are in fp8, too."""
 
     @staticmethod
     def forward(

@@ -175,7 +175,8 @@ def _indexed(indices: Any) -> int:
 
 
 def _picked(node: Node, class_dim: int) -> tuple[Node, int]:
-    """Returns the source of a `slice`, `select` or `index_select` of rows. Raises `NoMatch` if it selects classes."""
+    """Returns what a `slice`, `select` or `index_select` picks rows from, and the dimension of the classes in that,
+    which is `class_dim` in the result. Raises `NoMatch` if it picks among the classes."""
     source: Any = node.args[0]
     before, after = source.meta["val"], node.meta["val"]
     dim = _selected(node)

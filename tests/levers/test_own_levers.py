@@ -125,5 +125,5 @@ def test_its_name_is_its_own() -> None:
 
 def test_the_label_is_asked_for() -> None:
     lever = replace(TANH_AS_SIGMOID, name="other")
-    with pytest.raises(ValueError, match="no decider of the lever 'other' gives its pipeline that label"):
+    with pytest.raises(ValueError, match="the lever 'other' has no pipeline of that label"):
         memopt.plan(model(), 0.001, BATCH, allow={lever}, **OPTIONS)

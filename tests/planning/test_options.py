@@ -133,7 +133,7 @@ def test_a_plan_for_a_card_that_is_not_here_says_its_backend() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).train()
     batch = torch.zeros(2, 4), torch.zeros(2, 4)
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "allow": {"recompute"}}
-    note = "planned for plain operators (backend 'aten')"
+    note = "planned for plain operators (the backend aten)"
 
     def says(**more: Any) -> bool:
         return any(note in text for text in memopt.plan(model, 1, batch, **options, **more).notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,45 @@ def test_within_autocast_of_one_s_own_the_plain_step_is_that() -> None:
         own, named = planned(precision="auto"), planned(precision="bf16")
     assert own.receipt[0].peak_bytes == named.receipt[0].peak_bytes < 0.9 * full.receipt[0].peak_bytes
     assert (names(own)[1], names(named)[1]) == (CAPTURE, PRECISION.name)
+
+
+def test_of_plans_that_training_calls_make() -> None:
+    ahead, model = planned(), Blocks()
+    memopt.optimize(model, 0.7 * ahead.predicted_peak_gb, precision="fp32", allow={"recompute"})
+    model(*BATCH).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    loss = model(*BATCH)
+    plan = memopt.plan_of(model)  # while a forward waits
+    assert memopt.plan_of(model) is plan
+    loss.backward()
+    assert all(
+        torch.equal(parameter.grad, before) for parameter, before in zip(model.parameters(), expected, strict=True)
+    )
+    assert names(plan) == [PLAIN_STEP, CAPTURE, "recompute"]
+    first = plan.receipt[0].peak_bytes - plan.account.elsewhere
+    assert first == pytest.approx(ahead.receipt[0].peak_bytes - ahead.account.elsewhere, rel=0.01)
+
+
+def test_of_training_calls_within_autocast_of_one_s_own() -> None:
+    full, model = planned(), Blocks()
+    memopt.optimize(model, 0.5 * full.predicted_peak_gb, allow={"recompute"})
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*BATCH).backward()
+    plan = memopt.plan_of(model)
+    assert names(plan)[0] == PLAIN_STEP
+    assert plan.receipt[0].peak_bytes < 0.9 * full.receipt[0].peak_bytes
+
+
+def test_of_kept_plans_that_training_calls_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MEMOPT_CACHE", "1")
+    budget, models = 0.7 * planned().predicted_peak_gb, [Blocks(), Blocks()]
+    options: Any = {"precision": "fp32", "allow": {"recompute"}}
+    memopt.optimize(models[0], budget, **options)
+    models[0](*BATCH).backward()
+    memopt.optimize(models[1], budget, example_inputs=BATCH, **options)
+    assert names(memopt.plan_of(models[1]))[0] == PLAIN_STEP
 
 
 def test_where_it_cannot_be_counted_rows_begin_with_the_captured_step() -> None:

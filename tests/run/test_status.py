@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_a_planned_call_has_the_figures_of_its_plan(breaks: bool) -> None:
     train(model)
     status = memopt.status(model)
     assert status.state is State.PLANNED
-    assert status.plan is memopt.plan_of(model)
+    assert status.plan == replace(memopt.plan_of(model), receipt=status.plan.receipt)
     assert str(status).startswith("Blocks: planned, (8, 32): peak ")
     assert "of 1 GB, added time 0.0%" in str(status)
 

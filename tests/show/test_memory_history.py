@@ -131,6 +131,35 @@ def test_the_peak_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert history.rows == {"activations": 80 * MB, "parameters and buffers": 10 * MB, "optimizer.step()": 5 * MB}
 
 
+def test_gaps_are_those_of_the_moment_at_which_most_is_held(tmp_path: Path) -> None:
+    """At the end of a run that goes on, most of what is reserved is free."""
+    run = Recording()
+    run.events.append({"action": "segment_alloc", "addr": run.next, "size": 100 * MB, "stream": 0, "frames": []})
+    saved = run.alloc(80, MLP)
+    run.free(saved)
+    run.events.append({"action": "segment_alloc", "addr": run.next, "size": 40 * MB, "stream": 0, "frames": []})
+    run.alloc(10, MLP)
+    history = read_history(written(run.snapshot(gap=130), tmp_path))
+    assert (history.reserved_bytes, history.allocated_bytes, history.peak_bytes) == (140 * MB, 10 * MB, 80 * MB)
+    assert history.rows == {"activations": 80 * MB, "gaps between blocks": 20 * MB}
+
+
+def test_what_was_there_before_the_recording_and_lines_behind_wrappers(tmp_path: Path) -> None:
+    run = Recording()
+    run.alloc(10, [], recorded=False)
+    run.alloc(5, [])
+    wrapper = frame("einsum", "/env/site-packages/einops/_backends.py")
+    run.alloc(20, [frame("einsum", FUNCTIONAL), wrapper, *MLP])
+    history = read_history(written(run.snapshot(), tmp_path))
+    assert history.rows == {
+        "activations": 20 * MB,
+        "held before the recording began": 10 * MB,
+        "no stack was recorded": 5 * MB,
+    }
+    assert history.held[0].place == "MLP.forward, me/model.py:52"
+    assert "held before the recording began" in history.advice
+
+
 def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(died(), tmp_path))
     assert main(["explain", path]) == 0

@@ -20,7 +20,7 @@ def test_recomputations_are_counted_by_op_and_in_seconds() -> None:
     [
         ((0, 1, 2, 3, 4, 3), "evaluation 5 recomputes d, which must not be recomputed"),
         ((0, 2, 1, 3, 4), "evaluation 1 is c, although op 1 comes before it"),
-        ((0, 1, 2, 3), "1 ops are never evaluated"),
+        ((0, 1, 2, 3), "evaluates 4 of the problem's 5 ops; the first that is missing is"),
     ],
 )
 def test_invalid_orders_are_named(evaluations: tuple[int, ...], message: str) -> None:

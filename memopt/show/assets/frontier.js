@@ -104,13 +104,16 @@ function dot(label, x, y, colour, radius) {
   return circle;
 }
 
-/** The names of the recipes beside their dots, where no other name stands; a dot tells its own when pointed at. */
+/** The names of the recipes on the right or the left of their dots, where nothing else stands; a dot tells its own when
+ * pointed at. */
 function nameRecipes(picture, dots) {
   const taken = dots.map(([, x, y]) => [x - 5, y - 5, x + 5, y + 5]);
   for (const [name, x, y] of dots) {
-    const box = [x + 8, y - 9, x + 8 + 6.4 * name.length, y + 5];
-    if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3]))
-      continue;
+    const width = 6.4 * name.length;
+    const isFree = (box) =>
+      !taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3]);
+    const box = [x + 8, x - 8 - width].map((left) => [left, y - 9, left + width, y + 5]).find(isFree);
+    if (!box) continue;
     taken.push(box);
     picture.append(svg("text", { x: box[0], y: y + 4, class: "recipe" }, name));
   }
