@@ -35,7 +35,7 @@ Log = Callable[..., None]
 class Program:
     """A public program and its driver: the statements of its loop around the model class of the checkout.
 
-    The names of the last five fields are those of `tests.loops.loop.Loop`, whose runner runs both."""
+    The names of the last six fields are those of `tests.loops.loop.Loop`, whose runner runs both."""
 
     train: Callable[[Optimize, Log], None]
     repository: str
@@ -49,6 +49,7 @@ class Program:
     rounding: str = ""
     loss_tolerance: float = 0.05
     way_tolerance: float = 0.5
+    unforeseen: str = ""
 
     @property
     def name(self) -> str:

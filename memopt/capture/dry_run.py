@@ -26,6 +26,7 @@ from memopt.compat.autograd import has_node
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
+from memopt.compat.tensors import storage_key
 from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 
@@ -61,6 +62,10 @@ class DryRun:
         self._inner: list[InnerOutputs] = []
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
+        self.returned_bytes = 0
+        """The bytes of the call's outputs."""
+        self.returning_bytes = 0
+        """The most bytes that eager code holds between the last run of a region and the end of the forward."""
         self.eager: set[int] = set()
         """The `id`s of the parameters that get gradients from operators between regions."""
 
@@ -100,14 +105,24 @@ class DryRun:
         """The call that was recorded, once its step is over."""
         around = zip(self.runs, self.between.runs, self._values, strict=True)
         runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
-        return CapturedCall(tuple(runs), reason, self.held_bytes, self.between.peak_bytes, eager=frozenset(self.eager))
+        eager: Any = {
+            "held_bytes": self.held_bytes,
+            "after_bytes": self.between.peak_bytes,
+            "eager": frozenset(self.eager),
+        }
+        return CapturedCall(
+            tuple(runs), reason, returned_bytes=self.returned_bytes, returning_bytes=self.returning_bytes, **eager
+        )
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
         """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
         changes, and no hook that waits for one is called; but where parameters are gathered, theirs change."""
-        roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        roots = [tensor for tensor in tensors if tensor.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
-        self.held_bytes = self.between.live_bytes
+        self.between.raise_peak(0)
+        self.held_bytes, self.returned_bytes = self.between.live_bytes, _known_bytes(tensors)
+        self.returning_bytes = self.between.peak_bytes
         for values in self._values:
             values.forward_is_over()
         with self.between.planned():
@@ -160,6 +175,12 @@ class _ValuesOfRun:
 
 def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _known_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of the memory of tensors; on fakes without those whose size depends on values."""
+    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if _has_memory(tensor)}
+    return sum(nbytes for nbytes in storages.values() if isinstance(nbytes, int))
 
 
 def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

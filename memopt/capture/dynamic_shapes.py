@@ -19,6 +19,9 @@ from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensor
 from memopt.capture.region import CapturedCall, RegionRun, Sizes
 from memopt.compat.dynamo import marked_changing
 
+_EAGER = "held_bytes", "after_bytes", "returning_bytes"
+"""What a `CapturedCall` tells of eager code around all its runs."""
+
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
     """A call with the runs of both captures, in the order of both, so that each of them leaves out some of its runs.
@@ -47,12 +50,9 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
         runs += [run for run in ours if taken.isdisjoint(run.parameter_ids.values())]
         runs += theirs
     eager = known.eager | further.eager
-    held_bytes = max(known.held_bytes, further.held_bytes)
-    after_bytes = max(known.after_bytes, further.after_bytes)
     input_bytes = max(known.input_bytes, further.input_bytes, key=sum)
-    return replace(
-        known, runs=tuple(runs), held_bytes=held_bytes, after_bytes=after_bytes, input_bytes=input_bytes, eager=eager
-    )
+    most = {name: max(getattr(known, name), getattr(further, name)) for name in (*_EAGER, "returned_bytes")}
+    return replace(known, runs=tuple(runs), input_bytes=input_bytes, eager=eager, **most)
 
 
 def _numbered(call: CapturedCall) -> list[tuple[object, Passed]]:
@@ -80,9 +80,9 @@ def _blocks(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> Sequence[
 
 def with_eager_bytes(call: CapturedCall, factor: float) -> CapturedCall:
     """A copy of `call` with the bytes of the code between regions multiplied by `factor`."""
-    held_bytes, after_bytes = math.ceil(factor * call.held_bytes), math.ceil(factor * call.after_bytes)
+    scaled = {name: math.ceil(factor * getattr(call, name)) for name in _EAGER}
     runs = tuple(replace(run, eager=run.eager.scaled(factor)) for run in call.runs)
-    return replace(call, runs=runs, held_bytes=held_bytes, after_bytes=after_bytes)
+    return replace(call, runs=runs, **scaled)
 
 
 def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:

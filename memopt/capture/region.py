@@ -342,6 +342,10 @@ class CapturedCall:
     """The bytes that eager code between the regions holds after the forward."""
     after_bytes: int = 0
     """The most that it holds after the last backward of a region."""
+    returned_bytes: int = 0
+    """The bytes that a call in several regions returns, which the last region need not have made; 0 for one region."""
+    returning_bytes: int = 0
+    """The most bytes that eager code holds between the last region's forward and the end of the call's."""
     sizes: DataSizes = field(default_factory=DataSizes)
     """The changing sizes of a call that is one region: those of the call, and the largest that it is planned for."""
     input_bytes: tuple[int, ...] = ()
@@ -364,7 +368,9 @@ class CapturedCall:
 
     @property
     def output_bytes(self) -> int:
-        """The bytes of the tensors that the last region returns."""
+        """The bytes of the tensors that the call returns."""
+        if self.returned_bytes:
+            return self.returned_bytes
         (results,) = self.runs[-1].region.graph_module.graph.output_node().args
         values = map(example_of, results)  # type: ignore[arg-type]
         return sum(storage_bytes(value) for value in values if value is not None)

@@ -243,7 +243,8 @@ def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[i
 
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
     """The bytes of eager code around the runs that have a joint graph, those around the others with them; at the end,
-    as `before` and `during`, those after the last backward and after the forward."""
+    as `before`, `during` and `before_backward`, those after the last backward, after the forward, and between the last
+    region and the end of the forward."""
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerBytes] = []
     skipped = EagerBytes()
@@ -256,7 +257,7 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
             if found:  # its backward runs before that of the run before it
                 later = max(run.eager.before_backward, run.eager.during_backward)
                 found[-1] |= EagerBytes(before_backward=later)
-    return (*found, EagerBytes(captured.after_bytes, captured.held_bytes))
+    return (*found, EagerBytes(captured.after_bytes, captured.held_bytes, captured.returning_bytes))
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:

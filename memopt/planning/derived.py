@@ -15,7 +15,7 @@ from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE
-from memopt.planning.schedule_parts import forward_evaluations, held_after_forward
+from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, held_after_forward
 from memopt.planning.stages import Priced, StepOfPlan
 from memopt.solver import RematProblem, Schedule, Solution, simulate
 from memopt.units import size
@@ -238,8 +238,12 @@ def forward_bytes(plan: Plan) -> int:
 
 
 def peak_in_forward(problem: RematProblem, schedule: Schedule) -> int:
-    """The most bytes that are alive at once in the forward of a schedule, beside resident ones."""
-    live = simulate(problem, schedule, ANY_LINK).live_bytes[: forward_evaluations(problem, schedule)]
+    """The most bytes that are alive at once in the forward of a schedule until it returns, beside resident ones."""
+    return _peak_within(problem, schedule, evaluations_until_return(problem, schedule))
+
+
+def _peak_within(problem: RematProblem, schedule: Schedule, evaluations: int) -> int:
+    live = simulate(problem, schedule, ANY_LINK).live_bytes[:evaluations]
     return int(live.max(initial=problem.resident_bytes)) - problem.resident_bytes
 
 
@@ -252,19 +256,23 @@ def returned_bytes(plan: Plan) -> int:
     return output_bytes(plan.joined.problem)
 
 
-def with_kept_outputs(priced: Priced) -> tuple[int, int]:
-    """The smallest budget of a step whose caller still holds the outputs of the step before in its forward; and its
-    peak with nothing recomputed."""
-    smallest, plain = priced.step.problem, priced.step.plain
+def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
+    """The smallest budget of a step whose caller still holds the outputs of the step before in its forward; `returned`
+    are the bytes of the outputs of a call in several regions."""
+    problem = priced.step.problem.problem
+    in_forward = peak_in_forward(problem, priced.step.problem.smallest.schedule)
+    outputs = returned or output_bytes(problem)
+    return max(priced.smallest()[0], priced.account.resident_bytes + in_forward + outputs)
 
-    def most(peak_bytes: int, problem: RematProblem, schedule: Schedule) -> int:
-        in_forward = peak_in_forward(problem, schedule) + priced.step.traced.tangent_bytes
-        return max(peak_bytes, priced.account.resident_bytes + in_forward)
 
-    return (
-        most(priced.smallest()[0], smallest.problem, smallest.smallest.schedule),
-        most(plain_step(plain, priced.account).peak_bytes, plain.problem, Schedule.save_all(plain.problem)),
-    )
+def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
+    """The peak of a step with nothing recomputed whose caller holds outputs of the step before, as for
+    `with_kept_outputs`, or as much of its loss."""
+    plain = priced.step.plain
+    schedule = Schedule.save_all(plain.problem)
+    until_backward = _peak_within(plain.problem, schedule, forward_evaluations(plain.problem, schedule))
+    kept = max(returned, priced.step.traced.tangent_bytes)
+    return max(plain_step(plain, priced.account).peak_bytes, priced.account.resident_bytes + until_backward + kept)
 
 
 def tangent_bytes(plan: Plan) -> int:

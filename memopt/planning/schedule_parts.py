@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from memopt.account.breakdown import is_receipt, live_versions
+from memopt.account.breakdown import EAGER, is_receipt, live_versions
 from memopt.capture.joint import JointGraph
 from memopt.planning.changes import operator_name
 from memopt.planning.joined import Joined
@@ -200,3 +200,12 @@ def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
 def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
     """How many evaluations come before the backward: up to the first of the last forward op."""
     return schedule.evaluations.index(problem.forward_ops - 1) + 1 if problem.forward_ops else 0
+
+
+def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
+    """How many evaluations come before the forward returns: the gradients of its outputs, and what the caller's code
+    takes until these are there, come after it."""
+    last = problem.forward_ops - 1
+    while last >= 0 and problem.ops[last].name != EAGER and is_receipt(problem.ops[last]):
+        last -= 1
+    return schedule.evaluations.index(last) + 1 if last >= 0 else 0

@@ -274,7 +274,8 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     backward begins.
 
     Args:
-        eager: the bytes around each region; at the end those after the last backward and after the last forward.
+        eager: the bytes around each region; at the end those after the last backward, after the forward, and between
+            the last region's forward and the end of the call's.
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2
@@ -289,7 +290,7 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     most_back = own.before_backward
     if last:
         storages.append(Storage(f"{EAGER}_held", around.during, movable=False))
-        between.append(_op(makes=(held,)))
+        between += [_op(workspace_bytes=around.before_backward), _op(makes=(held,))]
         most_back = max(0, most_back - around.during)
     back = [_op(reads=(held,) if last else (), workspace_bytes=most_back), _op(makes=(backward,))]
     after = [_op(reads=(backward,))]

@@ -36,6 +36,7 @@ from memopt.planning.derived import (
     least_plan,
     leaving_free,
     leaving_room,
+    nothing_recomputed,
     with_kept_outputs,
 )
 from memopt.planning.figures import beside_plain
@@ -261,16 +262,18 @@ class Road:
         if first.account.caching:  # a budget that is named for a card has been replayed itself
             return refusal
         _, guessed = recorded.trace(first.levers).callers_code
+        returned = recorded.captured.returned_bytes
         held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
 
         def least(spared: int) -> int:
             others = (situation.for_other_models or 0) + spared - staying(spared)
             later = replace(situation, gradients_held=held, for_other_models=others)
             later = replace(later, other_forwards=situation.other_forwards + staying(spared))
-            return min(with_kept_outputs(priced)[0] for priced in replace(recorded, situation=later).candidates())
+            candidates = replace(recorded, situation=later).candidates()
+            return min(with_kept_outputs(priced, returned) for priced in candidates)
 
         # The smallest plans that are found need not hold more where more is to be left free.
-        roomy = min(max(map(least, {0, guessed})), with_kept_outputs(first)[1])
+        roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2
         words = "for gradients that are there when a forward begins, a loss outside of the model, and what appears"
         return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
