@@ -16,9 +16,12 @@ from examples.models.step import train_step
 from examples.models.twins import EXACT
 from memopt.capture.data_sizes import MARGIN, DataSizes
 from memopt.errors import GIB
+from tests.elsewhere import counted
 from tests.end_to_end.steps import assert_equal
 from tests.marks import slow
 from tests.shortened import SHORT
+
+__all__ = ["counted"]
 
 
 def send_all_to_one_expert(model: torch.nn.Module) -> None:
@@ -50,6 +53,35 @@ def test_a_batch_that_outgrows_the_plan_is_planned_anew() -> None:
     assert second.captured.data_sizes != first.captured.data_sizes
     assert ours.peak_bytes <= second.predicted_peak_bytes <= 1.02 * ours.peak_bytes
     assert ours.peak_bytes <= budget_gb * GIB
+
+
+class Selected(nn.Module):
+    """Rows are selected by their values behind layers whose activations are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return self.head(self.layers(x)[chosen].sin()).square().sum() / len(x)
+
+
+@pytest.mark.usefixtures("counted")
+def test_what_the_outgrown_forward_made_is_gone_when_the_call_is_planned_anew() -> None:
+    exact: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}}
+    torch.manual_seed(0)
+    model, x, chosen = Selected(), torch.randn(512, 64), torch.arange(512) % 8 == 0
+    more = torch.arange(512) % 4 == 0
+    plan = memopt.plan(model, 1000, (x, more), **exact)
+    memopt.optimize(model, 1.1 * plan.smallest_gb(), **exact)
+    model(x, chosen).backward()
+    first = memopt.plan_of(model)
+    model.zero_grad()
+    model(x, more).backward()
+    second = memopt.plan_of(model)
+    assert second.captured is not first.captured
+    assert second.account.elsewhere == first.account.elsewhere
 
 
 @pytest.mark.slow
