@@ -26,10 +26,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The gradients, buffers and random states of a model at one moment, without its parameters.
-
-    Parameters are left out because a forward and backward do not change them.
-    """
+    """The gradients, buffers and random states of a model at one moment, without its parameters
+    (`parameters_restored`)."""
 
     model: nn.Module
     device: torch.device
@@ -211,6 +209,10 @@ class _Values:
         """The present versions of tensors, each given with a copy of its values, or None where it has none."""
         return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors]))
 
+    def with_written(self, tensors: Iterable[torch.Tensor]) -> _Values:
+        """These, and tensors without copies that the forward is known to write to, also where that is not counted."""
+        return _Values((*self.tensors, *((weakref.ref(tensor), _NEVER, None) for tensor in tensors)))
+
     def copies(self) -> dict[int, torch.Tensor]:
         """The copies, by the `id`s of those of these tensors that are there."""
         return {id(tensor): kept for one, _, kept in self.tensors if kept is not None and (tensor := one()) is not None}
@@ -260,6 +262,7 @@ class ForwardState:
         """The current state of `model` and its inputs, of which those with the numbers `written` are written to."""
         attributes = Attributes(model)
         found = [(one, _set_aside(one)) for one in (*model.buffers(), *filter(_has_version, attributes.tensors()))]
+        found += [(one, _apart(one)) for one in written_parameters(model)]
         for number, tensor in enumerate(inputs):
             if _has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else _set_aside(tensor)))
@@ -297,7 +300,8 @@ class CallState:
         found = [(one, _set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
-        state = cls(weakref.ref(model), device, generator_states(device), _Values.of(found))
+        values = _Values.of(found).with_written(written_parameters(model))
+        state = cls(weakref.ref(model), device, generator_states(device), values)
         cls._alive.add(state)
         return state
 
@@ -336,7 +340,18 @@ def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.from_numpy(tensor.detach().numpy().copy())
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor in host memory: of one on the CPU in memory of numpy's, so that it is no part of a step."""
+    bits = _BITS.get(tensor.itemsize)
+    if not is_on_host(tensor) or bits is None:
+        return on_host(tensor)
+    return torch.from_numpy(tensor.detach().view(bits).numpy().copy()).view(tensor.dtype)
+
+
 _CONTAINERS = {dict, OrderedDict, list, set, deque}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NEVER = -1
+"""The version of no tensor."""
 _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
 
@@ -355,10 +370,49 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
         before.undo()
 
 
+_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""By model the names of the parameters that its forward was seen to write to."""
+
+
+def written_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the forward of a model was seen to write to, as that of a momentum encoder does."""
+    names = _written.get(model, ())
+    return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
+
+
+@contextmanager
+def parameters_restored(model: nn.Module) -> Iterator[None]:
+    """A block after which parameters that the forward has written to have their values again; `written_parameters` has
+    them from then on. Copies are kept in host memory meanwhile: of all, or where that takes more than half of what is
+    free, of those that are not trained, or of none."""
+    named = {
+        name: one for name, one in model.named_parameters() if _has_version(one) and one.untyped_storage().nbytes()
+    }
+    frozen = {name: one for name, one in named.items() if not one.requires_grad}
+    free = device_of(HOST).free_bytes(HOST)
+    fit = (some for some in (named, frozen) if free is None or sum(one.nbytes for one in some.values()) <= free // 2)
+    kept = {name: (one, _apart(one)) for name, one in next(fit, {}).items()}
+    try:
+        yield
+    finally:
+        for name, (parameter, value) in kept.items():
+            value = value.to(parameter.device)
+            if not torch.equal(parameter, value):
+                parameter.detach().copy_(value)
+                _written.setdefault(model, set()).add(name)
+
+
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, random generators and the attributes of all modules after the block, tensors among them with
-    their values."""
+    """Restores parameters, buffers, random generators and the attributes of all modules after the block, tensors among
+    them with their values."""
+    with parameters_restored(model), undone_but_parameters(model):
+        yield
+
+
+@contextmanager
+def undone_but_parameters(model: nn.Module) -> Iterator[None]:
+    """As `undone`, for a block that leaves the parameters alone."""
     state, attributes = TrainingState.of(model), Attributes(model)
     with values_restored(attributes.tensors()):
         try:

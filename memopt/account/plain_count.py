@@ -26,7 +26,7 @@ from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.device.op_call import OpCall
-from memopt.training_state import undone
+from memopt.training_state import undone, undone_but_parameters
 
 READS_MARGIN = 4
 """A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
@@ -85,7 +85,7 @@ def count_plain_step(
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
     how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "retained": retained}
-    with torch.enable_grad(), undone(model), without_backward_hooks(model):
+    with torch.enable_grad(), undone_but_parameters(model), without_backward_hooks(model):
         if device_of(card).is_host and not closely:
             try:
                 step = _count_uncomputed(model, run, call, **how)

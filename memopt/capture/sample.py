@@ -15,7 +15,7 @@ from memopt.capture.dynamo import GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import OperatorGraph, Rewriting
 from memopt.capture.region import RecordedRegion
-from memopt.training_state import TrainingState, containers_restored, values_restored
+from memopt.training_state import TrainingState, containers_restored, parameters_restored, values_restored
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
 """Runs a region's operator graph on real inputs and returns its outputs."""
@@ -113,10 +113,10 @@ class _StandIn(torch.autograd.Function):
 
 @contextmanager
 def _state_restored(model: nn.Module, call: Call) -> Iterator[None]:
-    """Restores buffers, random generators and the tensors of the call after the block."""
+    """Restores parameters, buffers, random generators and the tensors of the call after the block."""
     state = TrainingState.of(model)
     try:
-        with values_restored(tensors_in(call)), containers_restored(call):
+        with parameters_restored(model), values_restored(tensors_in(call)), containers_restored(call):
             yield
     finally:
         state.undo_forward()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from memopt.capture.inputs import tensors_in
 from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
-from memopt.training_state import Attributes
+from memopt.training_state import Attributes, written_parameters
 
 Spots: TypeAlias = tuple["_Spot", ...]
 
@@ -81,7 +81,10 @@ class Checkpoints:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            body = _Body(spot, own, partial(_standing_in, spot.within, self._call_of), self._checks, self._silently)
+            inner = partial(_standing_in, spot.within, self._call_of)
+            own_ids = set(map(id, spot.module.parameters())) if (known := written_parameters(self.model)) else ()
+            written = [one for one in known if id(one) in own_ids]
+            body = _Body(spot, own, inner, self._checks, self._silently, written)
             return checkpoint(partial(body, **kwargs), *args, use_reentrant=False)
 
         return call
@@ -98,6 +101,8 @@ class _Body:
     checks: bool
     silently: set[int]
     """The `id`s of the buffers to which kernels write without counting it."""
+    written: Sequence[torch.Tensor]
+    """The module's parameters that the forward writes to."""
     _before: _State | None = None
     _sums: list[tuple[float, float]] | None = None
     _ran: bool = False
@@ -105,7 +110,7 @@ class _Body:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
             return self._again(*args, **kwargs)
-        before, self._ran = _State(self.spot.module), True
+        before, self._ran = _State(self.spot.module, self.written), True
         try:
             with self.inner():
                 outputs = self.own(*args, **kwargs)
@@ -124,11 +129,11 @@ class _Body:
 
 
 class _State:
-    """The attributes and the buffers of a module at one moment."""
+    """The attributes, the buffers and some parameters of a module at one moment."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, written: Sequence[torch.Tensor]) -> None:
         self._module, self._attributes = module, Attributes(module)
-        buffers = (*module.buffers(), *self._attributes.tensors())
+        buffers = (*module.buffers(), *self._attributes.tensors(), *written)
         self._values = [(one, one._version, one.detach().clone()) for one in buffers if not one.is_inference()]
 
     def has_changed(self, silently: set[int], *, look: bool) -> bool:
