@@ -335,15 +335,13 @@ def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of a tensor, if it is small: on the CPU in memory of numpy's."""
     if special_kind(tensor) or tensor.nbytes > _COPIED_BYTES:
         return None
-    if not is_on_host(tensor) or tensor.dtype not in _OF_NUMPY:
-        return tensor.detach().clone()
-    return torch.from_numpy(tensor.detach().numpy().copy())
+    return _apart(tensor) if is_on_host(tensor) else tensor.detach().clone()
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor in host memory: of one on the CPU in memory of numpy's, so that it is no part of a step."""
     bits = _BITS.get(tensor.itemsize)
-    if not is_on_host(tensor) or bits is None:
+    if not is_on_host(tensor) or bits is None or tensor.is_conj() or tensor.is_neg():
         return on_host(tensor)
     return torch.from_numpy(tensor.detach().view(bits).numpy().copy()).view(tensor.dtype)
 
@@ -352,7 +350,6 @@ _CONTAINERS = {dict, OrderedDict, list, set, deque}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NEVER = -1
 """The version of no tensor."""
-_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
 
 

@@ -105,13 +105,14 @@ class DryRun:
         """The call that was recorded, once its step is over."""
         around = zip(self.runs, self.between.runs, self._values, strict=True)
         runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
-        eager: Any = {
-            "held_bytes": self.held_bytes,
-            "after_bytes": self.between.peak_bytes,
-            "eager": frozenset(self.eager),
-        }
         return CapturedCall(
-            tuple(runs), reason, returned_bytes=self.returned_bytes, returning_bytes=self.returning_bytes, **eager
+            tuple(runs),
+            reason,
+            held_bytes=self.held_bytes,
+            after_bytes=self.between.peak_bytes,
+            returned_bytes=self.returned_bytes,
+            returning_bytes=self.returning_bytes,
+            eager=frozenset(self.eager),
         )
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from memopt.capture.region import CapturedCall, RegionRun, Sizes
 from memopt.compat.dynamo import marked_changing
 
 _EAGER = "held_bytes", "after_bytes", "returning_bytes"
-"""What a `CapturedCall` tells of eager code around all its runs."""
+"""The fields of a `CapturedCall` with the bytes of the eager code around all its runs."""
 
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:

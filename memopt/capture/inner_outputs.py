@@ -203,7 +203,7 @@ class _Inner:
         self.kind = TensorKind(output.shape, output.dtype, output.device)
         self.hooks = defer_hooks(output, partial(_note_retained, weakref.ref(self)))
         self.before: torch.Tensor | None = None
-        """What `retain_grad()` had kept when the output's own gradient arrived last, which autograd has added then."""
+        """The output's `.grad`, of `retain_grad()`, before autograd last added the output's own gradient to it."""
 
     @property
     def retaining(self) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What `memopt explain` says of files: of a saved plan, and of a snapshot of torch's memory history."""
+"""The figures and tables of `memopt explain` for a file: a saved plan, or a snapshot of torch's memory history."""
 
 from __future__ import annotations
 

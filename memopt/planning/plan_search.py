@@ -33,7 +33,7 @@ _AS_DECIDED = "the levers are those of the plan for other sizes of this call; no
 
 @dataclass(frozen=True)
 class Decided:
-    """What the plan of a call decides about later ones of other sizes, which begin with the same levers."""
+    """The levers of a call's plan, which the search for a plan of the same call with other sizes tries first."""
 
     rewriting: Rewriting
     """The set of levers that its graphs are rewritten by."""

@@ -245,8 +245,9 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
 
 
 def _key(recorded: Recorded) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
-    """What the smallest budget of a call depends on, as a key: its regions, the bytes that its step holds beside
-    activations, and the `id`s of the parameters that only other calls train, whose optimiser state lies there, too."""
+    """A key for the smallest budget of a call, of all that it depends on: its regions, the bytes that its step holds
+    beside activations, and the `id`s of the parameters that only other calls train, whose optimiser state lies there,
+    too."""
     accounts, captured = recorded.planner.accounts, recorded.captured
     own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
     return captured.regions, accounts.account(recorded.call, recorded.situation), accounts.reached - own

@@ -217,7 +217,7 @@ class PlainCalls:
         `parts` are the model's, where the caller has them at hand. `plans_serve_all`: a captured graph serves calls of
         all sizes; `lacks_smaller`: none serves this one, though it is smaller than one that was planned.
         """
-        if not self.allowed or (self.planned_ahead and not (lacks_smaller or self._whatever_else)):
+        if not (self._may_be_first or (self.allowed and lacks_smaller)):
             return None
         if not (self._whatever_else or self._nothing_else_wanted()):
             return None

@@ -305,7 +305,7 @@ class Road:
         return leaving_free(spare, situation.for_other_models + guessed, staying(guessed))
 
     def _decided_for(self, recorded: Recorded) -> Decided | None:
-        """What the plan for other sizes of a call in one region decided; None where there is none, or its levers find
+        """The levers of the plan for other sizes of a call in one region; None where there is none, or its levers find
         nothing to rewrite here. Raises `CaptureError`."""
         if not recorded.captured.whole or self._decided is None or self._decided[0] is recorded.captured.regions[0]:
             return None
