@@ -63,7 +63,6 @@ SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (Portfolio, "_exact", lambda self, cap_bytes, rough=False: None),
         (search, "_MOST_FORWARD_OPS", -1),
     ),
-    "exact windows": ((search, "_WINDOWS", 0),),
 }
 """What is put in place of each source, and where, so that it proposes nothing."""
 
@@ -99,8 +98,6 @@ def measure(
         budgets = sorted({int(least + share * (most - least)) for share in shares})
         whole = solved(problem, "nothing", budgets, effort, seconds)
         for source in sources:
-            if source == "exact windows" and effort != "best":
-                continue
             if source == "exact" and problem.forward_ops > MOST_EXACT[effort == "best"]:
                 continue
             rest = solved(problem, source, budgets, effort, seconds)

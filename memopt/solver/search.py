@@ -1,6 +1,5 @@
 """Finds fast schedules within one cap: repairs and polishes given schedules, then searches around the best.
-`effort="best"` adds the exact solver for small problems, and then in turn the exact solver on windows of the best
-schedule and local search."""
+`effort="best"` adds the exact solver for small problems, and then more local search."""
 
 from __future__ import annotations
 
@@ -160,8 +159,6 @@ def root_of(method: str) -> str:
 _MOST_FORWARD_OPS = 80
 # Evaluations that repairs make in one round of local search, a fraction of a second, after which progress is reported.
 _ROUND = 10_000
-# Windows between two rounds of local search, their possible lengths in first evaluations, and the seconds for one.
-_WINDOWS, _STAGES, _WINDOW_SECONDS = 3, (6, 12, 20), 3.0
 # The search ends when the best schedule is this close to the lower bound, as a share of the step's seconds.
 _CLOSE = 1e-6
 
@@ -212,25 +209,5 @@ def search_on(
             search.polish(search.best)
         if exact.proven:
             return
-    draw = np.random.default_rng(0)
     while continues():
-        for _ in range(_WINDOWS):
-            left = limit_seconds - (time.monotonic() - started)
-            _solve_window(problem, arrays, search, draw, min(left, _WINDOW_SECONDS))
         search.explore(seeds[0], seeds[1:], _ROUND)
-
-
-def _solve_window(
-    problem: RematProblem, arrays: Arrays, search: Search, draw: np.random.Generator, seconds: float
-) -> None:
-    """Optimise the recomputations in one random window of the best schedule, within `seconds` of wall time."""
-    if seconds <= 0:
-        return
-    from memopt.solver.exact import random_window, solved  # scipy.optimize takes a while to import
-
-    assert search.best is not None
-    evaluations = search.best.evaluations
-    stretch = random_window(problem, arrays, evaluations, int(draw.choice(_STAGES)), draw)
-    better = None if stretch is None else solved(evaluations, stretch, search.cap_bytes, seconds)
-    if better is not None:
-        search.improve(candidate(arrays, "exact windows", better), ())

@@ -95,9 +95,7 @@ class StageModel:
     whether the storage is in memory there.
     """
 
-    def __init__(self, problem: RematProblem, budget_bytes: int, entering: frozenset[int] | None = None) -> None:
-        """`entering` are the storages in memory when the backward begins. If they are given, the forward is taken as
-        over, and its memory is not limited."""
+    def __init__(self, problem: RematProblem, budget_bytes: int) -> None:
         self.model = _LinearModel()
         self.impossible = False
         """True if some op exceeds the budget even without the movable storages that it reads."""
@@ -109,15 +107,12 @@ class StageModel:
         # The model counts bytes in units that keep its coefficients between 0 and 1.
         self._unit = float(max(self._allowed, 1))
         self._readers = [self._forward_readers(s) for s in range(len(problem.storages))]
-        self._first_stage = problem.forward_ops if entering is not None or self._forward_fits() else 0
+        self._first_stage = problem.forward_ops if self._forward_fits() else 0
         self._stages = list(range(self._first_stage, len(problem.ops)))
         self._useful = self._useful_from_each_stage()
         self._held: list[dict[int, int]] = [self._new_held(k) for k in range(len(self._stages))]
         self._again: list[dict[int, int]] = [self._new_again(k) for k in range(len(self._stages))]
-        if entering is not None:
-            absent = [variable for storage, variable in self._held[0].items() if storage not in entering]
-            self.model.at_most([(variable, 1.0) for variable in absent], 0.0)
-        elif self._first_stage:
+        if self._first_stage:
             self._limit_first_pass()
         for k in range(len(self._stages)):
             self._add_stage(k)

@@ -19,11 +19,3 @@ def test_a_budget_below_the_floor_has_no_schedule() -> None:
     assert (values, complete, staged.impossible) == (None, True, False)
     assert StageModel(small_step(), 105).impossible  # e holds d's 5 bytes and its own, beside the 100 resident ones
     assert not StageModel(small_step(), 106).impossible
-
-
-def test_what_enters_the_backward_can_be_given() -> None:
-    staged = StageModel(small_step(), 112, entering=frozenset({1, 2}))
-    values, _, _ = staged.model.solve(10.0, 1e-6)
-    assert values is not None
-    again = [op for op in staged.evaluations(values)[3:] if op < 3]
-    assert again == [0]
