@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -14,7 +13,7 @@ from passes.graph_pass import Pass, copy_graph_module
 from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
-from passes.graphs.verify import VerifyError, check_signature
+from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from passes.patterns.logits_path import Step, moved
 from passes.patterns.loops import ends_of_loops, roll_loops
@@ -36,26 +35,20 @@ class FoundLoss:
     """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
     """Bytes of its logits in fp32; None where it is left alone, or where a size is symbolic."""
-    weight_bytes: int | None = None
-    """Bytes of the gradient of the layer's weight. The rewrite holds it from the forward on, and twice while the
-    backward multiplies it by the incoming gradient, so that it pays where the logits are larger."""
-    returned: bool = False
-    """Whether the graph returns the logits as well; it is rewritten only with `drop_logits` then."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or 'computed in chunks'}"
 
 
-def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
+def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
+    """Returns the losses of an operator graph, in order, as `ChunkLoss` finds them."""
     found = {}
-    for loss, match, reason in _matches(_rolled(graph_module).graph, drop_logits=True):
+    for loss, match, reason in _matches(_rolled(graph_module).graph):
         if isinstance(match, LossMatch):
-            found[loss] = _found(loss, match, drop_logits)
+            logits = match.path.nodes[-1].node
         elif match is not None:
-            found[loss] = _found_rows(loss, match)
-        else:
-            found[loss] = FoundLoss(loss.name, reason)
+            logits = next(iter(match[0].layers))
+        found[loss] = FoundLoss(loss.name, reason, None if match is None else bytes_in_fp32(logits))
     return tuple(found[loss] for loss in sorted(found))
 
 
@@ -66,7 +59,7 @@ def _rolled(graph_module: GraphModule) -> GraphModule:
     rolled = copy_graph_module(graph_module)
     with on_stored_values(rolled.graph):
         made = set(roll_loops(rolled.graph))
-    for _, match, _ in _matches(rolled.graph, drop_logits=True) if made else ():
+    for _, match, _ in _matches(rolled.graph) if made else ():
         if isinstance(match, tuple):
             region, _ = match
             made -= {*region.inside, *region.results}
@@ -76,16 +69,14 @@ def _rolled(graph_module: GraphModule) -> GraphModule:
 _Match: TypeAlias = LossMatch | tuple[Region, list[RowProgram]]
 
 
-def _matches(
-    graph: Graph, names: Collection[str] | None = None, *, drop_logits: bool
-) -> Iterator[tuple[Node, _Match | None, str]]:
+def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tuple[Node, _Match | None, str]]:
     """Yields the losses with what is known of them, and the reason where they cannot be rewritten.
 
     First those that are a cross entropy's mean or sum, then, with the name of the first in it, each part of the graph
     that computes anything else from rows of logits. The graph may be rewritten in between.
     """
     others, taken = {}, set[Node]()
-    for loss, match, reason in judged(losses(graph), partial(match_loss, drop_logits=drop_logits), names):
+    for loss, match, reason in judged(losses(graph), match_loss, names):
         if match is None:
             picked = find_picked(loss)
             others[loss if picked is None else picked.log_probabilities] = reason
@@ -109,22 +100,6 @@ def _matches(
         yield seed, None if found is None else (region, found), reason
 
 
-def _found_rows(seed: Node, match: tuple[Region, list[RowProgram]]) -> FoundLoss:
-    region, _ = match
-    layer, linear = next(iter(region.layers.items()))
-    weight = linear.weight.meta["val"]
-    return FoundLoss(seed.name, "", bytes_in_fp32(layer), weight.numel() * weight.element_size())
-
-
-def _found(loss: Node, match: LossMatch, drop_logits: bool) -> FoundLoss:
-    returned = bool(match.path.returned)
-    reason = "its logits are returned as well" if returned and not drop_logits else ""
-    weight = match.linear.weight.meta["val"]
-    return FoundLoss(
-        loss.name, reason, bytes_in_fp32(match.path.nodes[-1].node), weight.numel() * weight.element_size(), returned
-    )
-
-
 @dataclass(frozen=True)
 class ChunkLoss(Pass):
     """Computes the cross entropy of a linear layer in chunks of rows, together with its gradients.
@@ -145,7 +120,6 @@ class ChunkLoss(Pass):
         linear_cross_entropy: f32[] = memopt.linear_cross_entropy(reshape, weight, None, target)
     """
 
-    keeps_signature: ClassVar[bool] = False
     losses: frozenset[str] | None = None
     """Names of the losses to rewrite; None: all that can be."""
     rows: int | None = None
@@ -153,8 +127,6 @@ class ChunkLoss(Pass):
     weight_in_backward: bool = False
     """Compute the weight's gradient in the backward, from recomputed logits: a fourth matmul, but the gradient is never
     held twice."""
-    drop_logits: bool = False
-    """Where the graph returns the logits, return a tensor with 0 classes instead."""
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -164,7 +136,7 @@ class ChunkLoss(Pass):
         graph_module = _rolled(graph_module)
         graph = graph_module.graph
         with on_stored_values(graph):
-            for loss, match, reason in _matches(graph, self.losses, drop_logits=self.drop_logits):
+            for loss, match, reason in _matches(graph, self.losses):
                 if isinstance(match, tuple):
                     rewrite_rows(*match, self.rows or 0)
                 elif match is not None:
@@ -179,11 +151,6 @@ class ChunkLoss(Pass):
         known = {loss.name: "" for loss in (*losses(graph), *row_seeds(graph, ()))}
         mend = "name losses as find_losses does"
         check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)
-
-    def ensures(self, before: GraphModule, after: GraphModule) -> None:
-        super().ensures(before, after)
-        if not self.drop_logits:
-            check_signature(before, after)
 
 
 class _Rewrite:
@@ -205,7 +172,6 @@ class _Rewrite:
             self.hidden[step.node] = source
             for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
                 self._measure(reader, step, source)
-        self._return_nothing()
         with self.graph.inserting_before(self.match.loss):
             result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
         self.match.loss.replace_all_uses_with(result)
@@ -252,26 +218,6 @@ class _Rewrite:
             result = new_call(loss, aten.neg.default, result)
         dtype = loss.meta["val"].dtype
         return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
-
-    def _return_nothing(self) -> None:
-        """Has the graph return an empty tensor for every tensor of logits."""
-        steps = {step.node: step for step in self.match.path.nodes}
-        for node in self.match.path.returned:
-            step = steps.get(node) or steps[node.all_input_nodes[0]]
-            source = self.hidden[step.node]
-            with self.graph.inserting_before(self.match.loss):
-                sizes = [
-                    0 if dim == step.class_dim else self._size(source, dim) for dim in range(node.meta["val"].dim())
-                ]
-                dtype = node.meta["val"].dtype
-                empty = new_call(node, aten.new_empty.default, source, sizes, dtype=dtype)
-            output = self.graph.output_node()
-            output.replace_input_with(node, empty)
-            self._erase(node)
-
-    def _size(self, node: Node, dim: int) -> Any:
-        size = node.meta["val"].shape[dim]
-        return size if isinstance(size, int) else new_call(node, aten.sym_size.int, node, dim)
 
     def _erase(self, node: Node) -> None:
         """Erases a node that nothing reads, and what only it has read, up to the layer's input."""

@@ -1,6 +1,5 @@
 """Replaces attention that is written out by `scaled_dot_product_attention`, which never holds the probabilities."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,17 +32,10 @@ class FoundAttention:
         return f"{self.name}: {self.reason or 'fused'}"
 
 
-def find_attentions(
-    graph_module: GraphModule, *, with_dropout: bool = False, whole_rows: bool = False
-) -> tuple[FoundAttention, ...]:
+def find_attentions(graph_module: GraphModule) -> tuple[FoundAttention, ...]:
     """Returns what looks like attention in an operator graph, in order, as `FuseAttention` finds it."""
-    match = _matcher(graph_module, with_dropout, whole_rows)
+    match = partial(match_attention, rows=MaskRows(graph_module))
     return tuple(FoundAttention(node.name, reason) for node, _, reason in judged(softmaxes(graph_module.graph), match))
-
-
-def _matcher(graph_module: GraphModule, with_dropout: bool, whole_rows: bool) -> Callable[[Node], AttentionMatch]:
-    rows = MaskRows(graph_module)
-    return partial(match_attention, rows=rows, with_dropout=with_dropout, whole_rows=whole_rows)
 
 
 @dataclass(frozen=True)
@@ -67,11 +59,6 @@ class FuseAttention(Pass):
 
     attentions: frozenset[str] | None = None
     """Names of the softmaxes to rewrite; None: all that can be."""
-    with_dropout: bool = False
-    """Rewrite attention with dropout as well: same distribution, other random numbers."""
-    whole_rows: bool = False
-    """Rewrite as well where a mask that is added may mask every score of a row with a finite number, as padding does.
-    Such a row averages all values, as in the plain model, but its scores get no gradient."""
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
@@ -81,7 +68,7 @@ class FuseAttention(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
-        match_one = _matcher(graph_module, self.with_dropout, self.whole_rows)
+        match_one = partial(match_attention, rows=MaskRows(graph_module))
         for softmax, match, reason in judged(softmaxes(graph), match_one, self.attentions):
             if match is not None:
                 with on_stored_values(graph):
@@ -109,7 +96,7 @@ class _Rewrite:
                 tensors = [self._call(aten.unsqueeze.default, tensor, 1) for tensor in tensors]
                 if mask is not None and mask.meta["val"].dim() == 3:
                     mask = self._call(aten.unsqueeze.default, mask, 1)
-            options: tuple[Any, ...] = (mask, match.dropout) if match.dropout else (mask,) if mask is not None else ()
+            options = () if mask is None else (mask,)
             result = self._call(aten.scaled_dot_product_attention.default, *tensors, *options, scale=scale)
             if flat:
                 result = self._call(aten.squeeze.dim, result, 1)

@@ -11,7 +11,6 @@ from torch import nn, optim
 
 from memopt.capture.operators import Decide, DecideJoint, Rewriting
 from memopt.device import Hardware
-from memopt.optimizers import Where
 
 Exactness: TypeAlias = Literal["bitwise", "rounding", "approximate"]
 """How losses and gradients compare with those of the plain model: equal to the last bit; equal but for rounding; or
@@ -58,8 +57,8 @@ class OptimizerChange:
     """Does as `wrap`, and changes the model's parameters, in place."""
     narrows: bool = False
     """Whether parameters and gradients become bfloat16."""
-    offloads: Where | None = None
-    """Where parameters are stepped whose state is held in the host's memory; None where it is on the device."""
+    offloads: bool = False
+    """Whether the optimiser's state is held in the host's memory."""
     in_backward: bool = False
     """Whether parameters are stepped in the backward. Such a lever is put around all others."""
 

@@ -14,10 +14,9 @@ from torch import nn
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_trial import OptimizerLike
 from memopt.compat.host import HOST
-from memopt.device.devices import device_of, hardware
+from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.levers.lever import OptimizerChange
-from memopt.optimizers import Where
 from memopt.optimizers.bf16_parameters import kept_wide
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import (
@@ -45,8 +44,6 @@ class TrainingFacts:
     """The device that trains."""
     link: Link = PCIE
     """The link to the host, for offloading."""
-    host: Hardware | None = None
-    """The host's hardware, for steps there; by default the table's guess for this machine's CPU."""
     wide: tuple[torch.Tensor, ...] = ()
     """Parameters that stay in float32 (`kept_wide`)."""
     together: tuple[tuple[torch.Tensor, ...], ...] | None = None
@@ -76,11 +73,6 @@ class TrainingFacts:
     def fused(self) -> bool:
         """Whether the optimiser uses fused kernels on the device."""
         return optimizer_account(self.optimizer, self.trained, self.hardware.device_type).name.endswith("(fused)")
-
-    @property
-    def stepping_host(self) -> Hardware:
-        """The hardware that steps on the host."""
-        return self.host or hardware(HOST.type)
 
 
 def trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,25 +135,20 @@ def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> 
         return TrainingPrice(*sizes, plain.state_bytes, plain.temporary_bytes, 0, plain.seconds)
     dtypes = {id(parameter): _dtype(parameter, facts, changes) for parameter in facts.parameters}
     learning = [dtypes[id(parameter)] for parameter in facts.trained]
-    offloads = next((change.offloads for change in changes if change.offloads), None)
-    in_backward, on_host = any(change.in_backward for change in changes), offloads == "host"
+    offloads, in_backward = any(change.offloads for change in changes), any(change.in_backward for change in changes)
     wraps = tuple(change.wrap for change in changes)
     alone = tuple(change.wrap for change in changes if not change.offloads)
-    stepping = facts.stepping_host if on_host else facts.hardware
-    prices = prices_of_each(facts.optimizer, facts.trained, learning, stepping, alone)
+    prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, alone)
     state, host_bytes, seconds = sum(price.state_bytes for price in prices), 0, sum(price.seconds for price in prices)
     temporaries = [price.temporary_bytes for price in prices]
     blocks = tuple(nbytes for price in prices for nbytes in price.arrays)
-    if offloads is not None:
+    if offloads:
         prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, wraps, device=HOST.type)
-        temporaries = [0 if on_host else price.temporary_bytes for price in prices]
-        state, blocks = 0 if on_host else _scalars(facts), ()
-        host_bytes = sum(_host_bytes(price, facts, offloads) for price in prices)
-        host_bytes += max((price.temporary_bytes for price in prices), default=0) if on_host else 0
-        seconds += sum(
-            _copy_seconds(_size(parameter, dtype), parameter.numel(), price, facts, offloads)
-            for parameter, dtype, price in zip(facts.trained, learning, prices, strict=True)
-        )
+        temporaries = [price.temporary_bytes for price in prices]
+        state, blocks = _scalars(facts), ()
+        host_bytes = sum(_host_bytes(price, facts) for price in prices)
+        pairs = zip(facts.trained, prices, strict=True)
+        seconds += sum(_copy_seconds(parameter.numel(), price, facts) for parameter, price in pairs)
     gradients, stepped = _gradients(facts, dtypes, temporaries, in_backward)
     parameters = sum(_size(parameter, dtypes[id(parameter)]) for parameter in facts.parameters)
     stepped_alone = zip(facts.trained, learning, temporaries, strict=True)
@@ -197,23 +184,17 @@ def _gradients(
     return max(moments, key=sum, default=(0, 0))
 
 
-def _host_bytes(price: OptimizerStepPrice, facts: TrainingFacts, update: Where) -> int:
+def _host_bytes(price: OptimizerStepPrice, facts: TrainingFacts) -> int:
     """Bytes of a parameter's state on the host: torch's allocator of pinned memory rounds up to powers of two."""
-    if update == "host" or device_of(facts.hardware).is_host:
+    if device_of(facts.hardware).is_host:
         return price.state_bytes
     rounded = sum(2 ** math.ceil(math.log2(array)) for array in price.arrays if array)
     return rounded + price.state_bytes - sum(price.arrays)
 
 
-def _copy_seconds(size: int, elements: int, price: OptimizerStepPrice, facts: TrainingFacts, update: Where) -> float:
-    """Seconds that the copies of a parameter's step take, one after the other.
-
-    Stepped on the device, its state is copied there and back; stepped on the host, the parameter and its gradient are
-    copied to the host and the parameter back.
-    """
-    bytes_moved, tensors = 3 * size, 3
-    if update == "device":
-        bytes_moved, tensors = 2 * sum(price.arrays), 2 * len(price.arrays)
+def _copy_seconds(elements: int, price: OptimizerStepPrice, facts: TrainingFacts) -> float:
+    """Seconds that the copies of a parameter's state to the device and back take, one after the other."""
+    bytes_moved, tensors = 2 * sum(price.arrays), 2 * len(price.arrays)
     if not bytes_moved:
         return 0.0
     copies = tensors * max(1, math.ceil(elements / PIECE_ELEMENTS))

@@ -1,6 +1,6 @@
 """Optimisers around others, which hold parameters, gradients or state in less memory, and the price of their steps."""
 
-from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer, Rounding, kept_wide, use_bf16_parameters
+from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer, kept_wide, use_bf16_parameters
 from memopt.optimizers.optimizer_in_backward import (
     OptimizerInBackward,
     SteppingHook,
@@ -8,19 +8,16 @@ from memopt.optimizers.optimizer_in_backward import (
     stepping_hooks,
 )
 from memopt.optimizers.optimizer_step_price import Stepping
-from memopt.optimizers.state_optimizers import LowBitOptimizer, OffloadedOptimizer, Where, check_adam, check_update
+from memopt.optimizers.state_optimizers import LowBitOptimizer, OffloadedOptimizer, check_adam
 
 __all__ = [
     "BF16ParametersOptimizer",
     "LowBitOptimizer",
     "OffloadedOptimizer",
     "OptimizerInBackward",
-    "Rounding",
     "Stepping",
     "SteppingHook",
-    "Where",
     "check_adam",
-    "check_update",
     "kept_wide",
     "refuse_what_needs_all_gradients",
     "stepping_hooks",

@@ -1,18 +1,17 @@
 """Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost.
 
-A bfloat16 is the upper half of a float32. Rounding works on the bits, with one int32 for each element: stochastically,
-or with the other 16 bits kept beside the value.
+A bfloat16 is the upper half of a float32. Stochastic rounding works on the bits, with one int32 for each element.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import nn, optim
 
 from memopt.optimizers.one_parameter import Piece
-from memopt.optimizers.parameterwise import Parameterwise, State, is_per_element
+from memopt.optimizers.parameterwise import Parameterwise, is_per_element
 
 _HALF = 0x8000
 
@@ -31,23 +30,6 @@ def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torc
     bits = _bits(value)
     bits.add_(torch.empty_like(bits).random_(0, 2 * _HALF, generator=generator)).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(bits)
-
-
-def split(value: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> None:
-    """Write the nearest bfloat16 of float32 `value` to `upper`, and the remaining bits as int16 to `lower`.
-
-    `joined` restores the value bit for bit. `value` is overwritten. NaN stays NaN.
-    """
-    bits = _bits(value)
-    nearest = (bits + _HALF).bitwise_right_shift_(16)
-    upper.view(torch.int16).copy_(nearest)
-    lower.copy_(bits.sub_(nearest.bitwise_left_shift_(16)))
-
-
-def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the float32 values that `split` divided."""
-    bits = upper.detach().view(torch.int16).to(torch.int32)
-    return bits.bitwise_left_shift_(16).add_(lower).view(torch.float32)
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
@@ -85,7 +67,6 @@ class _Generators:
     __getstate__, __setstate__ = states, set_states  # copies and pickles
 
 
-Rounding = Literal["stochastic", "compensated"]
 # The kernels of these modules take parameters in the dtype of their statistics, which are buffers in float32.
 _KEPT_WIDE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -94,112 +75,53 @@ class BF16ParametersOptimizer(Parameterwise):
     """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
 
     An update of 1e-4 to a weight of 1 is 40 times smaller than the distance between neighbouring bfloat16 values there,
-    so plain bfloat16 would never change. `rounding` says how updates are kept:
-
-    - "stochastic": the new value is rounded up or down at random, right in expectation. No further state is kept.
-    - "compensated": the 16 bits that bfloat16 leaves out are kept as state ("low_bits", 2 bytes for each element), so
-      that the values stepped are exactly those that float32 parameters would have (compensated summation, Kahan 1965,
-      with a compensation that loses nothing).
+    so plain bfloat16 would never change. The new value is therefore rounded up or down at random, right in expectation.
 
     Args:
         inner: any optimiser that steps each parameter independently of the others.
-        rounding: "stochastic" or "compensated".
         seed: the seed of the random roundings; their generators are in `state_dict`, so that a resumed run is bitwise
             the same.
-        state_dtype: the dtype of state tensors with the parameter's shape: float32, or bfloat16 with stochastic
-            rounding. Rounded to nearest, a second moment that decays by 0.1% in a step would never decay.
 
     Raises:
-        TypeError, ValueError: for other options, or an optimiser that needs a closure.
+        TypeError, ValueError: for an optimiser that needs a closure.
     """
 
     title: ClassVar[str] = "bf16_parameters"
-    own_keys: ClassVar[frozenset[str]] = frozenset({"low_bits"})
-    fields: ClassVar[tuple[str, ...]] = ("inner", "rounding", "state_dtype", "generators")
+    fields: ClassVar[tuple[str, ...]] = ("inner", "generators")
 
-    def __init__(
-        self,
-        inner: optim.Optimizer,
-        rounding: Rounding = "stochastic",
-        seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        if rounding not in get_args(Rounding):
-            raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, not {rounding!r}")
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype!r}")
+    def __init__(self, inner: optim.Optimizer, seed: int = 0) -> None:
         super().__init__(inner)
-        self.rounding, self.state_dtype, self.generators = rounding, state_dtype, _Generators(seed)
+        self.generators = _Generators(seed)
         for parameter, state in self.state.items():  # Adagrad's constructor makes it, in the parameter's dtype
             for key, value in state.items():
                 if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
-                    state[key] = value.to(state_dtype)
+                    state[key] = value.float()
 
-    def _open(self, parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-        part = piece.of(parameter)
-        if not _is_narrow(parameter):
-            return part
-        low = self.state[parameter].get("low_bits")
-        return widened(part) if low is None else joined(part, piece.of(low))
-
-    def _open_gradient(self, gradient: torch.Tensor, piece: Piece) -> torch.Tensor:
-        part = piece.of(gradient)
-        return widened(part) if _is_narrow(gradient) else part
-
-    def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
-        if not _is_narrow(parameter):
-            return
-        part = piece.of(parameter)
-        if self.rounding == "stochastic":
-            round_stochastically(tensor, part, self.generators.on(parameter.device))
-            return
-        keep_low_bits(self.state[parameter], parameter)
-        split(tensor, part, piece.of(self.state[parameter]["low_bits"]))
-
-    def _open_state(self, key: str, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
         part = piece.of(kept)
         return widened(part) if _is_narrow(kept) else part
 
-    def _close_state(
-        self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
-    ) -> None:
-        if not (self.state_dtype is torch.bfloat16 and value.dtype is torch.float32 and _is_narrow(parameter)):
-            return super()._close_state(parameter, state, key, piece, value, in_place)
-        if not (is_per_element(state.get(key), parameter) and _is_narrow(state[key])):
-            state[key] = self.room_for(parameter, parameter, torch.bfloat16)
-        return round_stochastically(value, piece.of(state[key]), self.generators.on(parameter.device))
+    def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
+        if _is_narrow(parameter):
+            round_stochastically(tensor, piece.of(parameter), self.generators.on(parameter.device))
 
     def extra_state(self) -> dict[str, Any]:
-        return {
-            **super().extra_state(),
-            "rounding": self.rounding,
-            "state_dtype": str(self.state_dtype),
-            "generators": self.generators.states(),
-        }
+        return {**super().extra_state(), "generators": self.generators.states()}
 
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
-        for name in ("rounding", "state_dtype"):
-            if saved is not None and name in saved and saved[name] != str(getattr(self, name)):
-                raise ValueError(f"the state is of {name}={saved[name]}, this optimizer of {getattr(self, name)}")
         super().load_extra_state(saved)
         assert saved is not None
         self.generators.set_states(saved["generators"])
 
 
-def use_bf16_parameters(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    rounding: Rounding = "stochastic",
-    seed: int = 0,
-    state_dtype: torch.dtype = torch.float32,
-) -> BF16ParametersOptimizer:
+def use_bf16_parameters(model: nn.Module, optimizer: optim.Optimizer, seed: int = 0) -> BF16ParametersOptimizer:
     """Convert the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimiser.
 
     Parameters of BatchNorm and all buffers keep their dtype; present gradients are converted as well. A forward that
     mixes dtypes (float32 inputs or buffers) must run under `torch.autocast` or `memopt.optimize`.
     For the arguments and errors see `BF16ParametersOptimizer`.
     """
-    wrapped = BF16ParametersOptimizer(optimizer, rounding, seed, state_dtype)
+    wrapped = BF16ParametersOptimizer(optimizer, seed)
     wide = {id(parameter) for parameter in kept_wide(model)}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for parameter in model.parameters():
@@ -215,25 +137,16 @@ def kept_wide(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) -> None:
-    """Convert one parameter to bfloat16; with compensation, the bits left out are kept at once."""
+    """Convert one parameter to bfloat16, and its state, if an optimiser steps it, to float32."""
     gradient, parameter.grad = parameter.grad, None
-    value, parameter.data = parameter.data, parameter.data.to(torch.bfloat16)
+    parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
     if wrapped is None:
         return
     state = wrapped.state[parameter]
     for key, kept in state.items():
         if is_per_element(kept, parameter) and kept.is_floating_point():
-            state[key] = kept.to(wrapped.state_dtype)
-    if wrapped.rounding == "compensated":
-        keep_low_bits(state, parameter)
-        split(value.clone(), parameter.data, state["low_bits"])
-
-
-def keep_low_bits(state: State, parameter: torch.Tensor) -> None:
-    """Add zeroed "low_bits" to a parameter's state, for the bits that bfloat16 leaves out, unless it has them."""
-    if "low_bits" not in state:
-        state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16).detach()
+            state[key] = kept.float()
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ class Parameterwise(optim.Optimizer):
     that `inner` has. `state_dict` is that of `inner`, with values in the form in which they are kept, and a further key
     "proposal".
 
-    Subclasses say in which form parameters and state are kept between steps: `_open…` methods convert them for `inner`,
+    Subclasses say in which form parameters and state are kept between steps: `_open` converts them for `inner`, and
     `_close…` methods convert them back.
     """
 
@@ -41,8 +41,6 @@ class Parameterwise(optim.Optimizer):
     """Attributes that copies and pickles have beside those of any optimiser."""
     keeps_form: ClassVar[bool] = False
     """Whether values are kept in the form that `inner` has, so that state dicts of either can be loaded into both."""
-    own_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a parameter's state that are hidden from `inner`."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_inner(inner, self.title)
@@ -114,11 +112,7 @@ class Parameterwise(optim.Optimizer):
             shaped_like = parameter if is_per_element(value, parameter) else value
             return self.room_for(parameter, shaped_like, value.dtype).copy_(value)
         on_device = group.get("capturable") or group.get("fused")
-        return value.detach().to(self.stepped_on(parameter) if on_device else value.device, copy=True)
-
-    def stepped_on(self, parameter: torch.Tensor) -> torch.device:
-        """The device on which `inner` steps the parameter."""
-        return parameter.device
+        return value.detach().to(parameter.device if on_device else value.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.fields}}
@@ -155,19 +149,16 @@ class Parameterwise(optim.Optimizer):
     ) -> None:
         state = self.state[parameter]
         tensor = self._open(parameter, piece)
-        tensor.grad = self._open_gradient(gradient, piece)
+        tensor.grad = self._open(gradient, piece)
         given = self._take(parameter, {key: state[key] for key in state if key in known}, piece)
         after = step_one(self.inner, group, tensor, dict(given))
         tensor.grad = None
         self._give(parameter, state, piece, given, after)
         self._close(parameter, piece, tensor)
 
-    def _open(self, parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The tensor that `inner` steps instead of a piece of the parameter."""
-        return piece.of(parameter)
-
-    def _open_gradient(self, gradient: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return piece.of(gradient)
+    def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """What `inner` is given for a piece of a parameter, of its gradient, or of its state."""
+        return piece.of(kept)
 
     def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
         """Write the tensor of `_open`, as `inner` stepped it, back into the parameter."""
@@ -176,11 +167,9 @@ class Parameterwise(optim.Optimizer):
         """The state of a piece, as `inner` expects it."""
         given = {}
         for key, value in state.items():
-            if key in self.own_keys:
-                continue
             span = self._inner_span(key, parameter, piece)
             if is_per_element(value, parameter):
-                given[key] = self._open_state(key, value, piece)
+                given[key] = self._open(value, piece)
             elif span is not None:
                 given[key] = value[span.start : span.stop]
             else:
@@ -203,14 +192,11 @@ class Parameterwise(optim.Optimizer):
             elif piece.last:
                 state[key] = self._close_other(parameter, state.get(key), value)
 
-    def _open_state(self, key: str, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return piece.of(kept)
-
     def _close_state(
         self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
     ) -> None:
         """Keep `value` as a piece's part of a tensor with the parameter's shape; `in_place`: it is the tensor of
-        `_open_state`."""
+        `_open`."""
         if in_place:
             return
         if piece.whole:

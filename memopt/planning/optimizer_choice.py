@@ -187,7 +187,7 @@ def _in_backward(lever: Lever) -> bool:
 
 
 def _offloads(lever: Lever) -> bool:
-    return lever.optimizer is not None and lever.optimizer.offloads is not None
+    return lever.optimizer is not None and lever.optimizer.offloads
 
 
 def _has_ranks() -> bool:

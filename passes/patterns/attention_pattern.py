@@ -113,7 +113,6 @@ class AttentionMatch:
     value: Node
     result: Node
     steps: tuple[ScoreStep, ...]
-    dropout: float
     scores: Node
     """Q Kᵀ."""
     clears_rows: bool = False
@@ -125,10 +124,8 @@ def softmaxes(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if op_name(node) in ("softmax", "_softmax") and _reaches_product(node))
 
 
-def match_attention(
-    softmax: Node, rows: MaskRows, *, with_dropout: bool = False, whole_rows: bool = False
-) -> AttentionMatch:
-    """Returns the attention that a softmax is part of; the options are those of `FuseAttention`.
+def match_attention(softmax: Node, rows: MaskRows) -> AttentionMatch:
+    """Returns the attention that a softmax is part of.
 
     Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else.
     """
@@ -136,7 +133,7 @@ def match_attention(
     dims = softmax.meta["val"].dim()
     if dim % dims != dims - 1:
         raise NoMatch("its softmax is not over the keys")
-    dropout, result = _downwards(softmax)
+    result = _downwards(softmax)
     source: Any = softmax.args[0]
     scores, steps = walk_up_scores(source, softmax)
     query: Any
@@ -144,18 +141,12 @@ def match_attention(
     value: Any
     (query, key), value = scores.args, result.args[1]
     turned = _unturned(key)
-    match = AttentionMatch(
-        softmax, query, turned or key, turned is None, value, result, tuple(reversed(steps)), dropout, scores
-    )
+    match = AttentionMatch(softmax, query, turned or key, turned is None, value, result, tuple(reversed(steps)), scores)
     _check(match)
-    if dropout and not with_dropout:
-        raise NoMatch("its dropout would draw other random numbers")
-    may_mask = _may_mask_whole_rows(match.steps, rows)
-    if may_mask and not whole_rows:
+    if _may_mask_whole_rows(match.steps, rows):
         raise NoMatch("its mask may mask every score of a row")
     fills = [step for step in match.steps if isinstance(step, Fill) and step.number != float("-inf")]
-    filled = any(not rows.masks_no_row_whole(fill.mask, fill.where) for fill in fills)
-    return replace(match, clears_rows=may_mask or filled)
+    return replace(match, clears_rows=any(not rows.masks_no_row_whole(fill.mask, fill.where) for fill in fills))
 
 
 def _may_mask_whole_rows(steps: tuple[ScoreStep, ...], rows: MaskRows) -> bool:
@@ -181,20 +172,16 @@ def _passes_on(node: Node) -> bool:
     return op_name(node) in PASS_ON | {"dropout"} or is_cast(node)
 
 
-def _downwards(node: Node) -> tuple[float, Node]:
-    """Returns the probability of dropout, and the product with V."""
-    dropout = 0.0
+def _downwards(node: Node) -> Node:
+    """Returns the product with V."""
     while True:
         user = only_reader(node)
         if op_name(user) in PRODUCTS and user.args[0] is node:
-            return dropout, user
+            return user
         if not _passes_on(user):
             raise NoMatch(f"its probabilities are read by {user.name}")
-        if op_name(user) == "dropout":
-            probability: Any = user.args[1]
-            if dropout and probability and user.args[2]:
-                raise NoMatch("its probabilities go through dropout twice")
-            dropout = dropout or (float(probability) if user.args[2] else 0.0)
+        if op_name(user) == "dropout" and user.args[1] and user.args[2]:
+            raise NoMatch("its dropout would draw other random numbers")
         node = user
 
 

@@ -122,11 +122,11 @@ def losses(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
 
 
-def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
+def match_loss(loss: Node) -> LossMatch:
     """Returns the operands and options of a loss. Raises `NoMatch`, with the reason, if it cannot go in chunks."""
     picked = find_picked(loss)
     if picked is not None:
-        return _match_picked(loss, picked, drop_logits)
+        return _match_picked(loss, picked)
     given = arguments_of(loss)
     value, target, reduction, ignore_index = (given[name] for name in ("self", "target", "reduction", "ignore_index"))
     if target.meta["val"].is_floating_point():
@@ -142,22 +142,22 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     match = LossMatch(loss, linear, path, target, given["weight"], _REDUCTIONS[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
         raise NoMatch("its input is not from log_softmax")
-    return _checked(match, drop_logits)
+    return _checked(match)
 
 
-def _match_picked(loss: Node, picked: _Picked, drop_logits: bool) -> LossMatch:
+def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
     """Returns the match of a cross entropy that is written out. It ignores no target and fails for an invalid one."""
     check_readers(picked, loss)
     value = picked.log_probabilities
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
     linear = match_linear(path.top)
     match = LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, not picked.negative)
-    return _checked(match, drop_logits)
+    return _checked(match)
 
 
-def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
+def _checked(match: LossMatch) -> LossMatch:
     _check_shapes(match)
-    if match.path.returned and not drop_logits:
+    if match.path.returned:
         raise NoMatch("its logits are returned as well")
     # The operator reads its inputs where the loss is.
     inputs = [operand for operand in (match.linear.hidden, match.linear.weight, match.bias) if operand is not None]

@@ -27,7 +27,6 @@ def test_shared_frozen_and_wide_parameters() -> None:
     assert [id(parameter) for parameter in facts.trained] == [id(model.embedding.weight), id(model.head.bias)]
     assert facts.together is not None
     assert [len(group) for group in facts.together] == [1, 2, 2]
-    assert facts.stepping_host.name == "cpu"
 
 
 def test_stepping_keeps_the_most_bytes_of_each_kind() -> None:

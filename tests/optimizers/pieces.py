@@ -13,14 +13,13 @@ from torch import Tensor, nn, optim
 from examples.models.families import integers, library
 from memopt.device.devices import hardware
 from memopt.levers import Lever
-from memopt.levers.bf16_parameters import bf16_parameters
+from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
-from memopt.levers.offload_optimizer import offload_optimizer
+from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import PricedLevers, apply_levers
 from memopt.levers.training_price import PCIE, TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
-from memopt.optimizers import Rounding, Where
 from memopt.solver.problem import Link
 from tests.train.pieces import GPT2
 
@@ -102,20 +101,19 @@ def saved_and_loaded(state: dict[str, Any], path: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Levers on the optimiser with their options; by default none."""
+    """Levers on the optimiser; by default none."""
 
-    bf16_parameters: Rounding | None = None
+    bf16_parameters: bool = False
     low_bit_optimizer: bool = False
-    offload_optimizer: Where | None = None
+    offload_optimizer: bool = False
     optimizer_in_backward: bool = False
-    state_dtype: torch.dtype = torch.float32
 
     @property
     def levers(self) -> tuple[Lever, ...]:
         chosen = (
-            self.bf16_parameters and bf16_parameters(self.bf16_parameters, self.state_dtype),
+            self.bf16_parameters and BF16_PARAMETERS,
             self.low_bit_optimizer and LOW_BIT_OPTIMIZER,
-            self.offload_optimizer and offload_optimizer(self.offload_optimizer),
+            self.offload_optimizer and OFFLOAD_OPTIMIZER,
             self.optimizer_in_backward and OPTIMIZER_IN_BACKWARD,
         )
         return tuple(lever for lever in chosen if isinstance(lever, Lever))

@@ -15,9 +15,9 @@ from torch import nn, optim
 import memopt
 from memopt.optimizers import (
     BF16ParametersOptimizer,
+    LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
-    Where,
     one_parameter,
 )
 from memopt.solver.problem import Link
@@ -39,19 +39,17 @@ from tests.optimizers.pieces import (
     values,
 )
 
-WHERES: tuple[Where, ...] = ("device", "host")
-DEVICE = Choice(offload_optimizer="device")
+DEVICE = Choice(offload_optimizer=True)
 
 
-@pytest.mark.parametrize("update", WHERES)
 @pytest.mark.parametrize("piece_elements", [2**21, 128])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_equal_to_the_plain_step_bit_by_bit(
-    make: Callable[..., optim.Optimizer], piece_elements: int, update: Where, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., optim.Optimizer], piece_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
     plain, offloaded = some_parameters(), some_parameters()
-    first, second = make(plain), OffloadedOptimizer(make(offloaded), update)
+    first, second = make(plain), OffloadedOptimizer(make(offloaded))
     train(first, plain, range(6))
     train(second, offloaded, range(6))
     assert same(values(offloaded), values(plain))
@@ -61,10 +59,8 @@ def test_equal_to_the_plain_step_bit_by_bit(
             assert value is None or torch.equal(second.state[mine][key], value)
 
 
-@pytest.mark.parametrize("update", WHERES)
-def test_what_inner_steps_are_copies(update: Where) -> None:
-    """On a GPU these are copies across the link: nothing of the kept state is stepped on the device, nor a parameter on
-    the host."""
+def test_what_inner_steps_are_copies() -> None:
+    """On a GPU these are copies across the link: nothing of the kept state is stepped on the device."""
     made = [parameter for parameter in some_parameters() if parameter.dim()]  # a single number is not worth the way
     seen: list[tuple[int, int]] = []
 
@@ -74,7 +70,7 @@ def test_what_inner_steps_are_copies(update: Where) -> None:
             for tensor, state in self.state.items():
                 seen.append((tensor.data_ptr(), state["exp_avg"].data_ptr()))
 
-    optimizer = OffloadedOptimizer(Watched(made), update)
+    optimizer = OffloadedOptimizer(Watched(made))
     for step in range(2):
         for parameter in made:
             parameter.grad = torch.full_like(parameter, step + 1.0)
@@ -82,17 +78,15 @@ def test_what_inner_steps_are_copies(update: Where) -> None:
     parameters = {parameter.data_ptr() for parameter in made}
     kept = {optimizer.state[parameter]["exp_avg"].data_ptr() for parameter in made}
     second = seen[len(made) :]
-    assert all((tensor in parameters) == (update == "device") for tensor, _ in second)
-    assert all((state in kept) == (update == "host") for _, state in second)
+    assert all(tensor in parameters and state not in kept for tensor, state in second)
 
 
-@pytest.mark.parametrize("update", WHERES)
-def test_state_dicts_serve_the_plain_optimizer_and_back(update: Where, tmp_path: Path) -> None:
+def test_state_dicts_serve_the_plain_optimizer_and_back(tmp_path: Path) -> None:
     plain, other = some_parameters(), some_parameters()
     expected, begun = optim.AdamW(plain), optim.AdamW(other)
     train(expected, plain, range(6))
     train(begun, other, range(2))
-    middle = OffloadedOptimizer(optim.AdamW(other), update)
+    middle = OffloadedOptimizer(optim.AdamW(other))
     middle.load_state_dict(saved_and_loaded(begun.state_dict(), tmp_path / "1.pt"))
     train(middle, other, range(2, 4))
     end = optim.AdamW(other)
@@ -101,25 +95,23 @@ def test_state_dicts_serve_the_plain_optimizer_and_back(update: Where, tmp_path:
     assert same(values(other), values(plain))
 
 
-@pytest.mark.parametrize("update", WHERES)
-def test_what_was_learned_before_goes_along_and_copies_go_on(update: Where) -> None:
+def test_what_was_learned_before_goes_along_and_copies_go_on() -> None:
     plain, other = some_parameters(), some_parameters()
     expected, begun = optim.NAdam(plain), optim.NAdam(other)
     train(expected, plain, range(2))
     train(begun, other, range(2))
-    optimizer = copy.deepcopy(OffloadedOptimizer(begun, update))
+    optimizer = copy.deepcopy(OffloadedOptimizer(begun))
     train(expected, plain, range(2, 4))
     others = optimizer.param_groups[0]["params"]
     train(optimizer, others, range(2, 4))
     assert same(values(others), values(plain))
 
 
-@pytest.mark.parametrize("update", WHERES)
-def test_around_and_within_other_proposals(update: Where) -> None:
+def test_around_and_within_other_proposals() -> None:
     def run(offload: bool, in_backward: bool) -> list[float]:
-        model = small_gpt2().bfloat16()
-        optimizer: optim.Optimizer = BF16ParametersOptimizer(optim.AdamW(model.parameters()), "compensated")
-        optimizer = OffloadedOptimizer(optimizer, update) if offload else optimizer
+        model = small_gpt2()
+        optimizer: optim.Optimizer = LowBitOptimizer(optim.AdamW(model.parameters()))
+        optimizer = OffloadedOptimizer(optimizer) if offload else optimizer
         optimizer = OptimizerInBackward(optimizer) if in_backward else optimizer
         return losses(model, optimizer, text(), 4)
 
@@ -131,7 +123,7 @@ def test_around_and_within_other_proposals(update: Where) -> None:
 def test_the_state_of_a_proposal_inside_is_saved_too(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[OffloadedOptimizer, list[nn.Parameter]]:
         made = [nn.Parameter(parameter.detach().bfloat16()) for parameter in some_parameters()]
-        return OffloadedOptimizer(BF16ParametersOptimizer(optim.AdamW(made), "stochastic", seed)), made
+        return OffloadedOptimizer(BF16ParametersOptimizer(optim.AdamW(made), seed)), made
 
     optimizer, whole = build(seed=3)
     train(optimizer, whole, range(2))
@@ -148,12 +140,11 @@ def test_the_state_of_a_proposal_inside_is_saved_too(tmp_path: Path) -> None:
         resumed.load_state_dict(optim.AdamW(whole).state_dict())
 
 
-@pytest.mark.parametrize("update", WHERES)
-def test_the_train_step_drives_it(update: Where) -> None:
+def test_the_train_step_drives_it() -> None:
     def run(offload: bool) -> list[float]:
         model = small_gpt2()
         optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer = OffloadedOptimizer(optimizer, update) if offload else optimizer
+        optimizer = OffloadedOptimizer(optimizer) if offload else optimizer
         scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         step = memopt.TrainStep(
             model, optimizer, 0.5, scheduler, accumulate=2, scaler=torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -163,17 +154,16 @@ def test_the_train_step_drives_it(update: Where) -> None:
     assert run(offload=True) == run(offload=False)
 
 
-@pytest.mark.parametrize("update", WHERES)
 @pytest.mark.parametrize("make", [optim.AdamW, *map(slow, (partial(optim.SGD, lr=0.1, momentum=0.9), optim.Adafactor))])
-def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> None:
+def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     """On the CPU the meter sees the device's bytes and the host's together."""
 
     def build() -> tuple[optim.Optimizer, Sequence[nn.Parameter]]:
         parameters = list(large_gpt2().parameters())
-        return OffloadedOptimizer(make(parameters), update), parameters
+        return OffloadedOptimizer(make(parameters)), parameters
 
     parameters = list(large_gpt2().parameters())
-    found = priced(parameters, make, "cpu", Choice(offload_optimizer=update))
+    found = priced(parameters, make, "cpu", DEVICE)
     assert found.before.parameters >= 20 * 1024**2
     assert found.after.optimizer_state == 0
     assert tells(found.after.total + found.host_bytes, measured_step(build))
@@ -182,15 +172,12 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> 
 def test_the_link_sets_the_time() -> None:
     parameters = [nn.Parameter(torch.empty(2**24, device="meta"))]
     fast, slow = Link(25e9), Link(12.5e9, 1e-3)
-    found = {update: priced(parameters, "adamw", "h100", Choice(offload_optimizer=update), fast) for update in WHERES}
+    quick, slower = (priced(parameters, "adamw", "h100", DEVICE, link) for link in (fast, slow))
     # Two moments of float32 each way: 16 bytes an element.
-    assert found["device"].added_seconds == pytest.approx(16 * 2**24 / 25e9, rel=0.05)
-    # Gradient, parameter, and the parameter back: 12, and the arithmetic of a CPU.
-    assert found["host"].added_seconds > 12 * 2**24 / 25e9
-    slower = priced(parameters, "adamw", "h100", Choice(offload_optimizer="device"), slow)
+    assert quick.added_seconds == pytest.approx(16 * 2**24 / 25e9, rel=0.05)
     pieces, ways, moments = 8, 2, 2
     waiting = pieces * ways * moments * 1e-3
-    difference = slower.added_seconds - found["device"].added_seconds
+    difference = slower.added_seconds - quick.added_seconds
     assert difference == pytest.approx(16 * 2**24 / 25e9 + waiting, rel=0.01)
 
 
@@ -209,10 +196,6 @@ def test_on_a_gpu_pinned_memory_comes_in_powers_of_two() -> None:
 
 def test_refusals() -> None:
     some = some_parameters()
-    with pytest.raises(ValueError, match="update must be one of device, host, not 'disk'"):
-        OffloadedOptimizer(optim.SGD(some), "disk")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="capturable=True"):
-        OffloadedOptimizer(optim.Adam(some, capturable=True), "host")
     with pytest.raises(ValueError, match="offload_optimizer steps without a closure"):
         OffloadedOptimizer(optim.SGD(some)).step(lambda: 0.0)
     with pytest.raises(ValueError, match="LBFGS evaluates the model"):

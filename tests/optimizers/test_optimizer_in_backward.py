@@ -20,8 +20,8 @@ from memopt.levers.optimizer_levers import PricedLevers
 from memopt.levers.training_price import TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
+    LowBitOptimizer,
     OptimizerInBackward,
-    use_bf16_parameters,
 )
 from tests.optimizers.pieces import OPTIMIZERS, large_gpt2, losses, same, saved_and_loaded, small_gpt2, text, values
 
@@ -108,7 +108,7 @@ def test_detached_and_copied_it_is_a_plain_one_again() -> None:
 def test_around_another_proposal() -> None:
     def train(in_backward: bool) -> list[float]:
         model = small_gpt2()
-        optimizer: optim.Optimizer = use_bf16_parameters(model, optim.AdamW(model.parameters()), "compensated")
+        optimizer: optim.Optimizer = LowBitOptimizer(optim.AdamW(model.parameters()))
         optimizer = OptimizerInBackward(optimizer) if in_backward else optimizer
         return losses(model, optimizer, text(), 4)
 

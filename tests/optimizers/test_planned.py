@@ -10,9 +10,9 @@ import memopt
 from tests.optimizers.pieces import Choice, large_gpt2, text
 
 CASES = {
-    "narrow": Choice("compensated"),
+    "narrow": Choice(True),
     "low-bit": Choice(low_bit_optimizer=True),
-    "both": Choice("stochastic", True),
+    "both": Choice(True, True),
 }
 
 

@@ -1,44 +1,12 @@
-"""float32 to bfloat16 by chance, and split into halves."""
+"""float32 to bfloat16 by chance."""
 
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from memopt.optimizers.bf16_parameters import joined, round_stochastically, split
+from memopt.optimizers.bf16_parameters import round_stochastically
 
 NAN, INFINITY = float("nan"), float("inf")
-
-
-def halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    upper = torch.empty_like(value, dtype=torch.bfloat16)
-    lower = torch.empty_like(value, dtype=torch.int16)
-    split(value.clone(), upper, lower)
-    return upper, lower
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50))
-def test_the_halves_give_every_float_back_and_the_upper_one_is_nearest(numbers: list[float]) -> None:
-    value = torch.tensor(numbers)
-    upper, lower = halves(value)
-    assert torch.equal(joined(upper, lower).view(torch.int32), value.view(torch.int32))
-    nearest = value.to(torch.bfloat16).float()
-    finite = nearest.isfinite() & upper.isfinite()
-    off, least = ((rounded.float() - value).abs()[finite] for rounded in (upper, nearest))
-    assert torch.equal(off, least)  # of two that are equally near, either
-
-
-def test_ties_negative_zero_and_what_is_no_number() -> None:
-    patterns = [0x3F808000, 0x3F818000, -0x407F8000, -(2**31), 0x7F800000, -0x00800000, 0x7F7FFFFF]
-    value = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
-    upper, lower = halves(value)
-    assert joined(upper, lower).view(torch.int32).tolist() == patterns
-    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    upper, lower = halves(nans)
-    assert upper.isnan().all()
-    assert joined(upper, lower).isnan().all()
 
 
 def stochastic(value: torch.Tensor, seed: int = 0) -> torch.Tensor:
