@@ -1,8 +1,8 @@
 """What each source of plans is worth: the portfolio without it, at budgets down to the floor: a JSON file and a table.
 
-    python -m benchmarks.ablation [--only "U-Net" …] [--without exact …] [--efforts fast default best] [--problems F]
+    python -m benchmarks.ablation [--only "U-Net" …] [--without polish …] [--efforts fast default best] [--problems F]
 
-The problems are those of `benchmarks.frontier`, and small ones, for which the exact solver is meant. Each budget is
+The problems are those of `benchmarks.frontier`, and small ones. Each budget is
 solved by itself, as a user asks for it: no plan of another budget is there to start from. Points are of added time in
 percent of the step. `--problems` keeps captured problems in a folder, since capture takes longer than the solving.
 """
@@ -26,7 +26,7 @@ from benchmarks.frontier import captured
 from benchmarks.real_models import BY_NAME
 from benchmarks.stamp import stamp, write_result
 from examples.models.problems import chain, random_problem, unet
-from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, portfolio, search, simulate, warm_up
+from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, portfolio, simulate, warm_up
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.protocol import SAVE_EVERYTHING
 from memopt.solver.search import Search
@@ -35,8 +35,6 @@ RESULT = Path(__file__).parent / "results" / "ablation.json"
 SHARES = (0.0, 0.003, 0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Budgets between the smallest peak of the whole portfolio (0) and that of saving everything (1)."""
 SHARES_BEST = (0.003, 0.03, 0.15, 0.5)
-MOST_EXACT = (portfolio._TINY_OPS, search._MOST_FORWARD_OPS)
-"""Forward ops up to which the exact solver takes part, below effort best and in it."""
 CHANGED = 0.1
 """Points by which a plan counts as changed."""
 
@@ -59,10 +57,6 @@ SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "repair": ((Search, "repaired", lambda self, seed, rule: None),),
     "polish": ((Search, "polish", lambda self, plan, method=None: None),),
     "local search": ((Search, "explore", lambda self, save_all, seeds, evaluations: None),),
-    "exact": (
-        (Portfolio, "_exact", lambda self, cap_bytes, rough=False: None),
-        (search, "_MOST_FORWARD_OPS", -1),
-    ),
 }
 """What is put in place of each source, and where, so that it proposes nothing."""
 
@@ -98,8 +92,6 @@ def measure(
         budgets = sorted({int(least + share * (most - least)) for share in shares})
         whole = solved(problem, "nothing", budgets, effort, seconds)
         for source in sources:
-            if source == "exact" and problem.forward_ops > MOST_EXACT[effort == "best"]:
-                continue
             rest = solved(problem, source, budgets, effort, seconds)
             more = [b - a for a, b in zip(whole, rest, strict=True) if a is not None and b is not None]
             yield {

@@ -24,9 +24,9 @@ import memopt
 from benchmarks.frontier import PRICES
 from benchmarks.real_models import RealModel, UNet, chunked, gpt2, images, library, llama, segmentation, tokens
 from benchmarks.stamp import stamp, write_result
+from examples.models.exact import solve_exactly
 from examples.models.problems import random_problem, unet
 from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, floor_bytes, simulate
-from memopt.solver.exact import solve_exactly
 
 RESULT = Path(__file__).parent / "results" / "exact.json"
 SHARES = (0.7, 0.4, 0.2, 0.1, 0.04)

@@ -12,10 +12,6 @@ from typing import Any
 import pytest
 
 import memopt
-from memopt.cli.failures import BAD_USAGE, described
-from memopt.planning.options import check_options
-from memopt.solver import Portfolio
-from memopt.solver.portfolio import _chain, exact_left_out
 
 ROOT = Path(memopt.__file__).parents[1]
 NOT_LOADED = """
@@ -43,17 +39,11 @@ def project() -> dict[str, Any]:
     return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-
-
 def test_what_an_installation_needs() -> None:
     metadata = project()["project"]
     names = {requirement.split(">")[0] for requirement in metadata["dependencies"]}
     assert names == {"torch", "click", "networkx", "numpy", "rich"}
     extras = metadata["optional-dependencies"]
-    assert extras["exact"] == [one for one in extras["dev"] if one.startswith("scipy")]
     assert extras["numba"] == [one for one in extras["dev"] if one.startswith("numba")]
     assert metadata["authors"]
     python = [one.rpartition(" ")[2] for one in metadata["classifiers"] if "Python :: 3." in one]
@@ -101,38 +91,6 @@ def planned_without(*modules: str) -> str:
 def test_plans_without_numba_and_scipy_are_the_same() -> None:
     plain = planned_without("numba", "scipy", "memopt.solver._kernels")
     assert plain == planned_without("numba", "scipy")
-
-
-def test_larger_problems_are_solved_alike_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _chain(blocks=13)
-    with_scipy = Portfolio(problem)
-    smallest = with_scipy.smallest()
-    budgets = [smallest.peak_bytes + more for more in (0, 2, 6, 12)]
-    found = [with_scipy.solve(budget) for budget in budgets]
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    without = Portfolio(problem)
-    assert without.smallest() == smallest
-    assert [without.solve(budget) for budget in budgets] == found
-    assert exact_left_out(problem) == ""
-
-
-@pytest.mark.usefixtures("no_scipy")
-def test_tiny_problems_without_scipy_are_solved_and_say_so() -> None:
-    problem = _chain(blocks=4)
-    portfolio = Portfolio(problem)
-    smallest = portfolio.smallest().peak_bytes
-    assert portfolio.solve(smallest).peak_bytes <= smallest
-    assert exact_left_out(problem).endswith("pip install 'memopt[exact]'")
-
-
-@pytest.mark.usefixtures("no_scipy")
-def test_the_best_effort_names_what_it_needs() -> None:
-    words = r"effort='best' .* scipy, which is not installed; pip install 'memopt\[exact\]'"
-    with pytest.raises(ModuleNotFoundError, match=words) as refused:
-        check_options(1.0, effort="best")
-    assert described(refused.value)[0] == BAD_USAGE
-    with pytest.raises(ModuleNotFoundError, match=words):
-        Portfolio(_chain(blocks=4)).solve(100, "best")
 
 
 def test_solvers_that_nothing_compiles_warn_once() -> None:

@@ -28,7 +28,6 @@ from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_a
 from memopt.price.node_prices import host_seconds
 from memopt.progress import stage
 from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simulate, warm_up
-from memopt.solver.portfolio import exact_left_out
 
 
 def plain_step(joined: Joined, account: Account) -> Breakdown:
@@ -129,7 +128,7 @@ def plan_by(
         regions=tuple(regions),
         modules=module_rows(joined, solution.schedule),
         host_seconds=0.0 if account.caching else host_seconds(len(traced.regions), gradients),
-        notes=traced.all_notes + tuple(filter(None, (account.optimizer_guess, exact_left_out(joined.problem)))),
+        notes=traced.all_notes + (account.optimizer_guess,) * bool(account.optimizer_guess),
         effort=effort,
         **_offloading(joined, solution),
         source=source,

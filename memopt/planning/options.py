@@ -24,7 +24,6 @@ from memopt.planning.keywords import takes_options
 from memopt.rewrite import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
-from memopt.solver.portfolio import require_exact
 from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]
@@ -115,11 +114,8 @@ def _bytes_or_none(name: str, gb: float | None) -> int | None:
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
-    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None.
-
-    Raises `TypeError`, `ValueError`, and `ModuleNotFoundError` where "best" needs a package that is missing."""
+    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `TypeError`, `ValueError`."""
     _one_of("effort", get_args(EffortName))(effort)
-    require_exact(effort)
     if limit_seconds is None:
         return Effort(effort)
     if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, numbers.Real):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
-from importlib.util import find_spec
 from typing import get_args
 
 from memopt.solver.arrays import arrays_of, to_array, to_schedule
@@ -35,11 +33,6 @@ _NEEDS_NO_NESTING = 1e-3
 # Evaluations that the plans of one local search may have together: half a second's worth. More are allowed for small
 # problems, whose plans take less time to build and cut.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
-# The exact solver takes part for problems with at most this many forward ops.
-_TINY_OPS = 24
-# Where any schedule within a cap will do, the exact solver may be this share above the optimum, which takes a hundredth
-# of the time of a proof, and is asked for programs of that size: a second.
-_ROUGH_GAP, _ROUGH_VARIABLES = 0.3, 1_100
 # Repairs of the plan that saves everything take longest and do not help large problems: none once repairs have made
 # this many evaluations and a plan fits.
 _SPENT_BEFORE_SAVE_ALL = 100_000
@@ -86,7 +79,6 @@ class Portfolio:
         """
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
-        require_exact(effort)
         bound = self._bound.added_seconds(budget_bytes)
         search = Search(self._arrays, budget_bytes, bound + _CLOSE_ENOUGH * self._problem.seconds)
         known = [*self._baselines, *self._hull_plans, *self._found]
@@ -174,7 +166,6 @@ class Portfolio:
             if search.best is None or search.spent < _SPENT_BEFORE_SAVE_ALL:
                 search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
-        search.offer(None if search.done else self._exact(cap_bytes) or self._exact(cap_bytes, rough=True))
 
     def _plans_of(self, solver: Solver, budget_bytes: int = 0) -> list[Candidate]:
         """The plans that a built-in solver proposes; many propose the same ones for every budget."""
@@ -201,18 +192,6 @@ class Portfolio:
             search.explore(self._baselines[0], [*above[:3], *fitting[:2]], self._explored)
         if search.best is None and self._smallest.peak_bytes <= search.cap_bytes:
             search.offer(self._smallest)
-
-    def _exact(self, cap_bytes: int, *, rough: bool = False) -> Candidate | None:
-        """The exact solver's plan for a tiny problem; None for other problems, or if it finds none. `rough`: any plan
-        within the cap will do."""
-        if self._problem.forward_ops > _TINY_OPS or exact_left_out(self._problem):
-            return None
-        from memopt.solver.exact import Exact  # scipy.optimize takes a while to import
-
-        solver = Exact(most_forward_ops=_TINY_OPS)
-        if rough:
-            solver = replace(solver, gap=_ROUGH_GAP, variables=_ROUGH_VARIABLES)
-        return next(iter(self._plans_of(solver, cap_bytes)), None)
 
     def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], list[Candidate]]:
         """Add to `known` the nested plans with ever smaller peaks; returns a function from caps to nested plans.
@@ -256,7 +235,7 @@ class Portfolio:
             cap_bytes = (low + best.peak_bytes) // 2
             search = Search(self._arrays, cap_bytes)
             plan = next((plan for plan in nested(cap_bytes) if plan.peak_bytes <= cap_bytes), None)
-            plan = plan or _first_fit(search, seeds) or self._exact(cap_bytes, rough=True)
+            plan = plan or _first_fit(search, seeds)
             spent += search.spent
             if plan is None:
                 low = cap_bytes
@@ -290,27 +269,6 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
             if search.spent >= _SPENT_ON_SMALLEST // 2:
                 return None
     return None
-
-
-def require_exact(effort: Effort) -> None:
-    """Raises `ModuleNotFoundError` where `effort` needs a solver that is not installed."""
-    if effort == "best" and find_spec("scipy") is None:
-        raise ModuleNotFoundError(
-            "effort='best' solves mixed-integer programs with scipy, which is not installed; "
-            "pip install 'memopt[exact]'",
-            name="scipy",
-        )
-
-
-def exact_left_out(problem: RematProblem) -> str:
-    """Why the exact solver takes no part in plans of a problem for which it is meant; "" where it does, or the problem
-    is too large for it."""
-    if problem.forward_ops > _TINY_OPS or find_spec("scipy") is not None:
-        return ""
-    return (
-        f"scipy is not installed: a graph of at most {_TINY_OPS} operators is planned without the exact solver, and "
-        "another plan may be faster; pip install 'memopt[exact]'"
-    )
 
 
 @cache

@@ -1,5 +1,5 @@
 """Finds fast schedules within one cap: repairs and polishes given schedules, then searches around the best.
-`effort="best"` adds the exact solver for small problems, and then more local search."""
+`effort="best"` adds more local search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Ints, added_seconds, peak_bytes, to_array
+from memopt.solver.arrays import Arrays, Ints, added_seconds, peak_bytes
 from memopt.solver.polish import polish, ruin
 from memopt.solver.problem import RematProblem
 from memopt.solver.repair import repair
@@ -155,8 +155,6 @@ def root_of(method: str) -> str:
     return method.split(",")[0]
 
 
-# The exact solver is tried on problems with at most this many forward ops.
-_MOST_FORWARD_OPS = 80
 # Evaluations that repairs make in one round of local search, a fraction of a second, after which progress is reported.
 _ROUND = 10_000
 # The search ends when the best schedule is this close to the lower bound, as a share of the step's seconds.
@@ -184,10 +182,8 @@ def search_on(
     limit_seconds: float,
     report: Callable[[Progress], None] | None,
 ) -> None:
-    """Improve `search.best` until it is proven optimal, meets `bound_seconds`, or `limit_seconds` have passed.
-
-    `seeds` must begin with the plan that saves everything. The exact solver gets at most half of the time.
-    """
+    """Improve `search.best` until it meets `bound_seconds`, or `limit_seconds` have passed. `seeds` must begin with the
+    plan that saves everything."""
     started = time.monotonic()
 
     def continues() -> bool:
@@ -198,16 +194,5 @@ def search_on(
             report(Progress(elapsed, search.best.added_seconds, bound_seconds))
         return elapsed < limit_seconds and search.best.added_seconds > bound_seconds + _CLOSE * problem.seconds
 
-    assert search.best is not None
-    if continues() and problem.forward_ops <= _MOST_FORWARD_OPS:
-        from memopt.solver.exact import solve_exactly  # scipy.optimize takes a while to import
-
-        most = search.best.added_seconds
-        exact = solve_exactly(problem, search.cap_bytes, seconds=limit_seconds / 2, below_seconds=most)
-        if exact.schedule is not None:
-            search.offer(candidate(arrays, "exact", to_array(exact.schedule)))
-            search.polish(search.best)
-        if exact.proven:
-            return
     while continues():
         search.explore(seeds[0], seeds[1:], _ROUND)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.exact import solve_exactly
 from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Infeasible, Portfolio, Schedule, floor_bytes, simulate
-from memopt.solver.exact import solve_exactly
 from memopt.solver.problem import RematProblem
 from tests.solver.reference import optimum, revolve
 

@@ -1,6 +1,6 @@
 import pytest
 
-from memopt.solver.stage_model import _LinearModel
+from examples.models.exact import _LinearModel
 
 
 def test_the_cheaper_of_two_variables_covers_a_demand() -> None:

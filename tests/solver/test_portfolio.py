@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Infeasible, Portfolio, Schedule, floor_bytes, simulate
-from memopt.solver.exact import solve_exactly
 from memopt.solver.problem import RematProblem
 from tests.marks import slow
 from tests.solver.reference import optimum
@@ -161,13 +160,3 @@ def test_a_step_without_ops() -> None:
     solution = Portfolio(RematProblem((), (), 0, resident_bytes=5)).solve(5)
     assert solution.schedule == Schedule(())
     assert solution.peak_bytes == 5
-
-
-@pytest.mark.parametrize(("seed", "budget_bytes"), [(101, 257), (110, 193)])
-def test_tiny_problems_are_left_to_the_exact_reference(seed: int, budget_bytes: int) -> None:
-    """Local search alone is 5 points above the optimum of the first and finds nothing for the second."""
-    problem = random_problem(random.Random(seed), 8 + seed % 24)
-    solution = Portfolio(problem).solve(budget_bytes)
-    exact = solve_exactly(problem, budget_bytes, seconds=30)
-    assert exact.proven
-    assert solution.added_seconds <= exact.added_seconds + 1e-3 * problem.seconds

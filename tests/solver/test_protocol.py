@@ -9,6 +9,7 @@ from itertools import repeat
 
 import pytest
 
+from examples.models.exact import solve_exactly
 from examples.models.problems import chain, random_problem, transformer
 from memopt.solver import (
     Infeasible,
@@ -24,7 +25,6 @@ from memopt.solver import (
     simulate,
 )
 from memopt.solver.chain_plans import NestedChain
-from memopt.solver.exact import Exact, solve_exactly
 from memopt.solver.min_cut import MinimumCut
 from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers, baseline_solvers, checked_solvers, proposed
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
@@ -63,7 +63,7 @@ def plain_peak(problem: RematProblem) -> int:
 
 def test_ours_are_solvers_too() -> None:
     problem = chain(8)
-    for solver in (*baseline_solvers(problem), MinimumCut(), NestedChain(), Exact()):
+    for solver in (*baseline_solvers(problem), MinimumCut(), NestedChain()):
         assert isinstance(solver, Solver)
         assert checked_solvers([solver]) == (solver,)
         assert proposed(solver, problem, plain_peak(problem))

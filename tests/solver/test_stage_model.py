@@ -1,6 +1,6 @@
 import pytest
 
-from memopt.solver.stage_model import StageModel
+from examples.models.exact import StageModel
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 
