@@ -18,8 +18,8 @@ from memopt.checks.reference import Accuracies, Accuracy, Exact, float64_step
 from memopt.compat.hooks import post_accumulate_hooks
 from memopt.device.devices import device_of
 from memopt.errors import GradientMismatchError
+from memopt.planning.changes import source_line
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import source_line
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of

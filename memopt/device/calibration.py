@@ -131,7 +131,7 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) 
     return best
 
 
-FORMAT = 5
+FORMAT = 6
 """Files of another format are ignored, and their measurements repeated; raised when what is measured, or how,
 changes."""
 MOST_CALLS = 2**14

@@ -178,8 +178,7 @@ class _Cuda(Device):
             known,
             memory_bytes=total,
             host_bytes=physical_bytes() // 2,
-            multiprocessors=chip.multiprocessors,
-            threads_per_multiprocessor=chip.threads,
+            chip=chip,
         )
 
     def reported(self, device: torch.device) -> Hardware:
@@ -194,8 +193,7 @@ class _Cuda(Device):
             source="",
             major=major,
             context_bytes=assumed_context(major),
-            multiprocessors=chip.multiprocessors,
-            threads_per_multiprocessor=chip.threads,
+            chip=chip,
             host_bytes=physical_bytes() // 2,
             device_type=self.type,
         )

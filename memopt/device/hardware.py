@@ -65,8 +65,8 @@ class Hardware:
     where both overlap with the kernel before."""
     major: int = 9
     """Major version of the card's compute capability, by which cuBLAS chooses its workspace."""
-    multiprocessors: int = LARGE.multiprocessors
-    threads_per_multiprocessor: int = LARGE.threads
+    chip: Chip = LARGE
+    """What the workspaces of its kernels depend on."""
     context_bytes: int = 512 * 1024**2
     """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
     they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400
@@ -81,11 +81,6 @@ class Hardware:
         """The link to the host's memory, as the solver takes it."""
         room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
-
-    @property
-    def chip(self) -> Chip:
-        """What the workspaces of its kernels depend on."""
-        return Chip(self.multiprocessors, self.threads_per_multiprocessor)
 
     def multiplies(self, tile: str) -> bool:
         """Whether the device has units for 8-bit products with a scale for each tile (see `passes.ops.fp8_formats`)."""
@@ -145,8 +140,7 @@ def _gpu(
         source,
         link_bytes_per_second=PCIE[pcie],
         major=major,
-        multiprocessors=chip.multiprocessors,
-        threads_per_multiprocessor=chip.threads,
+        chip=chip,
         context_bytes=assumed_context(major),
     )
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -89,14 +90,10 @@ class GraphFacts:
         self.modules = tuple(dict.fromkeys(module_path(node) for node in graph.nodes if node.op == "call_function"))
         self._number: dict[str, int] = {}
         self._line: dict[str, str] = {}
-        lines: dict[str, str] = {}
         calls: Counter[tuple[str, str, str]] = Counter()
         for node in graph.nodes:
-            trace = node.meta.get("stack_trace") or ""
-            if trace not in lines:
-                lines[trace] = _user_line(trace)
-            self._line[node.name] = lines[trace]
-            call = module_path(node), operator_name(node), lines[trace]
+            line = self._line[node.name] = source_line(node)
+            call = module_path(node), operator_name(node), line
             self._number[node.name] = calls[call]
             calls[call] += 1
 
@@ -130,8 +127,13 @@ def operator_name(node: fx.Node) -> str:
     return name.split(".")[1] if "." in name else name
 
 
-def _user_line(trace: str) -> str:
-    """The innermost line outside of torch in a stack trace, as "file:line"; "" for an empty trace."""
+def source_line(node: fx.Node) -> str:
+    """The innermost line outside of torch that called a node, as "file:line"; "" where tracing left none."""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=1024)
+def _innermost(trace: str) -> str:
     frames = _FRAME.findall(trace)
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     return ":".join((own or frames)[-1]) if frames else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, fx
 from memopt.account.breakdown import is_receipt
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import is_view, storage_bytes
+from memopt.planning.changes import source_line
 from memopt.planning.frontier import Frontier, shown
 from memopt.planning.schedule_parts import forward_evaluations, held_storages
 from memopt.solver import Schedule
@@ -86,7 +86,7 @@ def _add_region(graph: DiGraph, number: int, region: JointGraph, prefix: str) ->
                 "operator": "" if half == "input" else str(node.target),
                 "half": half,
                 "module": module_path(node),
-                "source": source_line(node),
+                "source": source_line(node) or None,
                 "fate": _unpriced_fate(node, region),
                 "bytes": storage_bytes(value) if given else 0,
             },
@@ -134,12 +134,6 @@ def _op_attributes(joined: Joined, schedule: Schedule) -> Iterator[dict[str, Any
         else:
             fate = "temporary"
         yield {**attributes, "fate": fate}
-
-
-def source_line(node: fx.Node) -> str | None:
-    """The line of the model's code that called the operator, as "file:line"; None where tracing left none."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(found[-1]) if found else None
 
 
 Format = Literal["snapshot", "trace", "dot"]

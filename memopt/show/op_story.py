@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.planning.changes import operator_name
+from memopt.planning.changes import operator_name, source_line
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import source_line
 from memopt.show.report import as_text, bytes_table, headline, new_table
 from memopt.show.step import WHY
 from memopt.terminal import Column, Table
@@ -172,7 +171,7 @@ def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> s
 
 def _is_of(node: fx.Node, facts: Mapping[str, Any]) -> bool:
     """Whether an op of the joint graph comes from a node of the operator graph: same module, same line of code."""
-    return module_path(node) == facts["module"] and source_line(node) == facts["source"]
+    return module_path(node) == facts["module"] and (source_line(node) or None) == facts["source"]
 
 
 def _base_name(operator: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from memopt.solver.arrays import Arrays, Ints, arrays_of, remove_dead, to_schedule
 from memopt.solver.block_options import Choices, Option, choices_of
 from memopt.solver.chain import Chain, ChainCosts, Table, chain_of, choose, fill, row
-from memopt.solver.problem import PerProblem, RematProblem, Schedule
+from memopt.solver.problem import RematProblem, Schedule
 
 # Plans are made for these multiples of the budget.
 _SHARES = (1.0, 1.06, 1.15, 1.3)
@@ -40,7 +40,7 @@ class NestedChain:
     name = "nested chain"
 
     def __init__(self) -> None:
-        self._tables = PerProblem(_ChainTables)
+        self._tables: _ChainTables | None = None
 
     def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
         table = self.table(problem, int(_SHARES[-1] * budget_bytes))
@@ -52,40 +52,42 @@ class NestedChain:
 
     def table(self, problem: RematProblem, cap_bytes: int) -> _ChainTable | None:
         """The nested plans of `problem` for all caps up to `cap_bytes`; None if it cannot be cut into blocks."""
-        return self._tables(problem).up_to(cap_bytes)
+        if self._tables is None or self._tables.problem is not problem:
+            self._tables = _ChainTables(problem)
+        return self._tables.up_to(cap_bytes)
 
 
 class _ChainTables:
     """The tables of one problem; its chains of blocks and their options are cached by number of blocks."""
 
     def __init__(self, problem: RematProblem) -> None:
-        self._problem = problem
+        self.problem = problem
         self._arrays = arrays_of(problem)
         self._chains: dict[int, Chain] = {}
         self._choices: dict[int, list[Choices]] = {}
 
     def up_to(self, cap_bytes: int) -> _ChainTable | None:
         """The plans for all caps up to `cap_bytes`; None if the cap or the forward allows fewer than two blocks."""
-        slot_bytes = max(self._grain, -(-(cap_bytes - self._problem.resident_bytes) // _SLOTS), 1)
-        slots = (cap_bytes - self._problem.resident_bytes) // slot_bytes + 1
+        slot_bytes = max(self._grain, -(-(cap_bytes - self.problem.resident_bytes) // _SLOTS), 1)
+        slots = (cap_bytes - self.problem.resident_bytes) // slot_bytes + 1
         if slots < 1:
             return None
         chain = self._chain(min(int((6 * _WORK / (slots + _OVERHEAD)) ** (1 / 3)), _MOST_BLOCKS))
         if len(chain.blocks) < 2:
             return None
         if len(chain.blocks) not in self._choices:
-            self._choices[len(chain.blocks)] = choices_of(self._problem, chain)
-        return _ChainTable(self._problem, self._arrays, chain, self._choices[len(chain.blocks)], slot_bytes, slots)
+            self._choices[len(chain.blocks)] = choices_of(self.problem, chain)
+        return _ChainTable(self.problem, self._arrays, chain, self._choices[len(chain.blocks)], slot_bytes, slots)
 
     def _chain(self, most_blocks: int) -> Chain:
         if most_blocks not in self._chains:
-            self._chains[most_blocks] = chain_of(self._problem, most_blocks)
+            self._chains[most_blocks] = chain_of(self.problem, most_blocks)
         return self._chains[most_blocks]
 
     @cached_property
     def _grain(self) -> int:
         """The greatest common divisor of all sizes in bytes: slots of this size need no rounding."""
-        return gcd(*(s.bytes for s in self._problem.storages), *(op.workspace_bytes for op in self._problem.ops))
+        return gcd(*(s.bytes for s in self.problem.storages), *(op.workspace_bytes for op in self.problem.ops))
 
 
 class _ChainTable:

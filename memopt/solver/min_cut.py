@@ -27,7 +27,7 @@ import numpy as np
 
 from memopt.solver.arrays import Flags, Floats
 from memopt.solver.max_flow import FlowNetwork
-from memopt.solver.problem import PerProblem, RematProblem, Schedule
+from memopt.solver.problem import RematProblem, Schedule
 
 _SOURCE, _SINK = 0, 1
 _NONE = -1
@@ -237,16 +237,8 @@ class MinimumCut:
 
     name = "minimum cut"
 
-    def __init__(self) -> None:
-        self._schedules = PerProblem(_schedules)
-
     def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-        return self._schedules(problem)
-
-
-def _schedules(problem: RematProblem) -> list[Schedule]:
-    """The just-in-time schedules of the problem's lower hull."""
-    return [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]
+        return [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]
 
 
 def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:

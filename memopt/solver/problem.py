@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +102,6 @@ class RematProblem:
     def seconds(self) -> float:
         """Seconds of the step without recomputation: the sum over all ops, once each."""
         return sum(op.seconds for op in self.ops)
-
-
-Value = TypeVar("Value")
-
-
-class PerProblem(Generic[Value]):
-    """Calls `make(problem)` and caches the result until it is called with another problem (compared by identity)."""
-
-    def __init__(self, make: Callable[[RematProblem], Value]) -> None:
-        self._make = make
-        self._last: tuple[RematProblem, Value] | None = None
-
-    def __call__(self, problem: RematProblem) -> Value:
-        if self._last is None or self._last[0] is not problem:
-            self._last = (problem, self._make(problem))
-        return self._last[1]
 
 
 @dataclass(frozen=True, slots=True)

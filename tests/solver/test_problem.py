@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from examples.models.problems import chain
-from memopt.solver.problem import Link, Op, PerProblem, RematProblem, Storage
+from memopt.solver.problem import Link, Op, RematProblem, Storage
 from tests.solver.small import small_step
 
 
@@ -21,19 +20,6 @@ def test_a_read_before_the_making_and_a_second_making_are_refused() -> None:
         RematProblem((make, make), storages, 2)
     with pytest.raises(AssertionError):
         RematProblem((make, read), storages, 3)
-
-
-def test_it_is_made_once_until_another_problem_comes() -> None:
-    made: list[RematProblem] = []
-
-    def ops(problem: RematProblem) -> int:
-        made.append(problem)
-        return len(problem.ops)
-
-    kept = PerProblem(ops)
-    one, other = chain(3), chain(4)
-    assert [kept(one), kept(one), kept(other), kept(one)] == [6, 6, 8, 6]
-    assert made == [one, other, one]
 
 
 def test_transfers_take_latency_and_bytes_over_bandwidth() -> None:
