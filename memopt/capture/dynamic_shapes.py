@@ -90,7 +90,7 @@ def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
     the sizes of both."""
     if len(other.region.changing) > len(run.region.changing):
         needed = _sizes_for(other, run)
-        return replace(other, most=_with_margin(needed, margin))
+        return replace(other, most=tuple(math.ceil(margin * size) for size in needed))
     if not run.region.changing:
         return max(run, other, key=_volume)
     needed = other.sizes if run.region is other.region else _sizes_for(run, other)
@@ -115,10 +115,6 @@ def _sizes_for(run: RegionRun, other: RegionRun) -> Sizes:
     ratios = (theirs / max(1, ours) for one, two in pairs for ours, theirs in zip(one, two, strict=False))
     growth = max([1.0, *ratios])
     return tuple(math.ceil(size * growth) for size in run.sizes)
-
-
-def _with_margin(sizes: Sizes, margin: float) -> Sizes:
-    return tuple(math.ceil(margin * size) for size in sizes)
 
 
 def _volume(run: RegionRun) -> int:

@@ -101,7 +101,7 @@ def capture_on_fakes(
     to_capture = partial(training_call, model, loss_fn, floats)
     with torch.enable_grad(), fake_parameters(model, mode, device, narrowed) as fakes:
         args, kwargs = fake_call(call, mode, device)
-        ids = _real_ids(fakes)
+        ids = {id(fake): id(real) for real, fake in fakes.items()}
         found: list[RecordedRegion] = []
 
         def record_whole(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -157,8 +157,3 @@ def _capture_regions(
             set_generators(generators, cpu)
 
     return as_run_later(capture, record_part)
-
-
-def _real_ids(fakes: Fakes) -> dict[int, int]:
-    """`id` of a fake tensor → `id` of the real tensor that it replaces."""
-    return {id(fake): id(real) for real, fake in fakes.items()}

@@ -219,14 +219,6 @@ def agreed(key: str, kept: Kept) -> Kept:
     store = shared_store()
     if store is None:
         return kept
-    own = _packed(kept)
+    own = base64.b64encode(zlib.compress(json.dumps(kept.as_json()).encode())).decode()
     first: bytes = store.compare_set(f"memopt/{key}", "", own)
-    return kept if first == own.encode() else _unpacked(first)
-
-
-def _packed(kept: Kept) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(kept.as_json()).encode())).decode()
-
-
-def _unpacked(text: bytes) -> Kept:
-    return Kept.from_json(json.loads(zlib.decompress(base64.b64decode(text))))
+    return kept if first == own.encode() else Kept.from_json(json.loads(zlib.decompress(base64.b64decode(first))))

@@ -209,7 +209,7 @@ class OffloadPortfolio:
                 plain = self._portfolio.solve(budget_bytes, effort, limit_seconds=limit_seconds / 2)
             except Infeasible as infeasible:
                 refused = infeasible
-        search = self._new_search(budget_bytes, link)
+        search = OffloadSearch(self._arrays, budget_bytes, self._transfer_seconds(link), link.host_bytes)
         if plain is not None and not self._problem.home_bytes:  # which is on the device only once it is brought
             search.offer(_without_offloads(plain))
         for name, schedule in self._portfolio.users.at(budget_bytes):
@@ -265,9 +265,6 @@ class OffloadPortfolio:
         if simulation.peak_bytes <= budget_bytes and math.isfinite(simulation.added_seconds) and not missing:
             offloads = np.array([astuple(offload) for offload in schedule.offloads], np.int64)
             search.offer(OffloadCandidate(name, to_array(schedule), offloads, simulation.added_seconds))
-
-    def _new_search(self, cap_bytes: int, link: Link) -> OffloadSearch:
-        return OffloadSearch(self._arrays, cap_bytes, self._transfer_seconds(link), link.host_bytes)
 
     def _transfer_seconds(self, link: Link) -> Floats:
         return np.array([link.transfer_seconds(storage.bytes) for storage in self._problem.storages], np.float64)
