@@ -34,39 +34,13 @@ class StorageInfo:
     maker: fx.Node
 
 
-@dataclass(frozen=True)
-class Storages:
-    """The storages of a graph, with their bytes: see `Aliases`, whose blocks they are."""
-
-    aliases: Aliases
+class Storages(Aliases):
+    """The storages of a graph, with their bytes: the blocks of its `Aliases`."""
 
     @cached_property
     def infos(self) -> tuple[StorageInfo, ...]:
         """The description of every storage, in the order of their indices."""
-        blocks = self.aliases.blocks
-        return tuple(StorageInfo(block.maker.name, storage_bytes(block.value), block.maker) for block in blocks)
-
-    @property
-    def of(self) -> dict[fx.Node, tuple[int, ...]]:
-        """By node, the indices of the storages of the tensors that it returns."""
-        return self.aliases.of
-
-    @property
-    def views(self) -> set[fx.Node]:
-        return self.aliases.views
-
-    @property
-    def written_over(self) -> set[int]:
-        """The storages that hold several values one after the other, since results are written over operands."""
-        return self.aliases.written_over
-
-    def read_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the storages that a node reads, through views, each once, in the order of its arguments."""
-        return self.aliases.read_by(node)
-
-    def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the storages that a node allocates."""
-        return self.aliases.made_by(node)
+        return tuple(StorageInfo(block.maker.name, storage_bytes(block.value), block.maker) for block in self.blocks)
 
 
 def find_storages(
@@ -77,7 +51,7 @@ def find_storages(
     Each is as large as the storage of the fake tensor that is made in it. The values of `fused` nodes are never held.
     The calls of `reuses` are written over an operand. A copy on the host (`memopt::copy_out`) holds nothing here.
     """
-    return Storages(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses}))
+    return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
 
 
 def is_view(node: fx.Node) -> bool:

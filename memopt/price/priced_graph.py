@@ -36,7 +36,7 @@ class MemoryUses:
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         self.storages = storages
-        self.readers = storages.aliases.readers
+        self.readers = storages.readers
         output = graph.output_node()
         results = output.args[0]
         assert isinstance(results, (tuple, list))

@@ -107,7 +107,7 @@ class LowerBound:
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._problem = problem
         held = Held(problem)
-        self._positions = [_Position(problem, index, held) for index in _crowded_ops(problem, positions)]
+        self._positions = [Position(problem, index, held) for index in _crowded_ops(problem, positions)]
 
     def added_seconds(self, budget_bytes: int) -> float:
         """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
@@ -123,19 +123,18 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
     return [int(stretch[np.argmax(live[stretch])]) for stretch in stretches]
 
 
-class _Position:
+class Position:
     """The hull at the first evaluation of one op, refined only around the bytes that budgets leave there."""
 
     def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
         self._base_bytes = int(held.needs[index])
-        present = held[index].union(problem.ops[index].reads)
+        self._present = held[index].union(problem.ops[index].reads)
         first = min(index, problem.forward_ops)
         made = {storage for op in problem.ops[:first] for storage in op.makes}
         later = {storage for op in problem.ops[index + 1 :] for storage in op.reads}
-        self._needed = frozenset(made & later) - present
+        self._needed = frozenset(made & later) - self._present
         self._needed_bytes = sum(problem.storages[storage].bytes for storage in self._needed)
         self._problem = problem
-        self._present = present
         self._network: CutNetwork | None = None
         self._brackets: list[tuple[Cut, Cut]] = []
 

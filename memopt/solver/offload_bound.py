@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memopt.solver.arrays import Floats
-from memopt.solver.lower_bound import Held, LowerBound
+from memopt.solver.lower_bound import Held, LowerBound, Position
 from memopt.solver.min_cut import Cut, CutNetwork, between, end_points
 from memopt.solver.problem import Link, RematProblem, Schedule
 from memopt.solver.simulator import simulate
@@ -105,31 +105,18 @@ class _Line:
         return self.seconds - self.price * held_bytes
 
 
-class _Position:
-    """The bound from the first evaluation of op `index`.
-
-    `held` are the storages that every schedule holds at it, `seconds_before` and `seconds_after` the step's seconds up
-    to it and from it on, without recomputation.
-    """
+class _Position(Position):
+    """The bound from the first evaluation of op `index`; `seconds_before` and `seconds_after` are the step's seconds up
+    to it and from it on, without recomputation."""
 
     def __init__(
-        self, problem: RematProblem, index: int, held: frozenset[int], seconds_before: float, seconds_after: float
+        self, problem: RematProblem, index: int, held: Held, seconds_before: float, seconds_after: float
     ) -> None:
-        self._problem = problem
+        super().__init__(problem, index, held)
         self._before, self._after = seconds_before, seconds_after
-        op = problem.ops[index]
-        self._present = held.union(op.reads)
-        self._base_bytes = problem.resident_bytes + op.workspace_bytes
-        self._base_bytes += sum(problem.storages[s].bytes for s in self._present.union(op.makes))
-        first = min(index, problem.forward_ops)
-        made = {storage for op in problem.ops[:first] for storage in op.makes}
-        later = {storage for op in problem.ops[index + 1 :] for storage in op.reads}
-        self._needed = frozenset(made & later) - self._present
-        self._needed_bytes = sum(problem.storages[storage].bytes for storage in self._needed)
-        self._network: CutNetwork | None = None
         self._points: list[Cut] = []
 
-    def added_seconds(self, budget_bytes: int, link: Link) -> float:
+    def added_seconds_over(self, budget_bytes: int, link: Link) -> float:
         """Seconds that every schedule with at most `budget_bytes` live at this moment adds; infinite if none can."""
         free = budget_bytes - self._base_bytes
         least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
@@ -222,7 +209,7 @@ class OffloadBound:
         if budget_bytes < self._floor_bytes:
             return math.inf
         positions = self._positions(link)
-        highest = max((position.added_seconds(budget_bytes, link) for position in positions), default=0.0)
+        highest = max((position.added_seconds_over(budget_bytes, link) for position in positions), default=0.0)
         return max(highest, self._in_all(budget_bytes, link))
 
     def _positions(self, link: Link) -> list[_Position]:
@@ -237,7 +224,7 @@ class OffloadBound:
         if index not in self._known:
             before = float(self._begins[index])
             after = self._problem.seconds - before
-            self._known[index] = _Position(self._problem, index, self._held[index], before, after)
+            self._known[index] = _Position(self._problem, index, self._held, before, after)
         return self._known[index]
 
     def _in_all(self, budget_bytes: int, link: Link) -> float:
