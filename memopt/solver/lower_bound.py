@@ -127,27 +127,27 @@ class Position:
     """The hull at the first evaluation of one op, refined only around the bytes that budgets leave there."""
 
     def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
-        self._base_bytes = int(held.needs[index])
-        self._present = held[index].union(problem.ops[index].reads)
+        self.base_bytes = int(held.needs[index])
+        self.present = held[index].union(problem.ops[index].reads)
         first = min(index, problem.forward_ops)
         made = {storage for op in problem.ops[:first] for storage in op.makes}
         later = {storage for op in problem.ops[index + 1 :] for storage in op.reads}
-        self._needed = frozenset(made & later) - self._present
-        self._needed_bytes = sum(problem.storages[storage].bytes for storage in self._needed)
-        self._problem = problem
-        self._network: CutNetwork | None = None
+        self.needed = frozenset(made & later) - self.present
+        self.needed_bytes = sum(problem.storages[storage].bytes for storage in self.needed)
+        self.problem = problem
+        self.network: CutNetwork | None = None
         self._brackets: list[tuple[Cut, Cut]] = []
 
     def added_seconds(self, budget_bytes: int) -> float:
         """Seconds that every schedule within the budget adds after this op; infinite if the op itself does not fit."""
-        allowed = budget_bytes - self._base_bytes
+        allowed = budget_bytes - self.base_bytes
         if allowed < 0:
             return float("inf")
-        if allowed >= self._needed_bytes:
+        if allowed >= self.needed_bytes:
             return 0.0
-        if self._network is None:
-            self._network = CutNetwork(self._problem, self._needed, self._present)
-        return self._value(self._network, allowed)
+        if self.network is None:
+            self.network = CutNetwork(self.problem, self.needed, self.present)
+        return self._value(self.network, allowed)
 
     def _value(self, network: CutNetwork, allowed: int) -> float:
         """A lower bound on the hull's height in seconds at `allowed` bytes, from cuts at the slopes around it."""

@@ -118,7 +118,7 @@ class _Position(Position):
 
     def added_seconds_over(self, budget_bytes: int, link: Link) -> float:
         """Seconds that every schedule with at most `budget_bytes` live at this moment adds; infinite if none can."""
-        free = budget_bytes - self._base_bytes
+        free = budget_bytes - self.base_bytes
         least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
         most = math.inf if link.host_bytes is None else float(link.host_bytes)
         if link.bytes_per_second == 0:
@@ -144,12 +144,12 @@ class _Position(Position):
 
     def _line(self, allowed: float) -> _Line:
         """A line below the hull that is almost as high as the hull at `allowed` bytes."""
-        if allowed >= self._needed_bytes:
+        if allowed >= self.needed_bytes:
             return _Line(0.0, 0.0)
-        if self._network is None:
-            self._network = CutNetwork(self._problem, self._needed, self._present)
-            self._points = list(end_points(self._network))
-        points, network = self._points, self._network
+        if self.network is None:
+            self.network = CutNetwork(self.problem, self.needed, self.present)
+            self._points = list(end_points(self.network))
+        points, network = self._points, self.network
         for _ in range(_REFINEMENTS):
             right = next((i for i, cut in enumerate(points) if cut.saved_bytes > allowed), len(points))
             if right in (0, len(points)):
