@@ -9,9 +9,9 @@ from passes.eliminate_dead_code import EliminateDeadCode
 from passes.forward_writes import ForwardWrites
 from passes.fp8_linears import FoundLinear, Fp8Linears, find_fp8_linears
 from passes.free_first import FreeFirst
-from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
-from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
-from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
+from passes.fuse_activations import FuseActivations, find_activations
+from passes.fuse_attention import FuseAttention, find_attentions
+from passes.fuse_norms import FuseNorms, find_norms
 from passes.graph_pass import GraphKind, Observer, Pass, PassError, Pipeline, copy_graph_module, passes_for
 from passes.graphs.decisions import find_decisions, mark_deciding
 from passes.graphs.edit import erase_unread, new_call, replace_node
@@ -26,7 +26,7 @@ from passes.patterns.row_segments import RowSegment, find_row_segments
 from passes.quantize_saved import QuantizeSaved
 from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
-from passes.rewrite_pattern import RewritePattern
+from passes.rewrite_pattern import Found, RewritePattern
 from passes.sum_in_fp32 import SumInFp32
 from passes.tile_rows import TileRows
 from passes.wait_at_once import WaitAtOnce
@@ -39,11 +39,9 @@ __all__ = [
     "ChunkLoss",
     "EliminateDeadCode",
     "ForwardWrites",
-    "FoundActivation",
-    "FoundAttention",
+    "Found",
     "FoundLinear",
     "FoundLoss",
-    "FoundNorm",
     "FoundReuse",
     "Fp8Linears",
     "FreeFirst",

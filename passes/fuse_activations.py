@@ -15,6 +15,7 @@ from passes.graphs.node_facts import is_float, same_sizes
 from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
 from passes.rewrite_pattern import (
+    Found,
     NoMatch,
     call_before,
     check_named,
@@ -55,28 +56,11 @@ _LOW = (torch.bfloat16, torch.float16)
 _MOST_STEPS = 16
 
 
-@dataclass(frozen=True)
-class FoundActivation:
-    """A tanh, erf or sigmoid in a formula like GELU's, and whether `FuseActivations` can rewrite that."""
-
-    name: str
-    """The name of its node."""
-    kind: str = ""
-    """"gelu", "gelu_tanh" (its approximation) or "silu"; empty where it is left alone."""
-    reason: str = ""
-    """Why it is left alone; empty if it can be rewritten."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason or f'fused into {self.kind}'}"
-
-
-def find_activations(graph_module: GraphModule) -> tuple[FoundActivation, ...]:
+def find_activations(graph_module: GraphModule) -> tuple[Found, ...]:
     """Returns the formulas like GELU or SiLU in an operator graph, in order, as `FuseActivations` finds them."""
     found = judged(_bounded_calls(graph_module.graph), partial(_match_activation, graph_module))
     return tuple(
-        FoundActivation(bounded.name, match.kind if match else "", reason)
-        for bounded, match, reason in found
-        if match or reason
+        Found(bounded.name, reason, match.kind if match else "") for bounded, match, reason in found if match or reason
     )
 
 

@@ -14,28 +14,15 @@ from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.patterns.attention_pattern import Add, AttentionMatch, Fill, Scale, match_attention, softmaxes
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
-from passes.rewrite_pattern import check_named, erase_up_to, judged
+from passes.rewrite_pattern import Found, check_named, erase_up_to, judged
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class FoundAttention:
-    """A softmax whose result multiplies values, and whether `FuseAttention` can rewrite it."""
-
-    name: str
-    """The name of the softmax's node."""
-    reason: str = ""
-    """Why it is left alone; empty if it can be rewritten."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason or 'fused'}"
-
-
-def find_attentions(graph_module: GraphModule) -> tuple[FoundAttention, ...]:
+def find_attentions(graph_module: GraphModule) -> tuple[Found, ...]:
     """Returns what looks like attention in an operator graph, in order, as `FuseAttention` finds it."""
     match = partial(match_attention, rows=MaskRows(graph_module))
-    return tuple(FoundAttention(node.name, reason) for node, _, reason in judged(softmaxes(graph_module.graph), match))
+    return tuple(Found(node.name, reason) for node, _, reason in judged(softmaxes(graph_module.graph), match))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from passes.patterns.formulas import (
     same_value,
 )
 from passes.rewrite_pattern import (
+    Found,
     NoMatch,
     call_before,
     check_named,
@@ -36,23 +37,10 @@ from passes.rewrite_pattern import (
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class FoundNorm:
-    """The square root that a norm divides by, and whether `FuseNorms` can rewrite the norm."""
-
-    name: str
-    """The name of the root's node: a `sqrt`, `rsqrt`, `pow` or `std`."""
-    reason: str = ""
-    """Why it is left alone; empty if it can be rewritten."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason or 'fused'}"
-
-
-def find_norms(graph_module: GraphModule) -> tuple[FoundNorm, ...]:
+def find_norms(graph_module: GraphModule) -> tuple[Found, ...]:
     """Returns what looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` finds it."""
     found = judged(_roots(graph_module.graph), partial(_match_norm, graph_module))
-    return tuple(FoundNorm(root.name, reason) for root, match, reason in found if match or reason)
+    return tuple(Found(root.name, reason) for root, match, reason in found if match or reason)
 
 
 @dataclass(frozen=True)

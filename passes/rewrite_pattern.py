@@ -19,7 +19,7 @@ from passes.graphs.node_facts import same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.graphs.verify import VerifyError
 
-Found = TypeVar("Found")
+Data = TypeVar("Data")
 Match = TypeVar("Match")
 
 
@@ -28,7 +28,22 @@ class NoMatch(Exception):
 
 
 @dataclass(frozen=True)
-class RewritePattern(Pass, Generic[Found]):
+class Found:
+    """A call of a graph that looks like the pattern of a pass, and whether the pass can rewrite it."""
+
+    name: str
+    """The name of its node: attention's softmax, the root that a norm divides by, an activation's tanh or erf."""
+    reason: str = ""
+    """Why it is left alone; empty if it can be rewritten."""
+    kind: str = ""
+    """What takes its place, where the pass has several: "gelu", "gelu_tanh" (its approximation) or "silu"."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or ' into '.join(filter(None, ('fused', self.kind)))}"
+
+
+@dataclass(frozen=True)
+class RewritePattern(Pass, Generic[Data]):
     """A pass that replaces calls one by one. A subclass says which (`match`) and by what (`replace`).
 
     Calls are visited in the graph's order, each after all replacements before it. Calls that `replace` makes are not
@@ -41,14 +56,14 @@ class RewritePattern(Pass, Generic[Found]):
     """
 
     @abc.abstractmethod
-    def match(self, node: Node) -> Found | None:
+    def match(self, node: Node) -> Data | None:
         """Returns the data that `replace` needs of the pattern that ends at this call; None or False for no pattern.
 
         Must not change the graph.
         """
 
     @abc.abstractmethod
-    def replace(self, node: Node, found: Found) -> Node:
+    def replace(self, node: Node, found: Data) -> Node:
         """Returns the node whose value all users of `node` read from now on; or `node` itself, which may be changed.
 
         `found` is what `match` returned. New calls are inserted in front of `node`, and `new_call` makes them.

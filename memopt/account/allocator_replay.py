@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from memopt.account.breakdown import is_receipt
+from memopt.account.breakdown import by_position, is_receipt
 from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator, CardFullError
 from memopt.account.card_state import CardState
 from memopt.solver import Offload, Op, RematProblem, Schedule
@@ -94,28 +94,20 @@ def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...]
 
 def _read(problem: RematProblem, schedule: Schedule) -> list[int]:
     """The positions of the evaluations whose results are read or kept, or that do more than to make results."""
-    out_at, back_at = _storages_at(schedule, "out_after"), _storages_at(schedule, "back_before")
+    out_at, back_at = by_position(schedule, "out_after"), by_position(schedule, "back_before")
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
     wanted: set[int] = set()
     read: list[int] = []
     for position in range(len(schedule.evaluations) - 1, -1, -1):
         op = problem.ops[schedule.evaluations[position]]
-        wanted |= out_at.get(position, set())
+        wanted.update(offload.storage for offload in out_at.get(position, ()))
         kept = any(problem.storages[storage].kept for storage in op.makes)
         result = kept and first[schedule.evaluations[position]] == position
         if result or not op.recomputable or not op.makes or not wanted.isdisjoint(op.makes):
             wanted = (wanted - set(op.makes)) | set(op.reads)
             read.append(position)
-        wanted -= back_at.get(position, set())
+        wanted.difference_update(offload.storage for offload in back_at.get(position, ()))
     return read[::-1]
-
-
-def _storages_at(schedule: Schedule, field: str) -> dict[int, set[int]]:
-    """The storages that are offloaded, by a position of their offload."""
-    found: dict[int, set[int]] = {}
-    for offload in schedule.offloads:
-        found.setdefault(getattr(offload, field), set()).add(offload.storage)
-    return found
 
 
 def _workspace(op: Op, number: int) -> list[BlockCall]:

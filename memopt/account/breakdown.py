@@ -138,7 +138,7 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
     made_at: dict[int, int] = {}
     live_until: dict[tuple[int, int], int] = {}
     end = len(schedule.evaluations)
-    back, out = _by_position(schedule, "back_before"), _by_position(schedule, "out_after")
+    back, out = by_position(schedule, "back_before"), by_position(schedule, "out_after")
     for now, index in enumerate(schedule.evaluations):
         op = problem.ops[index]
         for offload in back.get(now, ()):
@@ -159,7 +159,8 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
             yield storage, made
 
 
-def _by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
+def by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
+    """The offloads of a schedule by a position, which is one of their fields."""
     found: dict[int, list[Offload]] = {}
     for offload in schedule.offloads:
         found.setdefault(getattr(offload, field), []).append(offload)

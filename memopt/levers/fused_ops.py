@@ -8,8 +8,7 @@ from memopt.capture.operators import Decision, OperatorGraph
 from memopt.levers.lever import GraphChange, Lever
 from passes import (
     EliminateDeadCode,
-    FoundActivation,
-    FoundNorm,
+    Found,
     FuseActivations,
     FuseNorms,
     Pass,
@@ -38,7 +37,7 @@ def fuse_ops(graph: OperatorGraph) -> Decision:
     return Decision(pipeline, dict.fromkeys([*fused, *normed], "fused"), (done, *left))
 
 
-def _fused(found: Sequence[FoundActivation] | Sequence[FoundNorm]) -> list[str]:
+def _fused(found: Sequence[Found]) -> list[str]:
     return [formula.name for formula in found if not formula.reason]
 
 

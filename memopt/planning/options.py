@@ -90,27 +90,26 @@ def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
     return check
 
 
+def _real(name: str, value: Any, kind: str, bounds: str, *, positive: bool = False) -> float:
+    """`value` as a finite number of 0 or more, above 0 if `positive`. Raises `TypeError` where it is not
+    `kind`, `ValueError` where it is not within `bounds`; both texts continue "must be "."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {kind}, not {value!r}")
+    if not 0 <= float(value) < math.inf or (positive and not value):
+        raise ValueError(f"{name} must be {bounds}, not {value!r}")
+    return float(value)
+
+
 def budget_bytes(budget_gb: float | None) -> int:
     """Gigabytes of 1024³ bytes as bytes. Raises `TypeError`, `ValueError`."""
-    if isinstance(budget_gb, bool) or not isinstance(budget_gb, numbers.Real):
-        raise TypeError(f"budget_gb must be a number of gigabytes, such as 12 or 7.5, not {budget_gb!r}")
-    gb = float(budget_gb)
-    if not math.isfinite(gb) or gb <= 0:
-        raise ValueError(
-            f"budget_gb must be a positive, finite number of gigabytes (of 1024³ bytes), not {budget_gb!r}"
-        )
-    return int(gb * GIB)
+    kind, bounds = "a number of gigabytes, such as 12 or 7.5", "a positive, finite number of gigabytes (of 1024³ bytes)"
+    return int(_real("budget_gb", budget_gb, kind, bounds, positive=True) * GIB)
 
 
 def _bytes_or_none(name: str, gb: float | None) -> int | None:
     """Gigabytes of 1024³ bytes as bytes, 0 included; None as it is. Raises `TypeError`, `ValueError`."""
-    if gb is None:
-        return None
-    if isinstance(gb, bool) or not isinstance(gb, numbers.Real):
-        raise TypeError(f"{name} must be a number of gigabytes, such as 0 or 1.5, or None, not {gb!r}")
-    if not 0 <= float(gb) < math.inf:
-        raise ValueError(f"{name} must be a finite number of gigabytes of 0 or more, not {gb!r}")
-    return int(float(gb) * GIB)
+    kind = "a number of gigabytes, such as 0 or 1.5, or None"
+    return None if gb is None else int(_real(name, gb, kind, "a finite number of gigabytes of 0 or more") * GIB)
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
@@ -118,13 +117,11 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
     _one_of("effort", get_args(EffortName))(effort)
     if limit_seconds is None:
         return Effort(effort)
-    if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, numbers.Real):
-        raise TypeError(f"limit_seconds must be a number of seconds, such as 60, not {limit_seconds!r}")
-    if not 0 < float(limit_seconds) < math.inf:
-        raise ValueError(f"limit_seconds must be a positive, finite number of seconds, not {limit_seconds!r}")
+    kind, bounds = "a number of seconds, such as 60", "a positive, finite number of seconds"
+    seconds = _real("limit_seconds", limit_seconds, kind, bounds, positive=True)
     if effort != "best":
         raise ValueError(f"limit_seconds is for effort='best', not {effort!r}, which takes no longer than it must")
-    return Effort(effort, float(limit_seconds))
+    return Effort(effort, seconds)
 
 
 def check_points(points: int) -> int:
@@ -138,11 +135,7 @@ def check_points(points: int) -> int:
 
 def check_share(name: str, value: Any) -> float:
     """`value` as a fraction of 0 or more. Raises `TypeError`, `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a fraction, such as 0.3 for 30%, not {value!r}")
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must be a fraction of 0 or more, such as 0.3 for 30%, not {value!r}")
-    return float(value)
+    return _real(name, value, "a fraction, such as 0.3 for 30%", "a fraction of 0 or more")
 
 
 def positive_int(name: str, value: Any) -> int:
