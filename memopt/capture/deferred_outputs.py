@@ -101,11 +101,6 @@ class DeferredOutputs:
         """The bytes of the outputs that are not returned."""
         return sum(_bytes(example) for group in self.groups for example in group.examples)
 
-    @property
-    def taken_bytes(self) -> int:
-        """The bytes of the values that are returned in their place."""
-        return sum(_bytes(_example(node)) for node in self.taken)
-
 
 def defer_outputs(graph_module: fx.GraphModule, detached: Collection[int]) -> DeferredOutputs | None:
     """Have a region's graph return, instead of large outputs, the smaller values that they are computed from.
