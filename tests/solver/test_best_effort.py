@@ -19,11 +19,14 @@ def searched(limit_seconds: float) -> tuple[Search, list[Progress]]:
     return search, reports
 
 
-def test_a_small_problem_is_solved_exactly() -> None:
-    search, reports = searched(30.0)
+def test_local_search_finds_the_best_plan_of_a_small_problem() -> None:
+    search, reports = searched(1.0)
     assert search.best is not None
     assert (tuple(search.best.evaluations), search.best.added_seconds) == (RECOMPUTED, 1.0)
-    assert [(report.added_seconds, report.lower_bound_seconds) for report in reports] == [(4.0, 0.0)]
+    assert [(one.added_seconds, one.lower_bound_seconds) for one in (reports[0], reports[-1])] == [
+        (4.0, 0.0),
+        (1.0, 0.0),
+    ]
 
 
 def test_without_time_nothing_changes() -> None:
