@@ -14,27 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graphs.node_facts import OPERATOR_OVERLOAD, module_path
+from passes.graphs.node_facts import OPERATOR_OVERLOAD
 
 _KINDS = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"), ("bool", "b8"))
 
 
-def format_graph(graph: Graph | GraphModule, *, module_paths: bool = False) -> str:
-    """The graph as text, one line a node, without a final newline.
-
-    With `module_paths`, a comment names the module wherever it changes.
-    """
-    graph = graph.graph if isinstance(graph, GraphModule) else graph
-    return "\n".join(_lines(graph, module_paths))
-
-
-def _lines(graph: Graph, module_paths: bool) -> Iterator[str]:
-    path = ""
-    for node in graph.nodes:
-        if module_paths and node.op not in ("placeholder", "output") and (here := _place(node)) != path:
-            path = here
-            yield f"# {path or 'no module'}"
-        yield format_node(node)
+def format_graph(graph: Graph | GraphModule) -> str:
+    """The graph as text, one line a node, without a final newline."""
+    return "\n".join(map(format_node, (graph.graph if isinstance(graph, GraphModule) else graph).nodes))
 
 
 def format_node(node: Node, name_of: Callable[[Node], str] = lambda node: node.name) -> str:
@@ -114,12 +101,6 @@ def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node:
     if callable(argument):
         return format_target(argument)
     return repr(argument)
-
-
-def _place(node: Node) -> str:
-    """The module that a node was traced from, or whose forward it differentiates, or an empty string."""
-    path = module_path(node)
-    return f"backward of {path}" if path and not node.meta.get("nn_module_stack") else path
 
 
 @dataclass(frozen=True)
