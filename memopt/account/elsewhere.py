@@ -10,7 +10,7 @@ from heapq import nlargest
 import torch
 from torch import nn
 
-from memopt.account.account import BOOKKEEPING_BYTES
+from memopt.account.account import BOOKKEEPING_BYTES, Account
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import LiveOptimizer, steps_any
@@ -31,6 +31,8 @@ class Found:
     """Tensors that belong to neither the model nor its optimisers, inputs or outputs."""
     state: int = 0
     """The state of the model's optimisers."""
+    gradients: int = 0
+    """The gradients of the model's parameters, frozen ones among them."""
     largest: tuple[str, ...] = field(default=(), compare=False)
     """The largest tensors of `other`, in words."""
     optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
@@ -40,10 +42,10 @@ class Found:
     looked: bool = field(default=False, compare=False)
     """Whether it was looked for; else the bytes are those that the user gave, or a limit."""
 
-    def beside(self, planned_state: int) -> int:
-        """The bytes beside a step whose account has `planned_state` bytes of optimiser state; 0 where the account's row
-        for scalars covers them."""
-        beside = self.other + max(0, self.state - planned_state)
+    def beside(self, account: Account) -> int:
+        """The bytes beside a step with this account, which may have less optimiser state than there is, and no gradient
+        of a parameter that it does not reach; 0 where the account's row for scalars covers them."""
+        beside = self.other + max(0, self.state - account.optimizer_state) + max(0, self.gradients - account.gradients)
         return beside if beside > BOOKKEEPING_BYTES else 0
 
 
@@ -82,8 +84,8 @@ def look(
     ids = set(map(id, parameters))
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
     block = device_of(device).block_bytes
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own_blocks = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *own]), device)
+    gradients = blocks_of(with_memory([one.grad for one in parameters if one.grad is not None]), device)
+    own_blocks = gradients | blocks_of(with_memory([*parameters, *model.buffers(), *own]), device)
     states = (tensor for optimizer in optimizers for tensor in held_tensors(optimizer))
     state = blocks_of(with_memory(states), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own_blocks}
@@ -98,6 +100,7 @@ def look(
         in_graphs = blocks_of([one for one in tensors if one.grad_fn is not None], device).keys() & beside.keys()
         other -= min(plain_bytes, sum(-(-beside[address] // block) * block for address in in_graphs))
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
+    gradient_bytes = sum(-(-nbytes // block) * block for at, nbytes in gradients.items() if at not in buckets)
     other += others_bytes
     if device_of(device).caching:
         in_buckets = sum(nbytes for address, nbytes in own_blocks.items() if address in buckets)
@@ -108,7 +111,7 @@ def look(
     of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
     in_modules = sum(beside[address] for address in of_modules)
     live = tuple(map(LiveOptimizer.of, optimizers))
-    return Found(other, state_bytes, largest, live, in_modules, looked=True)
+    return Found(other, state_bytes, gradient_bytes, largest, live, in_modules, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device: torch.device) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ margin, and checked at run time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,14 +16,25 @@ from torch.overrides import TorchFunctionMode
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
-from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
+from memopt.compat.symbols import (
+    data_symbols_of,
+    is_symbolic,
+    known_sizes,
+    limit_of,
+    plain_symbol,
+    shape_symbols,
+    upper_bound,
+)
 from memopt.compat.tensors import has_no_storage
 from memopt.training_state import containers_restored, undone, values_restored
 
+aten = torch.ops.aten
 MARGIN = 1.25
 """Sizes that depend on data, have grown between batches or differ between runs of a region are planned for up to a
 quarter more than was seen. What exceeds that is planned again."""
 _MASK_DTYPES = (torch.bool, torch.uint8)
+_SELECTING = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default)
+"""Operators that select at most as many elements as their mask has, or their argument."""
 _WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of the tensors whose `tolist()` Dynamo captures."""
 
@@ -201,6 +213,26 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
         sizes = {name: first if dimension is None else first.shape[dimension] for name, dimension in symbols.items()}
         found |= {name for name, size in sizes.items() if isinstance(size, torch.SymInt) and limit_of(size) is None}
     return frozenset(found)
+
+
+def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mapping[str, int]) -> dict[str, int]:
+    """The most that those data-dependent sizes in `names` can be which count what a mask selects, or what is not zero:
+    all elements, where `largest` has the largest values of the symbols in their shapes. Masks of the forward select in
+    the backward, too, where no run of the forward shows how much."""
+    found: dict[str, int] = {}
+    with known_sizes(largest):
+        for node, symbols in new_symbols(graph):
+            if node.target in _SELECTING and (counted := [name for name in symbols if name in names]):
+                given = [one.meta["val"] for one in node.all_input_nodes if isinstance(one.meta["val"], torch.Tensor)]
+                masks = [one for one in given if one.dtype in _MASK_DTYPES]
+                found |= dict.fromkeys(counted, _most_elements(masks if node.target is aten.index.Tensor else given))
+    return found
+
+
+def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
+    """The most elements that these tensors have in the shape to which they are broadcast."""
+    shapes = [[upper_bound(size) if is_symbolic(size) else size for size in reversed(one.shape)] for one in tensors]
+    return math.prod(map(max, zip_longest(*shapes, fillvalue=1)))
 
 
 def in_shapes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:

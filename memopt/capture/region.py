@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
-from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
+from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
@@ -324,11 +324,13 @@ class RegionRun:
         return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
 
     def sizes_in(self, graph: fx.Graph) -> DataSizes:
-        """`data_sizes` with those that depend on data within the region and have no limit, as they were observed;
-        `graph` is the region's joint graph."""
-        unlimited = without_limit(graph) if self.observed else frozenset()
-        seen = (match(graph, self.observed) if unlimited else None) or {}
-        return self.data_sizes | DataSizes.of({name: size for name, size in seen.items() if name in unlimited})
+        """`data_sizes` with those that depend on data within the region and have no limit, as they were observed, or as
+        their operators limit them; `graph` is the region's joint graph."""
+        unlimited = without_limit(graph)
+        seen = (match(graph, self.observed) if unlimited and self.observed else None) or {}
+        observed = {name: size for name, size in seen.items() if name in unlimited}
+        limits = limits_by_operators(graph, unlimited - observed.keys(), self.data_sizes.allowed)
+        return self.data_sizes | DataSizes(limits, limits) | DataSizes.of(observed)
 
 
 @dataclass(frozen=True, eq=False)

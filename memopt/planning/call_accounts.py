@@ -110,7 +110,7 @@ class CallAccounts:
             account = _with_buckets(account, situation.buckets)
         elsewhere = situation.elsewhere or 0
         if found is not None:
-            elsewhere = found.beside(account.optimizer_state)
+            elsewhere = found.beside(account)
             # The tolerance has room for what is less: a few numbers that appear between two runs refuse nothing.
             elsewhere -= elsewhere % max(1, self.beside.tolerance_bytes // 2)
         return replace(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memopt.account.account import distinct_bytes
+from memopt.account.account import Account, distinct_bytes
 from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
@@ -90,7 +90,7 @@ class Plain(Waiting, Protocol):
 
     room_bytes: int
     peak_bytes: int
-    optimizer_state: int
+    account: Account
     outputs: tuple[WeakStorage, ...]
 
 
@@ -285,12 +285,12 @@ class Entry:
             self.gradient_bytes = max(self.gradient_bytes or 0, account.gradients)
             self.state_bytes = max(self.state_bytes or 0, account.optimizer_state)
 
-    def add_plain(self, forward: Plain, optimizer_state: int) -> None:
-        """Add a forward that begins now and runs plain, with an optimiser state of that size."""
+    def add_plain(self, forward: Plain) -> None:
+        """Add a forward that begins now and runs plain."""
         self._number(forward)
         self.latest_outputs = forward.outputs
         self.plain.add(forward)
-        self.state_bytes = max(self.state_bytes or 0, optimizer_state)
+        self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
         # A quarter is a guess of what a plan would need.
         held, peak = forward.held_bytes, forward.peak_bytes

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from memopt.account import elsewhere
-from memopt.account.account import BOOKKEEPING_BYTES
+from memopt.account.account import BOOKKEEPING_BYTES, Account
 from memopt.account.eager_bytes import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import profiler_is_active
@@ -192,9 +192,7 @@ class Moment:
 
     def elsewhere_within(self, plan: Plan, room_bytes: int) -> bool:
         """Whether the bytes elsewhere on the device, beside a step by a plan, are at most `room_bytes`."""
-        if self._surely_within(room_bytes, plan.account.optimizer_state):
-            return True
-        return self.elsewhere_bytes(plan) <= room_bytes
+        return self.leaves(room_bytes, plan.account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
         """The refusal of a call with the budget that works for larger ones, such as came before it and are to come
@@ -221,36 +219,32 @@ class Moment:
         wanted, broader = self._ledger.wanted(self.entry)
         return self.waiting_bytes + group + wanted + int(broader * held_bytes)
 
-    def leaves(self, room_bytes: int, optimizer_state: int) -> bool:
-        """Whether the bytes elsewhere on the device, beside a step with an optimiser state of that size, are at most
-        `room_bytes`."""
-        if self._surely_within(room_bytes, optimizer_state):
-            return True
-        return self.elsewhere_beside(optimizer_state) <= room_bytes
+    def leaves(self, room_bytes: int, account: Account) -> bool:
+        """Whether the bytes elsewhere on the device, beside a step with this account, are at most `room_bytes`."""
+        return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
 
-    def _surely_within(self, room_bytes: int, optimizer_state: int) -> bool:
+    def _surely_within(self, room_bytes: int, account: Account) -> bool:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
         if not self.entry.has_looked:  # the optimiser may have options by which it holds more than by default
-            room_bytes -= _MORE_STATE * optimizer_state
+            room_bytes -= _MORE_STATE * account.optimizer_state
         most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
-        return most is not None and self._beside(most, optimizer_state) <= room_bytes
+        return most is not None and self._beside(most, account) <= room_bytes
 
     def elsewhere_bytes(self, plan: Plan) -> int:
         """The bytes elsewhere on the device now, beside a step by a plan."""
-        return self.elsewhere_beside(plan.account.optimizer_state)
+        return self.elsewhere_beside(plan.account)
 
-    def elsewhere_beside(self, optimizer_state: int) -> int:
-        """The bytes that lie on the device now and are no part of a step whose account has `optimizer_state` bytes of
-        the optimiser's state."""
-        return self._beside(self._ledger.now(self), optimizer_state)
+    def elsewhere_beside(self, account: Account) -> int:
+        """The bytes that lie on the device now and are no part of a step with this account."""
+        return self._beside(self._ledger.now(self), account)
 
-    def known_elsewhere(self, optimizer_state: int) -> int:
-        """The bytes elsewhere on the device, beside a step with an optimiser state of that size, as far as they are
-        known without a look: in the step's backward a look would find what it has saved."""
-        return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), optimizer_state)
+    def known_elsewhere(self, account: Account) -> int:
+        """The bytes elsewhere on the device, beside a step with this account, as far as they are known without a look:
+        in the step's backward a look would find what it has saved."""
+        return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), account)
 
-    def _beside(self, found: Found, optimizer_state: int) -> int:
-        return found.beside(optimizer_state) + self._later(found.other) + self.lasting_bytes
+    def _beside(self, found: Found, account: Account) -> int:
+        return found.beside(account) + self._later(found.other) + self.lasting_bytes
 
 
 class Ledger(ModelsOnDevice):

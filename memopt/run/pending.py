@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memopt.account.account import distinct_bytes
+from memopt.account.account import Account, distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
@@ -402,8 +402,8 @@ class PlainForward:
     """The bytes that it holds until its backward, without resident bytes."""
     room_bytes: int
     """The bytes that its step leaves of the budget if no other forward waits and nothing lies elsewhere."""
-    optimizer_state: int
-    """The bytes of optimiser state that its step counts."""
+    account: Account
+    """What its step counts beside its activations."""
     peak_bytes: int
     """The most that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]

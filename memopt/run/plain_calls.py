@@ -85,8 +85,8 @@ class CountedStep:
     step: PlainStep
     room_bytes: int
     """The bytes that it leaves of the budget."""
-    optimizer_state: int
-    """The bytes of optimiser state that are counted in it."""
+    account: Account
+    """What is counted in it beside its activations."""
     call: Call | None
     """The call that was counted, without its values; None where its count depends on them."""
 
@@ -102,7 +102,7 @@ class CountedStep:
         if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
             kept = self.step.output_bytes
         room = self.room_bytes - further - _of_callers_code(self.step, moment.entry, kept)
-        fits = moment.leaves(room - moment.reserved_bytes(held), self.optimizer_state)
+        fits = moment.leaves(room - moment.reserved_bytes(held), self.account)
         return fits and moment.may_hold(held)
 
 
@@ -247,8 +247,8 @@ class PlainCalls:
             step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
         if step is None:
             return None
-        needed, state = self._needed(step, call, situation)
-        needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(state)
+        needed, account = self._needed(step, call, situation)
+        needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
         needed += _of_callers_code(step, self.entry, step.output_bytes)
         # A count on values holds a copy of the inputs.
         copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
@@ -264,8 +264,8 @@ class PlainCalls:
             step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
-        needed, state = self._needed(step, call, situation)
-        needed += moment.elsewhere_beside(state)
+        needed, account = self._needed(step, call, situation)
+        needed += moment.elsewhere_beside(account)
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
     def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
@@ -302,10 +302,10 @@ class PlainCalls:
         result = self.plain(*call[0], **call[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            held, room, state = fitting.step.held_bytes, fitting.room_bytes, fitting.optimizer_state
-            peak = fitting.step.peak_bytes
-            forward = PlainForward(self.entry, held, room, state, peak, tuple(weak_storages(outputs)), retained)
-            self.entry.add_plain(forward, state)
+            step, storages = fitting.step, tuple(weak_storages(outputs))
+            given = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
+            forward = PlainForward(self.entry, *given, storages, retained)
+            self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
 
@@ -334,7 +334,7 @@ class PlainCalls:
         margin = self._margin(depends_on_values=step.depends_on_values)
         more = max(0, int(margin * (kept.peak_bytes - step.peak_bytes)))
         needed = budget - fitting.room_bytes + more + moment.reserved_bytes(step.held_bytes)
-        needed += moment.known_elsewhere(fitting.optimizer_state)
+        needed += moment.known_elsewhere(fitting.account)
         if needed > budget:
             raise BudgetError(budget, needed, "backward(retain_graph=True)", least=False)
 
@@ -439,12 +439,12 @@ class PlainCalls:
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
-        needed, state = self._needed(step, call, situation)
+        needed, account = self._needed(step, call, situation)
         if step.peak_bytes > self._most_bytes:
             return None
         room = self.planner.terms.options.budget_bytes - needed
         hollow = None if step.depends_on_values else on_meta(call)
-        return CountedStep(step, room, state, hollow) if room >= 0 else None
+        return CountedStep(step, room, account, hollow) if room >= 0 else None
 
     def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
         """The peak and the seconds of the plain model's step for a call, of which only the shapes matter, as the first
@@ -463,15 +463,15 @@ class PlainCalls:
 
     def _needed(
         self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
-    ) -> tuple[int, int]:
-        """The bytes that a step needs by its count, with nothing elsewhere, and the optimiser's state among them;
-        `margin` is the factor for what the count may miss, unless it is to be the usual one."""
+    ) -> tuple[int, Account]:
+        """The bytes that a step needs by its count, with nothing elsewhere, and its account; `margin` is the factor for
+        what the count may miss, unless it is to be the usual one."""
         account = self._account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
         margin = self._margin(depends_on_values=step.depends_on_values) if margin is None else margin
         peak = account.resident_bytes + int(margin * step.peak_bytes)
-        return max(peak, account.optimizer_step_bytes(step.output_bytes)), account.optimizer_state
+        return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
 
     def resident_bytes(self, call: Call, situation: Situation) -> int:
         """The bytes that any step of a call keeps, without the optimiser's state: it is not known yet for what there is

@@ -4,6 +4,7 @@ all others as before."""
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import warnings
 import weakref
@@ -58,6 +59,9 @@ from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planne
 from memopt.run.training import TrainingCalls
 from memopt.training_state import containers_restored, undone
 
+_IN_TURN = threading.RLock()
+"""Held by the thread that plans or runs a training call of any session."""
+
 
 class Session:
     """Takes the place of a module's call where `torch.nn.Module.compile` puts its own. It is not part of the module's
@@ -103,11 +107,19 @@ class Session:
         if self._loss_to_come is not None:
             loss, self._loss_to_come = self._loss_to_come, None
             return loss(*args)
-        if not self.trains():
-            return self._plain(self.forward, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return self.uncompiled(*args, **kwargs)
-        return self._train(self.forward, (args, kwargs))
+            return self.uncompiled(*args, **kwargs) if self.trains() else self._plain(self.forward, *args, **kwargs)
+        if not (torch.is_grad_enabled() and self.model.training):
+            return self._plain(self.forward, *args, **kwargs)
+        with self._in_turn():
+            if not self.trains():
+                return self._plain(self.forward, *args, **kwargs)
+            return self._train(self.forward, (args, kwargs))
+
+    def _in_turn(self) -> AbstractContextManager[Any]:
+        """A block in which no other thread records, plans or runs a training call, as these set state of the process;
+        no such block where ranks wait for each other, which may be threads."""
+        return _IN_TURN if self._alone else nullcontext()
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
         """The loss of a batch as the loss function takes it, with model and loss function in one planned region, inside
@@ -124,7 +136,8 @@ class Session:
 
     def _loss(self, *args: Any) -> Any:
         assert self.with_loss is not None
-        return self._train(self.with_loss, (args, {})) if self.trains() else self._plain(self.with_loss, *args)
+        with self._in_turn():
+            return self._train(self.with_loss, (args, {})) if self.trains() else self._plain(self.with_loss, *args)
 
     def trains(self) -> bool:
         """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is
@@ -441,7 +454,7 @@ class Session:
         """
         calls, call = self._ahead(example_inputs)
         together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
-        with stage("planning"), together, on_device(self.model):
+        with self._in_turn(), stage("planning"), together, on_device(self.model):
             check_kinds(call, self._parts.now())
             call = calls.largest(call)
             calls.plain_calls.planned_ahead = True

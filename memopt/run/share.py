@@ -374,7 +374,7 @@ class Share:
         begins, if it were the only forward that waits."""
         held = _have_gradients(parameters_in(modules_of(self.model)))
         elsewhere = self.ledger.now(self._counted(call, held))
-        return forward.room_bytes - self.entry.later_bytes - elsewhere.beside(forward.optimizer_state)
+        return forward.room_bytes - self.entry.later_bytes - elsewhere.beside(forward.account)
 
     def _spare_bytes(self, call: Call) -> int:
         """The bytes that a further forward may hold beside the backward of each that waits, of which there is one."""

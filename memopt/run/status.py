@@ -7,6 +7,7 @@ import inspect
 import logging
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -108,13 +109,20 @@ class PlanningLog:
 
 
 def shapes_of(call: Call) -> str:
-    """The shapes of the tensors of a call, with the names of keywords."""
+    """The shapes of the tensors of a call, with the names of keywords, and of attributes of objects."""
     named = [*(("", value) for value in call[0]), *call[1].items()]
-    return ", ".join(f"{name} {shape}".strip() for name, value in named for shape in _shapes(value)) or "no tensors"
+    shapes = [f"{name} {shape}".strip() for given, value in named for name, shape in _shapes(given, value)]
+    return ", ".join(shapes) or "no tensors"
 
 
-def _shapes(value: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def _shapes(name: str, value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield name, tuple(leaf.shape)
+        else:
+            for attribute, tensor in getattr(leaf, "__dict__", {}).items():
+                if isinstance(tensor, torch.Tensor):
+                    yield f"{name or type(leaf).__name__}.{attribute}", tuple(tensor.shape)
 
 
 class UnplannedWatch(WatchingHook):

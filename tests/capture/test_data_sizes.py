@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.capture.data_sizes import Observed, most_observed, observe
+from memopt.capture.data_sizes import Observed, limits_by_operators, most_observed, observe, without_limit
+from memopt.compat.symbols import plain_symbol
 
 
 class Picks(nn.Module):
@@ -54,3 +56,17 @@ def test_of_two_runs_of_the_same_operators_the_larger_results_count() -> None:
     other = [Observed("nonzero", (5, 1)), Observed("item", 4)]
     assert most_observed(one, other) == (Observed("nonzero", (5, 2)), Observed("item", 7))
     assert most_observed(one, other[:1]) is None
+
+
+def selected(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x[mask], x.masked_select(mask[:, :, None]), mask.nonzero()
+
+
+def test_a_size_without_a_limit_is_at_most_what_its_operator_can_select() -> None:
+    graph = make_fx(selected, tracing_mode="symbolic")(torch.randn(4, 9, 16), torch.rand(4, 9) > 0.5).graph
+    names = without_limit(graph)
+    x = next(node for node in graph.nodes if node.op == "placeholder")
+    symbols = [plain_symbol(size) or "" for size in x.meta["val"].shape]
+    limits = limits_by_operators(graph, names, dict(zip(symbols, (4, 12, 16), strict=True)))
+    assert limits.keys() == names
+    assert sorted(limits.values()) == [48, 48 * 16]  # one symbol is of both, the mask of which is the same

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import memopt
+from memopt.account.account import account_of
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.host import LEGACY_PROFILER
 from memopt.compat.tensors import weak_storages
+from memopt.device import hardware
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
 from tests.elsewhere import counted
@@ -43,7 +46,9 @@ def test_what_belongs_to_the_model_and_its_call_is_not_elsewhere() -> None:
     found = now(Moment(entry, inputs=(inputs,), addresses=lambda: addresses))
     assert found.other < 100_000
     assert found.state == pytest.approx(2 * 1001 * 1000 * 4, abs=100)
-    assert found.beside(found.state) == found.other * (found.other > 16384)
+    assert found.gradients == pytest.approx(1001 * 1000 * 4, abs=100)
+    account = account_of(model, [inputs], optimizer, hardware("cpu"))
+    assert found.beside(account) == found.other * (found.other > 16384)
 
 
 def test_another_model_its_gradients_and_its_optimizer_are_elsewhere() -> None:
@@ -54,6 +59,18 @@ def test_another_model_its_gradients_and_its_optimizer_are_elsewhere() -> None:
     found = now(Moment(Entry(model, 100 * MB)))
     assert found.other == pytest.approx(4 * 1001 * 1000 * 4, rel=0.01)
     assert found.largest[0].startswith("float32 [1000, 1000] of ")
+
+
+def test_gradients_of_parameters_that_a_step_does_not_train_are_beside_it() -> None:
+    model, inputs = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 500)), torch.zeros(10, 1000)
+    model(inputs).sum().backward()
+    found = now(Moment(Entry(model, 100 * MB), inputs=(inputs,)))
+    whole = account_of(model, [inputs], None, hardware("cpu"))
+    model[0].requires_grad_(False)  # as a critic is while an actor trains through it: its gradients stay
+    part = account_of(model, [inputs], None, hardware("cpu"))
+    assert found.beside(replace(part, optimizer_state=0)) - found.beside(whole) == pytest.approx(
+        1001 * 1000 * 4, rel=0.02
+    )
 
 
 def test_growth_is_known_without_a_look() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,3 +80,9 @@ def test_shapes_are_named_by_keywords_and_found_in_containers() -> None:
     pair = [torch.ones(2), {"mask": torch.ones(3, 1)}]
     assert shapes_of(((torch.ones(4), 3), {"pair": pair, "flag": True})) == "(4,), pair (2,), pair (3, 1)"
     assert shapes_of(((), {})) == "no tensors"
+
+
+def test_shapes_in_objects_are_named_by_their_attributes() -> None:
+    batch = SimpleNamespace(ids=torch.ones(2, 3, dtype=torch.long), name="first", mask=torch.ones(2))
+    assert shapes_of(((batch,), {})) == "SimpleNamespace.ids (2, 3), SimpleNamespace.mask (2,)"
+    assert shapes_of(((), {"batch": batch})) == "batch.ids (2, 3), batch.mask (2,)"
