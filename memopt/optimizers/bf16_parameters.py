@@ -102,7 +102,7 @@ class BF16ParametersOptimizer(Parameterwise):
       with a compensation that loses nothing).
 
     Args:
-        inner: any optimiser that steps each parameter independently of the others.
+        inner: any optimizer that steps each parameter independently of the others.
         rounding: "stochastic" or "compensated".
         seed: the seed of the random roundings; their generators are in `state_dict`, so that a resumed run is bitwise
             the same.
@@ -110,7 +110,7 @@ class BF16ParametersOptimizer(Parameterwise):
             rounding. Rounded to nearest, a second moment that decays by 0.1% in a step would never decay.
 
     Raises:
-        TypeError, ValueError: for other options, or an optimiser that needs a closure.
+        TypeError, ValueError: for other options, or an optimizer that needs a closure.
     """
 
     title: ClassVar[str] = "bf16_parameters"
@@ -193,7 +193,7 @@ def use_bf16_parameters(
     seed: int = 0,
     state_dtype: torch.dtype = torch.float32,
 ) -> BF16ParametersOptimizer:
-    """Convert the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimiser.
+    """Convert the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimizer.
 
     Parameters of BatchNorm and all buffers keep their dtype; present gradients are converted as well. A forward that
     mixes dtypes (float32 inputs or buffers) must run under `torch.autocast` or `memopt.optimize`.

@@ -1,4 +1,4 @@
-"""Optimisers that keep another's state in less of the device's memory: Adam's moments in 8 bits, or any in the host's.
+"""Optimizers that keep another's state in less of the device's memory: Adam's moments in 8 bits, or any in the host's.
 
 In 8 bits, values are in blocks of 256, and each is a code for its share of the largest in the block: the block-wise
 dynamic tree quantisation of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Of
@@ -101,7 +101,7 @@ class LowBitOptimizer(Parameterwise):
     "exp_avg_scales" take the place of "exp_avg", and so for the other moments.
 
     Raises:
-        TypeError, ValueError: for another optimiser than these two, or `BF16ParametersOptimizer` around one of them.
+        TypeError, ValueError: for another optimizer than these two, or `BF16ParametersOptimizer` around one of them.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
@@ -159,7 +159,7 @@ def _slices(state: State, key: str, piece: Piece) -> tuple[torch.Tensor, torch.T
 
 
 def check_adam(optimizer: Any) -> None:
-    """Raise `ValueError` for an optimiser whose state cannot be kept in 8 bits."""
+    """Raise `ValueError` for an optimizer whose state cannot be kept in 8 bits."""
     if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
         raise ValueError(
             "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
@@ -181,10 +181,10 @@ class OffloadedOptimizer(Parameterwise):
       the state is larger than both; the host's arithmetic may round differently.
 
     Parameters in the host's memory are copied too, without use. Copies wait for each other. `state_dict` is that of
-    `inner`; a state dict of a plain optimiser can be loaded, and goes to the host.
+    `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
 
     Raises:
-        TypeError, ValueError: for another `update`, an optimiser that needs a closure, or `update="host"` with
+        TypeError, ValueError: for another `update`, an optimizer that needs a closure, or `update="host"` with
             `capturable=True`, which runs on a GPU only.
     """
 
@@ -252,7 +252,7 @@ def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def check_update(optimizer: Any, update: Any) -> None:
-    """Raise `ValueError` where `update` is not one of the places that `Where` lists, or the optimiser cannot be stepped
+    """Raise `ValueError` where `update` is not one of the places that `Where` lists, or the optimizer cannot be stepped
     in that place."""
     if update not in get_args(Where):
         raise ValueError(f"update must be one of {', '.join(get_args(Where))}, not {update!r}")

@@ -55,8 +55,8 @@ def test_the_other_budget_is_read_as_the_first(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("op", "dtype", "reason"),
     [
-        slow("addmm", "bfloat16", "addmm in bf16: autocast's 16-bit list"),
-        slow("native_layer_norm", "float32", "layer_norm in fp32: autocast's fp32 list"),
+        slow("addmm", "bfloat16", "addmm in bf16: as under torch.autocast"),
+        slow("native_layer_norm", "float32", "layer_norm in fp32: as under torch.autocast"),
         slow("tanh", "bfloat16", "tanh in bf16: elementwise, operands in 16 bits"),
         ("tanh_backward", "bfloat16", "the gradient of tanh in bf16: elementwise, operands in 16 bits"),
     ],
