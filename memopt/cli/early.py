@@ -177,7 +177,7 @@ def no_model(name: str, types: Iterable[str]) -> UsageError:
         others = f" (it has {', '.join(close)})" if close else ""
         return UsageError(
             f"no model is named {name!r}: transformers has no such model type{others}, and the cache of the Hugging "
-            f"Face hub ({_hub_cache()}) has no configuration of such a model; memopt downloads nothing: run hf download "
+            f"Face hub ({_hub_cache()}) has no configuration of it; memopt downloads nothing: run hf download "
             f"{name} config.json, or give the path of a config.json"
         )
     if close:
