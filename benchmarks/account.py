@@ -2,9 +2,9 @@
 
     python -m benchmarks.account [--only Llama] [--check]
 
-Six models of Hugging Face in fp32 on the CPU, each with six optimisers, in three ways: "roomy", with room for all that
+Six models of Hugging Face in fp32 on the CPU, each with six optimizers, in three ways: "roomy", with room for all that
 the plain step holds; "zeroed", the same with gradients kept from step to step and zeroed; "tight", halfway between the
-smallest budget that works and the plain step's peak, so that much is recomputed. The optimiser is planned from its
+smallest budget that works and the plain step's peak, so that much is recomputed. The optimizer is planned from its
 class and options before it exists; the step that is measured is the second (third where gradients are kept). `--check`
 fails where a row is more than 2% off, or the total more than 1% or too low. The error of a row below a
 thousandth of the peak is taken relative to that thousandth.
@@ -110,7 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
 
 
 def checks(name: str) -> Iterator[tuple[str, str, AccountCheck]]:
-    """Yield for every optimiser and way their names and the checked account of the step."""
+    """Yield for every optimizer and way their names and the checked account of the step."""
     make, batch = MODELS[name]
     model = make()
     for called, make_optimizer in OPTIMIZERS.items():

@@ -2,7 +2,7 @@
 
     python -m benchmarks.articles [--only ViT-L/16]
 
-Planned for an H100 on the meta device: nothing is run. Parameters are fp32, the optimiser is AdamW (fused, as the plain
+Planned for an H100 on the meta device: nothing is run. Parameters are fp32, the optimizer is AdamW (fused, as the plain
 one holds a parameter-size more at its step than the article's figure leaves room for). GB are 10^9 bytes that torch's
 allocator holds, without the CUDA context, as the articles' `max_memory_reserved`. "exact" are the levers that are on by
 default, each row with those above it and nothing offloaded: the smallest peak that has a plan, and its time beside
@@ -11,7 +11,7 @@ The articles: Raschka, "Optimizing memory usage for training LLMs and vision tra
 scripts (rasbt/pytorch-memory-optim) the ViT's batch is 64, which its log's 703 steps for 45,000 images confirm (beside
 "batch size 32" in words); its loop frees the gradients of the step before only after the forward, which "as its loop
 does it" counts; DistilBERT trains on 12 reviews padded to 512 tokens; BigBird on 12 of 4,096 one by one, in bfloat16 on
-four GPUs with parameters and optimiser on the host.
+four GPUs with parameters and optimizer on the host.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Ladder:
         self.add(step, plan.predicted_peak_bytes - context, (plan.step_seconds + plan.added_seconds) / seconds - 1)
 
     def in_pieces(self, precision: str, context: int, seconds: float) -> None:
-        """Plan microbatches, and then also the levers on the optimiser."""
+        """Plan microbatches, and then also the levers on the optimizer."""
         model = self.article.make()
         samples, joined, account = self.sample_by_sample(model, precision=precision)
         nbytes, _ = smallest(joined, account)
@@ -182,7 +182,7 @@ class Ladder:
             self.add(step, nbytes - context, added + offer.added_seconds / seconds)
 
     def narrow(self, seconds: float) -> None:
-        """Plan with all optimiser levers: parameters and gradients in bf16, the optimiser's state on the host."""
+        """Plan with all optimizer levers: parameters and gradients in bf16, the optimizer's state on the host."""
         levers = levers_named(("bf16_parameters", "offload_optimizer"))
         price = PricedLevers.of(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers).after
         samples, joined, account = self.sample_by_sample(self.article.make().bfloat16(), precision="fp32")

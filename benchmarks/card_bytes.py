@@ -5,7 +5,7 @@ budget.
         [--ways loop fp16 microbatches fp8 low_bit_optimizer]
     .venv-card/bin/python tests/card/stand_in/run.py -m benchmarks.card_bytes      # where there is no card
 
-For each model, optimiser and backend: budgets from the smallest that works to the plain step's peak, and one that is
+For each model, optimizer and backend: budgets from the smallest that works to the plain step's peak, and one that is
 half a percent below the smallest, which must be refused. The steps run, from the first one on, while torch's allocator
 may hold the budget less the context, and nothing else; "allocated" is `torch.cuda.max_memory_allocated` over the steps
 after the first, which compiles.

@@ -78,7 +78,7 @@ def steps_timed(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """Median and quartiles of steps whose forwards run in the context `around`, the allocator's peaks, and the bytes of
-    parameters, batch and the optimiser's state."""
+    parameters, batch and the optimizer's state."""
 
     def step() -> None:
         optimizer.zero_grad()

@@ -137,7 +137,7 @@ def texts(rows_of_batches: Sequence[int]) -> list[Batch]:
 
 
 class Job:
-    """A model that is trained, with its optimiser and its own random numbers."""
+    """A model that is trained, with its optimizer and its own random numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -7,7 +7,7 @@ step, fewer where a plan keeps blocks gathered until their backward. One JSON fi
 
 Shards over two and four ranks; over two with parameters that are gathered in bf16; and over two of four (HSDP). Ranks
 are processes of this machine that exchange tensors by gloo (`examples/models/settled_gloo.py`). Peaks are those of
-whole steps with AdamW after the first one, optimiser's step and gloo's copies included. Rows of models, numbers of
+whole steps with AdamW after the first one, optimizer's step and gloo's copies included. Rows of models, numbers of
 ranks and shardings that are not measured again are kept.
 """
 

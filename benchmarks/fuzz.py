@@ -1,9 +1,9 @@
-"""Random models, budgets, optimisers and schedules, each trained plain and planned side by side.
+"""Random models, budgets, optimizers and schedules, each trained plain and planned side by side.
 
     python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--low] [--derivatives]
         [--cases 1] [--again]
 
-A seed draws a model, a batch and an optimiser; its inputs may require gradients, be the results of other operators,
+A seed draws a model, a batch and an optimizer; its inputs may require gradients, be the results of other operators,
 or be written to. Each of its cases draws a schedule for it: a budget for the solvers or a random schedule, planned
 ahead or at the first call, there also only where the plain step does not fit. It trains two steps, then one that
 accumulates, from the same state as the plain model, and compares all losses, gradients, buffers, parameters and

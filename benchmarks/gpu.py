@@ -6,7 +6,7 @@
 GPT-2 medium, Llama 1B, ViT-L/16, BERT-large, ResNet-50 and U-Net, whole steps with AdamW, bf16 (fp32 with `--small`).
 Every recipe trains first; then memopt, by inductor and by plain operators, with each recipe's measured peak as its
 budget (on a GPU with what torch's allocator reserved for it, since a budget is for the whole process), and at half of
-what plain torch.compile adds to parameters and optimiser. Times are medians of repeated steps after warming up, all in
+what plain torch.compile adds to parameters and optimizer. Times are medians of repeated steps after warming up, all in
 this process; peaks are what torch's allocator handed out in one step. The largest batches are found by trial for the
 recipes, by planning for memopt.
 """
@@ -55,7 +55,7 @@ class Run:
     per_second: float | None = None
     """Tokens, or images."""
     held_gb: float | None = None
-    """Part of the peak: parameters, buffers, optimiser's state and batch."""
+    """Part of the peak: parameters, buffers, optimizer's state and batch."""
     reserved_gb: float | None = None
     """What torch's allocator took from the card; on the CPU the peak."""
     predicted_gb: float | None = None

@@ -73,7 +73,7 @@ def within(budget_gb: float, backend: str, precision: str) -> Method:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser of every method: fused kernels on a GPU."""
+    """The optimizer of every method: fused kernels on a GPU."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     return torch.optim.AdamW(model.parameters(), fused=on_gpu)
 

@@ -6,7 +6,7 @@ Planned on the meta device with the shapes of the published models, nothing is r
 time (TrainStep accumulates), bf16 compute, AdamW, logits computed on demand only, no activation offloaded. In full:
 fp32 parameters, gradients and state; LoRA: adapters of rank 16 on all linear layers of the blocks, a base in bf16.
 For each model the smallest budget is found, with the levers that are on by default and with each combination of
-proposals about the optimiser. Writes `results/guide.json` model by model, and from all that is in there
+proposals about the optimizer. Writes `results/guide.json` model by model, and from all that is in there
 `docs/guide.md`.
 """
 
@@ -85,7 +85,7 @@ def made(name: str, *, lora: bool) -> nn.Module:
 
 
 def needs(name: str, *, lora: bool) -> Needs:
-    """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimiser levers."""
+    """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimizer levers."""
     allow = HERE if lora else HERE | OPTIMIZER_LEVERS
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
     options = check_options(0.6, precision="bf16", allow=allow, device=CARD)

@@ -71,7 +71,7 @@ class Trial:
 
 
 class Job:
-    """A model, its optimiser and a batch on the card, for trials one after the other."""
+    """A model, its optimizer and a batch on the card, for trials one after the other."""
 
     def __init__(self, name: str, size: Size, backend: str) -> None:
         self.name = name
@@ -96,7 +96,7 @@ class Job:
         return memopt.plan_of(self.model).plain_peak_gb
 
     def tried(self, kind: Kind, budget_gb: float) -> Trial:
-        """A trial of this budget; the optimiser's state and the gradients are as in the beginning."""
+        """A trial of this budget; the optimizer's state and the gradients are as in the beginning."""
         self.optimizer.state.clear()
         self.optimizer.zero_grad()
         found: dict[str, Any] = {}

@@ -108,7 +108,7 @@ def by_train_step(model: nn.Module, batch: Batch) -> Callable[[], None]:
 
 
 def by_trainer(model: nn.Module, batch: Batch, optim: str = "adamw_torch") -> Callable[[], None]:
-    """Hugging Face's `Trainer`, whose data loader gives the batch again and again, and whose optimiser decays matrices
+    """Hugging Face's `Trainer`, whose data loader gives the batch again and again, and whose optimizer decays matrices
     alone."""
     samples = [{key: value[row] for key, value in batch.items()} for row in range(4)] * STEPS
     arguments = transformers.TrainingArguments(

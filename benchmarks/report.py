@@ -117,7 +117,7 @@ def account(document: Document) -> str:
         ratios = [predicted / measured for predicted, measured in peaks]
         kept = sum(run["holds"] for run in runs)
         rows.append((name, f"{kept} of {len(runs)}", f"{min(ratios):.4f} to {max(ratios):.4f}"))
-    words = "Six optimisers in three ways each: the account's rows within 2%, the peak within 1% and never too low."
+    words = "Six optimizers in three ways each: the account's rows within 2%, the peak within 1% and never too low."
     head = ("model", "steps that hold", "predicted / measured peak")
     return f"{words}\n\n{table(head, rows)}\n\n{source(document)}"
 

@@ -14,7 +14,7 @@ TRAINED = {
 """How models are trained; else in bf16 with the lever that is named."""
 
 ADAMW = {"adamw": "foreach", "fused": "fused"}
-"""The kernels of the optimiser, by its name in the result file."""
+"""The kernels of the optimizer, by its name in the result file."""
 
 
 def card_bytes(document: Document) -> str:

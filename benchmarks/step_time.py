@@ -5,7 +5,7 @@
 
 GPT-2 medium, Llama 1B, ViT-L/16, BERT-large, ResNet-50 and U-Net, planned with room for everything and at half of that,
 and run by the backend that "auto" picks for the device. Measured is the median of repeated steps after warming up; the
-optimiser's step is not in it, nor in what is predicted. A calibration that is on disk is used (`MEMOPT_CACHE_DIR`).
+optimizer's step is not in it, nor in what is predicted. A calibration that is on disk is used (`MEMOPT_CACHE_DIR`).
 """
 
 from __future__ import annotations

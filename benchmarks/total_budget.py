@@ -3,10 +3,10 @@
     python -m benchmarks.total_budget [--only GPT-2]
 
 GPT-2 small (124 million parameters, 4 sequences of 512) and ViT-B/16 (32 images), AdamW, on the CPU. The plain total is
-the measured peak of two whole fp32 steps: parameters, gradients, state, activations, the optimiser's own. For half of
+the measured peak of two whole fp32 steps: parameters, gradients, state, activations, the optimizer's own. For half of
 it, 0.35 and 0.25 two steps are trained by `memopt.optimize(model, budget)` and `TrainStep`, or, where that is refused,
 with the cheapest proposals that it names. The refusal's own smallest budget is trained within as well, and the smallest
-with the optimiser in the backward, by a loop of its own (TrainStep steps after it).
+with the optimizer in the backward, by a loop of its own (TrainStep steps after it).
 """
 
 from __future__ import annotations

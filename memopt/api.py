@@ -48,7 +48,7 @@ def optimize(
     if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they come.
     Without `example_inputs`, a call whose plain step fits the budget runs plain, unless a plan is to do more than save
     memory: a precision other than "auto" and "fp32", passes, inductor (the default backend on CUDA), calibration,
-    levers on the optimiser. Called again with another budget and otherwise the same options, it plans from the graphs
+    levers on the optimizer. Called again with another budget and otherwise the same options, it plans from the graphs
     that are captured already.
 
     Args:
@@ -60,7 +60,7 @@ def optimize(
         loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
             model returns the loss, or an object that holds it. A function whose first parameter is named `model` gets
             the model and the batch instead, whatever that is, and may take derivatives by itself.
-        optimizer: the optimiser that will step (default AdamW): a class, an instance, a name, or None to leave it out
+        optimizer: the optimizer that will step (default AdamW): a class, an instance, a name, or None to leave it out
             of the account.
         precision: "auto" (default): bf16 where the device computes in it, fp16 where it has only that (train with a
             loss scale: `TrainStep` has one), else fp32, for the calls that are planned; "fp32": bitwise the plain
@@ -74,8 +74,8 @@ def optimize(
             otherwise; to add to them, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` says of each what
             it does, how exact it is, what it costs and what tries it. The default ones are bitwise exact, or exact but
             for rounding; with `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the
-            plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the optimiser are used where
-            nothing else makes the step fit, and need `example_inputs` and an optimiser from `wrap_optimizer`; "plain"
+            plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the optimizer are used where
+            nothing else makes the step fit, and need `example_inputs` and an optimizer from `wrap_optimizer`; "plain"
             runs a model unplanned that cannot be captured.
         backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
@@ -293,11 +293,11 @@ def status(model: nn.Module) -> Status:
 
 
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimiser with the levers around it that the plan of an optimised model uses.
+    """The optimizer with the levers around it that the plan of an optimised model uses.
 
-    Where the plan uses none on the optimiser, it is returned as it is; with "bf16_parameters", the model's parameters
-    become bfloat16. Train with the returned optimiser, and give it to schedulers and `TrainStep`. Raises `ValueError`
-    for a plain model, and for an optimiser that the levers do not fit.
+    Where the plan uses none on the optimizer, it is returned as it is; with "bf16_parameters", the model's parameters
+    become bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError`
+    for a plain model, and for an optimizer that the levers do not fit.
     """
     session = _session(model)
     return apply_levers(session.chosen, session.model, optimizer)

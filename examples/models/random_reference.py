@@ -18,7 +18,7 @@ from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, gra
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
 
 STEPPED = 100.0
-"""How much larger such rounding may be after the first two steps: optimisers divide gradients by their own size."""
+"""How much larger such rounding may be after the first two steps: optimizers divide gradients by their own size."""
 CONDITIONED = 10.0
 """How many times as far from the plain numbers a step may be whose plan names an operator that rounds, as plain steps
 are from weights that are one unit in the last place larger."""
@@ -105,7 +105,7 @@ def rounding_is_named(notes: Collection[str]) -> bool:
 
 
 def twin_of(model: nn.Module, case: Case, make_optimizer: MakeOptimizer) -> Twin:
-    """The model with the batch of a case and an optimiser of its own."""
+    """The model with the batch of a case and an optimizer of its own."""
     twin = Twin(model, case.fresh_batch(), case.call(model))
     twin.optimizer = make_optimizer(model.parameters())
     return twin

@@ -1,6 +1,6 @@
 """One random model trained plain and planned side by side: the verdicts, and where the two are apart.
 
-The seed draws the model and the optimiser. A case is one draw of a schedule for it: that of the solvers within a budget
+The seed draws the model and the optimizer. A case is one draw of a schedule for it: that of the solvers within a budget
 between the smallest that works and the plain peak, or a random one, in which any operator may be recomputed at any
 place. The model is captured once for all of its cases.
 """
@@ -63,7 +63,7 @@ class Trial:
     """right, rounding ("rounding, named" where the plan names an operator), wrong, over budget, budget refused (none is
     below the smallest that works), refused, error not ours, or plain fails."""
     drawn: str
-    """The schedule, the optimiser and the blocks."""
+    """The schedule, the optimizer and the blocks."""
     message: str = ""
 
     def record(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 class Twin:
-    """A model with its optimiser, stepped from equal seeds."""
+    """A model with its optimizer, stepped from equal seeds."""
 
     def __init__(self, model: nn.Module, batch: dict[str, Any], call: Callable[..., Any] | None = None) -> None:
         self.model, self.batch, self.call = model, batch, model if call is None else call
@@ -65,7 +65,7 @@ class Twin:
         self.run = Run([], {}, [])
 
     def step(self, name: str, forwards: int = 1) -> None:
-        """One step of the optimiser after `forwards` forwards and backwards; all that is compared is kept in `run`."""
+        """One step of the optimizer after `forwards` forwards and backwards; all that is compared is kept in `run`."""
         for _ in range(forwards):
             seed()
             loss = loss_of(self.call(**self.batch))
@@ -88,8 +88,8 @@ class Twin:
             self.run.tensors[f"{name}: parameter {key}"] = parameter.detach().clone()
 
     def measured_bytes(self) -> int:
-        """The most that one more step holds, parameters, batch and the optimiser's state included. The caller keeps the
-        output until the optimiser has stepped, as a loop with `output = model(**batch)` does."""
+        """The most that one more step holds, parameters, batch and the optimizer's state included. The caller keeps the
+        output until the optimizer has stepped, as a loop with `output = model(**batch)` does."""
         state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
         tensors = [leaf for leaf in tree_leaves(self.batch) if torch.is_tensor(leaf)]
         held = distinct_bytes([*self.model.parameters(), *self.model.buffers(), *tensors, *state])

@@ -24,7 +24,7 @@ from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import special_kind, storages_of
 from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
-from memopt.device.devices import device_of
+from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.training_state import undone, undone_but_parameters
 
@@ -144,8 +144,10 @@ def _count_on_fakes(
     most_bytes: float,
     retained: bool = False,
 ) -> PlainStep | None:
-    """As `count_plain_step`, on fake tensors."""
+    """As `count_plain_step`, on fake tensors: for a model on "meta" of the device that would run it here, where inputs
+    with values may lie, too."""
     home = next(model.parameters()).device
+    home = device_here() if home.type == "meta" else home
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     correct_strides(mode)
     try:

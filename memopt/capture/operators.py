@@ -77,6 +77,8 @@ class Rewriting:
     """The autocast dtype under which regions without an operator graph run."""
     planned_for: str = ""
     """The device type whose autocast rules apply; empty: that of the tensors."""
+    card: str = ""
+    """The name of the card whose kernels are differentiated; empty: those of the tensors' device."""
     replaces_autocast: bool = False
     """Whether the caller's autocast is disabled inside the model, because these passes choose the dtypes."""
     needed: str = ""

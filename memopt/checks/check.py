@@ -106,8 +106,8 @@ def _cells(row: AccountRow) -> tuple[str, ...]:
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set_to_none: bool = True) -> AccountCheck:
     """Train steps of the optimised `model`, meter the last, and compare it with what its plan predicted.
 
-    The first step plans and compiles where that is not yet done, and makes the optimiser's state; the last one is
-    metered. Afterwards parameters, gradients, buffers, the optimiser's state and random states are as they were, also
+    The first step plans and compiles where that is not yet done, and makes the optimizer's state; the last one is
+    metered. Afterwards parameters, gradients, buffers, the optimizer's state and random states are as they were, also
     when a step fails; copies of them are held in the host's memory meanwhile.
 
     On CUDA the bytes measured are those that torch's allocator hands out: the context and fragmentation are not among
@@ -115,7 +115,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
 
     Args:
         optimizer: steps the model's parameters. Where its class or options are not those that the model was optimised
-            for, the rows of the optimiser differ.
+            for, the rows of the optimizer differ.
         batch: as in `compare`.
         set_to_none: whether gradients are freed between steps, as by `zero_grad()`, or kept and filled with zeros.
 
@@ -189,7 +189,7 @@ def predicted_rows(plan: Plan) -> Rows:
 def _measure(
     call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call, elsewhere: int
 ) -> Rows:
-    """The bytes of each row in one metered step, which begins with the optimiser's state present; `elsewhere` are the
+    """The bytes of each row in one metered step, which begins with the optimizer's state present; `elsewhere` are the
     bytes on the device beside the step."""
     device = next(model.parameters()).device
     parameters = list(model.parameters())
@@ -223,7 +223,7 @@ def _measure(
 def _train(
     call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a forward, its backward and the optimiser's step, while the outputs are held as training loops do."""
+    """Run a forward, its backward and the optimizer's step, while the outputs are held as training loops do."""
     output = call()
     loss = scalar_loss(output)
     end_phase()

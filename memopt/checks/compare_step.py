@@ -51,7 +51,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     difference and error of the optimised model is the larger one of its two runs, with a note where they differ.
     Afterwards gradients, buffers and random states are as they were, also when a step fails.
 
-    Peaks count everything on the device (see `measure_peak`) except what the comparison itself keeps. The optimiser
+    Peaks count everything on the device (see `measure_peak`) except what the comparison itself keeps. The optimizer
     does not step; its state counts where it exists.
 
     Args:
@@ -139,7 +139,7 @@ def _checked(model: nn.Module, reference: str) -> Session:
     for name, parameter in model.named_parameters():
         if post_accumulate_hooks(parameter):
             raise ValueError(
-                f"a hook acts on the accumulated gradient of {name}, and may change the model (an optimiser in the "
+                f"a hook acts on the accumulated gradient of {name}, and may change the model (an optimizer in the "
                 "backward does), which a comparison must not; remove the hook to compare"
             )
     return planned

@@ -161,14 +161,25 @@ def model_types() -> list[str]:
 
 def is_cached(name: str) -> bool:
     """Whether the configuration of a model of the Hugging Face hub ("bert-base-cased") is in the local cache."""
+    return any(_hub_cache().glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
+
+
+def _hub_cache() -> Path:
+    """The folder in which huggingface_hub keeps what it has downloaded."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    return any(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
 
 
 def no_model(name: str, types: Iterable[str]) -> UsageError:
     """The error for a name that is none of transformers' model types and classes."""
     close = difflib.get_close_matches(name.lower(), types, n=3)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) or "-" in name:
+        others = f" (it has {', '.join(close)})" if close else ""
+        return UsageError(
+            f"no model is named {name!r}: transformers has no such model type{others}, and the cache of the Hugging "
+            f"Face hub ({_hub_cache()}) has no configuration of it; memopt downloads nothing: run hf download "
+            f"{name} config.json, or give the path of a config.json"
+        )
     if close:
         return UsageError(f"no model is named {name!r}; did you mean {' or '.join(close)}?")
     return UsageError(

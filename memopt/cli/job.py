@@ -40,7 +40,7 @@ def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: st
 
 
 def _optimizers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The names of optimisers that complete what was typed."""
+    """The names of optimizers that complete what was typed."""
     return [name for name in OPTIMIZERS if name.startswith(incomplete.lower())]
 
 

@@ -75,6 +75,7 @@ def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """The figures of a plan: bytes, seconds, shares as fractions, GB of 1024³ bytes."""
+    from memopt.device.time_model import MEASURED_TIMES
     from memopt.show.report import AS_CAPTURED, before_all
 
     return {
@@ -88,6 +89,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "added_time": plan.added_time,
         "added_time_at_least": plan.bound,
+        "own_work": plan.host_share,
+        "step_seconds_measured": [times * plan.step_seconds for times in MEASURED_TIMES],
         "method": plan.method,
         "levers": [*plan.levers, *["recompute"] * any(row.recomputed_ops for row in plan.modules)],
         "optimizer_levers": list(plan.proposals),

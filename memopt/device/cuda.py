@@ -4,12 +4,14 @@ to CPU tensors, since plans for a card that is not present need the casts that i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memopt.compat.card_attention import CardAttention
 from memopt.compat.operators import (
     composite_kernel,
     cuda_autocast_names,
@@ -136,6 +138,9 @@ class _Cuda(Device):
     def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
         """Those of cuBLAS and cuBLASLt."""
         return library_workspaces(card.major)
+
+    def kernels(self, card: Hardware) -> AbstractContextManager[Any]:
+        return CardAttention(card.major)
 
     def autocast_kernel(self, operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
         """Casts and then the operator, or the operators that it decomposes into. None also for what is not an ATen

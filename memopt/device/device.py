@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +67,10 @@ class Device:
         """A function that computes an operator on the host's tensors as autocast with the dtype `low` does on the
         device; None where it leaves the operator as it is."""
         return None
+
+    def kernels(self, card: Hardware) -> AbstractContextManager[Any]:
+        """A context in which operators on tensors of another device choose the kernels that a card would run."""
+        return nullcontext()
 
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
         """Whether a card has units for a 16-bit dtype, so that `precision="auto"` may choose it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from memopt.compat.host import HOST
@@ -40,6 +42,13 @@ def hardware(name: str) -> Hardware:
         if name in (cards := device.cards()):
             return cards[name]
     raise ValueError(f"unknown hardware {name!r}; known are {', '.join(known_hardware())}")
+
+
+def kernels_of(name: str) -> AbstractContextManager[None]:
+    """A context in which operators on tensors of another device choose the kernels of the card of that name, as far as
+    that changes what a step holds; for no name nothing changes. Raises `ValueError` for an unknown name."""
+    card = hardware(name) if name else None
+    return nullcontext() if card is None else device_of(card).kernels(card)
 
 
 def known_hardware() -> tuple[str, ...]:

@@ -102,6 +102,14 @@ def _cuda_index_put(call: OpCall) -> int:
     return 6 * 8 * indexed + (0 if direct else written * values.dtype.itemsize) + index(call) + 8 * KB
 
 
+def _cuda_masked_index_put(call: OpCall) -> int:
+    """As `_cuda_index_put`, where inductor does not generate the kernel: a copy of the values, with zeros where the
+    mask is false, and of the indices within bounds."""
+    _, _, *indices, values = call.inputs
+    indexed = max((spec.numel for spec in indices), default=0)
+    return values.numel * values.dtype.itemsize + 6 * 8 * indexed + 2 * sum(spec.bytes for spec in indices) + 8 * KB
+
+
 def _cuda_norm_backward(call: OpCall, chip: Chip) -> int:
     """Where there are many rows and few columns, parts of the gradients of weight and bias, which are then summed.
 
@@ -252,6 +260,7 @@ CUDA_RULES: dict[str, Rule] = {
     **for_each("convolution _convolution", _cuda_convolution),
     "embedding_dense_backward": _cuda_embedding_backward,
     **for_each("index_put _unsafe_index_put", _cuda_index_put),
+    "_unsafe_masked_index_put_accumulate": _cuda_masked_index_put,
     **for_each("gather scatter scatter_add scatter_reduce index_add", nothing),
     **for_each("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", nothing),
     **for_each("sort argsort", _cuda_sort),

@@ -18,13 +18,13 @@ def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options
     budget.
 
     Args:
-        objects: as for `accelerator.prepare`, with one model that is trained, and its optimiser.
+        objects: as for `accelerator.prepare`, with one model that is trained, and its optimizer.
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
         options: those of `memopt.optimize` but for two defaults: dtypes are left to Accelerate's `mixed_precision`, and
-            the optimiser is the one among `objects`.
+            the optimizer is the one among `objects`.
 
     Raises:
-        ValueError: where the objects have no or several trained models, or several optimisers.
+        ValueError: where the objects have no or several trained models, or several optimizers.
     """
     budgeted = Budgeted(budget_gb, **options)
     models = [number for number, given in enumerate(objects) if isinstance(given, nn.Module) and _is_trained(given)]

@@ -20,7 +20,7 @@ class Budgeted:
     """A budget and the options of `memopt.optimize`, applied to a net once its loop has built it.
 
     Two defaults differ from those of `memopt.optimize`: the precision is "fp32", so that the loop's own setting (its
-    autocast) decides, and the optimiser is the loop's.
+    autocast) decides, and the optimizer is the loop's.
     """
 
     @takes_options(StepOptions, DEFAULTS)
@@ -32,7 +32,7 @@ class Budgeted:
         self._shown: Plan | None = None
 
     def optimizer_among(self, optimizers: Sequence[Any]) -> Any:
-        """The optimiser that steps the net: the one of the options, else the only one of the loop.
+        """The optimizer that steps the net: the one of the options, else the only one of the loop.
 
         Raises `ValueError` where the loop has none or several, and the options do not say what counts.
         """
@@ -46,7 +46,7 @@ class Budgeted:
         return inner_optimizer(optimizers[0])
 
     def begin(self, net: nn.Module, optimizer: Any, **defaults: Any) -> None:
-        """Optimise the net, in place, for a run with the optimiser; `defaults` are options that hold where the user
+        """Optimise the net, in place, for a run with the optimizer; `defaults` are options that hold where the user
         gave none. Nothing is planned yet."""
         optimize(net, self.budget_gb, **{**defaults, **self.options, "optimizer": optimizer})
         self._net, self._shown = net, None
@@ -73,7 +73,7 @@ class Budgeted:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimiser of torch inside the wrappers of Accelerate, Fabric and Lightning, which hold it as `.optimizer`."""
+    """The optimizer of torch inside the wrappers of Accelerate, Fabric and Lightning, which hold it as `.optimizer`."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

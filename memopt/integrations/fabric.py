@@ -19,10 +19,10 @@ def setup(fabric: Fabric, model: nn.Module, *optimizers: Any, budget_gb: float, 
     Args:
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
         options: those of `memopt.optimize` but for two defaults: dtypes are left to Fabric's `precision`, and the
-            optimiser is the one given here.
+            optimizer is the one given here.
 
     Raises:
-        ValueError: where several optimisers are given and `options` do not say which one is counted.
+        ValueError: where several optimizers are given and `options` do not say which one is counted.
     """
     budgeted = Budgeted(budget_gb, **options)
     counted = budgeted.optimizer_among(optimizers)

@@ -17,7 +17,7 @@ class MemoptCallback(Callback):
     """`Trainer(callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
 
     Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `precision`, and the
-    optimiser is the LightningModule's. The figures of each plan that a step runs by go to the Trainer's loggers, as
+    optimizer is the LightningModule's. The figures of each plan that a step runs by go to the Trainer's loggers, as
     `memopt_budget_gb`, `memopt_peak_gb` and `memopt_added_time`. Validation, test and prediction run the plain model,
     and the model is the plain one again after the training.
 
@@ -33,7 +33,7 @@ class MemoptCallback(Callback):
         self._net = net
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Optimise the net. Raises `ValueError` where it is not known which one, or with which optimiser."""
+        """Optimise the net. Raises `ValueError` where it is not known which one, or with which optimizer."""
         net = net_of(pl_module) if self._net is None else _named(pl_module, self._net)
         self._budgeted.begin(net, self._budgeted.optimizer_among(trainer.optimizers))
 

@@ -21,7 +21,7 @@ class MemoptCallback(TrainerCallback):
     """`Trainer(…, callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
 
     Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `bf16` and `fp16`, and
-    the optimiser is the Trainer's. Each plan that a step runs by is in the Trainer's log, as `memopt_budget_gb`,
+    the optimizer is the Trainer's. Each plan that a step runs by is in the Trainer's log, as `memopt_budget_gb`,
     `memopt_peak_gb` and `memopt_added_time`. Evaluation, prediction and generation run the plain model, and the model
     is the plain one again after the training.
 

@@ -42,17 +42,17 @@ class GraphChange:
 
 @dataclass(frozen=True)
 class OptimizerChange:
-    """What a lever puts around the optimiser: it is priced, and used where no lever on the graph makes the step fit."""
+    """What a lever puts around the optimizer: it is priced, and used where no lever on the graph makes the step fit."""
 
     wrap: Callable[[Any], optim.Optimizer]
-    """The optimiser with the lever around it; stepped on fake tensors too, for its price."""
+    """The optimizer with the lever around it; stepped on fake tensors too, for its price."""
     changes: str
     """The change that it makes, for receipts."""
     exactness: str
     """How far the numbers differ from those of the plain step, for receipts."""
     _: KW_ONLY
     check: Callable[[Any], None] | None = None
-    """Raises `ValueError` for an optimiser that it does not fit."""
+    """Raises `ValueError` for an optimizer that it does not fit."""
     apply: Callable[[nn.Module, optim.Optimizer], optim.Optimizer] | None = None
     """Does as `wrap`, and changes the model's parameters, in place."""
     narrows: bool = False

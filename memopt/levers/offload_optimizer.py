@@ -1,4 +1,4 @@
-"""The lever that holds the optimiser's state in host memory."""
+"""The lever that holds the optimizer's state in host memory."""
 
 from __future__ import annotations
 

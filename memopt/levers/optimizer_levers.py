@@ -1,4 +1,4 @@
-"""Levers on the optimiser together: how they are put around it, and what a step costs with them."""
+"""Levers on the optimizer together: how they are put around it, and what a step costs with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
 
 @dataclass(frozen=True)
 class PricedLevers:
-    """Levers on the optimiser taken together, from the inside out, and the step without and with them."""
+    """Levers on the optimizer taken together, from the inside out, and the step without and with them."""
 
     levers: tuple[Lever, ...]
     before: TrainingPrice
@@ -37,7 +37,7 @@ class PricedLevers:
         """The price of `levers`, from the inside out but for one that steps in the backward, which is put around all
         others; prices that are new are added to `known`.
 
-        Raises `ValueError` for an optimiser that cannot be tried on fake tensors, or that the levers do not fit.
+        Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit.
         """
         known = {} if known is None else known
         levers = sorted(levers, key=lambda lever: lever.optimizer is not None and lever.optimizer.in_backward)
@@ -83,10 +83,10 @@ class PricedLevers:
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """An account with the rows of parameters, gradients and optimiser as these levers make them; it may be of a
+        """An account with the rows of parameters, gradients and optimizer as these levers make them; it may be of a
         model whose parameters are in bfloat16 already.
 
-        Where parameters are stepped in the backward, gradients and the optimiser's temporaries are 0: the solver's
+        Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0: the solver's
         problem has them.
         """
         rows: dict[str, Any] = self.after.rows
@@ -113,14 +113,14 @@ class PricedLevers:
 
 
 def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
-    """What levers on the optimiser put around it; all of `levers` must be such."""
+    """What levers on the optimizer put around it; all of `levers` must be such."""
     return tuple(lever.optimizer for lever in levers if lever.optimizer is not None)
 
 
 def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Put levers around an optimiser, in the order given, and change the parameters of `model` where they do.
+    """Put levers around an optimizer, in the order given, and change the parameters of `model` where they do.
 
-    Raises `TypeError` or `ValueError` where one does not fit the optimiser, and then changes nothing.
+    Raises `TypeError` or `ValueError` where one does not fit the optimizer, and then changes nothing.
     """
     if levers:
         check_inner(optimizer, levers[0].name)
@@ -133,7 +133,7 @@ def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Opt
 
 
 def least_with_levers(account: Account) -> int:
-    """Bytes that are resident whatever levers on the optimiser are used: these leave half of the parameters at
+    """Bytes that are resident whatever levers on the optimizer are used: these leave half of the parameters at
     least."""
     return replace(account, parameters=account.parameters // 2, optimizer_state=0, gradients=0).resident_bytes
 
@@ -144,7 +144,7 @@ def combinations_of(
     allowed: Collection[str],
     wanted: Wanted = lambda levers: True,
 ) -> Iterator[PricedLevers]:
-    """The combinations of the levers that fit the optimiser: those of `allowed` levers alone, by the time that they
+    """The combinations of the levers that fit the optimizer: those of `allowed` levers alone, by the time that they
     add, least first; and then those with others, the smallest ones first, and of as many levers by the time that they
     add. Of the latter only those that are `wanted` once they come up are priced."""
     known: Known = {}
@@ -160,7 +160,7 @@ def combinations_of(
 
 
 def _priced(facts: TrainingFacts, chosen: Iterable[Sequence[Lever]], known: Known) -> list[PricedLevers]:
-    """The combinations that fit the optimiser, sorted by the time they add."""
+    """The combinations that fit the optimizer, sorted by the time they add."""
     found: list[PricedLevers] = []
     for levers in chosen:
         try:

@@ -1,4 +1,4 @@
-"""What levers on the optimiser cost and save, and the facts of the training that this depends on."""
+"""What levers on the optimizer cost and save, and the facts of the training that this depends on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Parameters, optimiser and hardware; the parameters may be on "meta"."""
+    """Parameters, optimizer and hardware; the parameters may be on "meta"."""
 
     parameters: tuple[torch.Tensor, ...]
     """All parameters of the model, each once, frozen ones too."""
@@ -53,7 +53,7 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware, link: Link = PCIE) -> TrainingFacts:
-        """What the price of training `model` with levers on this optimiser depends on."""
+        """What the price of training `model` with levers on this optimizer depends on."""
         return cls(
             tuple(model.parameters()),
             optimizer,
@@ -71,7 +71,7 @@ class TrainingFacts:
 
     @cached_property
     def fused(self) -> bool:
-        """Whether the optimiser uses fused kernels on the device."""
+        """Whether the optimizer uses fused kernels on the device."""
         return optimizer_account(self.optimizer, self.trained, self.hardware.device_type).name.endswith("(fused)")
 
 
@@ -103,9 +103,9 @@ class TrainingPrice:
     host_bytes: int
     seconds: float
     stepping: Stepping | None = None
-    """With the optimiser in the backward: the bytes that each parameter's step makes there."""
+    """With the optimizer in the backward: the bytes that each parameter's step makes there."""
     state_blocks: tuple[int, ...] = ()
-    """The bytes of each tensor of the optimiser's state on a GPU, in the order of the parameters."""
+    """The bytes of each tensor of the optimizer's state on a GPU, in the order of the parameters."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -120,14 +120,14 @@ class TrainingPrice:
 
 
 def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> TrainingPrice:
-    """The price of training with `changes` around the optimiser, from the inside out, found by running it alone, on
+    """The price of training with `changes` around the optimizer, from the inside out, found by running it alone, on
     fake tensors.
 
-    With the optimiser in the backward, the rows of gradients and temporaries are those of the moment at which their sum
+    With the optimizer in the backward, the rows of gradients and temporaries are those of the moment at which their sum
     is largest. That moment lies within the backward, beside saved activations: it is estimated from the model's modules
     here, while a plan finds it in the graph.
 
-    Raises `ValueError` for an optimiser that cannot be tried on fake tensors, or that the levers do not fit.
+    Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit.
     """
     if not changes:
         plain = optimizer_step_price(facts.optimizer, facts.trained, facts.hardware)
@@ -168,7 +168,7 @@ def _size(parameter: torch.Tensor, dtype: torch.dtype) -> int:
 def _gradients(
     facts: TrainingFacts, dtypes: dict[int, torch.dtype], temporaries: Sequence[int], in_backward: bool
 ) -> tuple[int, int]:
-    """Bytes of gradients and of the optimiser's temporaries at the moment when their sum is largest."""
+    """Bytes of gradients and of the optimizer's temporaries at the moment when their sum is largest."""
     sizes = {id(parameter): _size(parameter, dtypes[id(parameter)]) for parameter in facts.trained}
     if not in_backward:
         return sum(sizes.values()), max(temporaries, default=0)

@@ -78,12 +78,12 @@ class BF16ParametersOptimizer(Parameterwise):
     so plain bfloat16 would never change. The new value is therefore rounded up or down at random, right in expectation.
 
     Args:
-        inner: any optimiser that steps each parameter independently of the others.
+        inner: any optimizer that steps each parameter independently of the others.
         seed: the seed of the random roundings; their generators are in `state_dict`, so that a resumed run is bitwise
             the same.
 
     Raises:
-        TypeError, ValueError: for an optimiser that needs a closure.
+        TypeError, ValueError: for an optimizer that needs a closure.
     """
 
     title: ClassVar[str] = "bf16_parameters"
@@ -115,7 +115,7 @@ class BF16ParametersOptimizer(Parameterwise):
 
 
 def use_bf16_parameters(model: nn.Module, optimizer: optim.Optimizer, seed: int = 0) -> BF16ParametersOptimizer:
-    """Convert the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimiser.
+    """Convert the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimizer.
 
     Parameters of BatchNorm and all buffers keep their dtype; present gradients are converted as well. A forward that
     mixes dtypes (float32 inputs or buffers) must run under `torch.autocast` or `memopt.optimize`.
@@ -137,7 +137,7 @@ def kept_wide(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) -> None:
-    """Convert one parameter to bfloat16, and its state, if an optimiser steps it, to float32."""
+    """Convert one parameter to bfloat16, and its state, if an optimizer steps it, to float32."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)

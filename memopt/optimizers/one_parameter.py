@@ -1,4 +1,4 @@
-"""Runs an optimiser's own code on one tensor at a time, and divides large tensors into pieces."""
+"""Runs an optimizer's own code on one tensor at a time, and divides large tensors into pieces."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def step_one(
     """Step `tensor`, which has a gradient, by the code of `optimizer`, a group's `options` and the `state`; return the
     state after the step.
 
-    The optimiser's groups and state are not changed. Tensors of `state` may be written to.
+    The optimizer's groups and state are not changed. Tensors of `state` may be written to.
 
-    Raises `ValueError` for an optimiser whose step changes its group's options, since all parameters share these.
+    Raises `ValueError` for an optimizer whose step changes its group's options, since all parameters share these.
     """
     groups, states = optimizer.param_groups, optimizer.state
     own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
@@ -65,7 +65,7 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimiser is known to treat each element by itself; subclasses are not, since they may do
+    """Whether the optimizer is known to treat each element by itself; subclasses are not, since they may do
     anything."""
     return type(optimizer) in _ELEMENTWISE
 
@@ -73,7 +73,7 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
 @dataclass(frozen=True)
 class Piece:
     """A part of a parameter and of all tensors of its shape: elements `start` to `stop` in memory order, or the whole
-    tensor in its shape (`flat=False`), for optimisers that use the shape."""
+    tensor in its shape (`flat=False`), for optimizers that use the shape."""
 
     start: int
     stop: int

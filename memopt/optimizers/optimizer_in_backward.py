@@ -1,4 +1,4 @@
-"""Steps the optimiser within the backward: each gradient is used as soon as it is complete, and freed."""
+"""Steps the optimizer within the backward: each gradient is used as soon as it is complete, and freed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptimizerInBackward(Parameterwise):
     norm, a `GradScaler`, several backwards for one step. A backward that fails half-way has stepped some parameters.
 
     Args:
-        inner: any optimiser that steps each parameter independently of the others, or a proposal's wrapper of one.
+        inner: any optimizer that steps each parameter independently of the others, or a proposal's wrapper of one.
         max_grad_norm, scaler, accumulate: the options of the training step, as for `memopt.TrainStep`.
 
     Raises:
@@ -47,7 +47,7 @@ class OptimizerInBackward(Parameterwise):
         super().__init__(inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimiser; its parameters are stepped from the next backward on."""
+        """Add a group as to any optimizer; its parameters are stepped from the next backward on."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for parameter in self.param_groups[-1]["params"]:
@@ -62,7 +62,7 @@ class OptimizerInBackward(Parameterwise):
         self._stepped.clear()
 
     def detach(self) -> optim.Optimizer:
-        """Remove the hooks from the parameters, and return the inner optimiser with its state."""
+        """Remove the hooks from the parameters, and return the inner optimizer with its state."""
         for handle in self._handles:
             handle.remove()
         self._forget_hooks()
@@ -99,7 +99,7 @@ class OptimizerInBackward(Parameterwise):
 
 @dataclass(frozen=True, eq=False)
 class SteppingHook:
-    """The hook that autograd calls once a parameter's gradient is complete: the optimiser steps the parameter."""
+    """The hook that autograd calls once a parameter's gradient is complete: the optimizer steps the parameter."""
 
     optimizer: OptimizerInBackward
     group: int
@@ -109,7 +109,7 @@ class SteppingHook:
 
 
 def stepping_hooks(parameter: torch.Tensor) -> list[SteppingHook]:
-    """The stepping hooks of a parameter; none where no optimiser steps it in the backward."""
+    """The stepping hooks of a parameter; none where no optimizer steps it in the backward."""
     return [hook for hook in post_accumulate_hooks(parameter) if isinstance(hook, SteppingHook)]
 
 

@@ -57,7 +57,7 @@ class Stepping:
 
 
 Wraps: TypeAlias = tuple[Callable[[Any], optim.Optimizer], ...]
-"""What is put around an optimiser, from the inside out."""
+"""What is put around an optimizer, from the inside out."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class _Trial:
 def optimizer_step_price(
     optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
 ) -> OptimizerStepPrice:
-    """The price of stepping all trained `parameters` by the plain optimiser; their values are not read, so they may be
+    """The price of stepping all trained `parameters` by the plain optimizer; their values are not read, so they may be
     on "meta".
 
-    Raises `ValueError` as `optimizer_account` does, and for an optimiser whose steps cannot be tried.
+    Raises `ValueError` as `optimizer_account` does, and for an optimizer whose steps cannot be tried.
     """
     if optimizer is None or not parameters:
         return NOTHING
@@ -111,7 +111,7 @@ def prices_of_each(
     wraps: Wraps = (),
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The prices of stepping each parameter alone, in the dtype given for it, with `wraps` around the optimiser.
+    """The prices of stepping each parameter alone, in the dtype given for it, with `wraps` around the optimizer.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     alike in group, shape, strides and dtype one is tried. `device` is the type of device whose kernels run, by default
@@ -176,7 +176,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def _maker(
     optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wraps: Wraps = ()
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
-    """A function that makes the optimiser over stand-ins for the originals, given in their order."""
+    """A function that makes the optimizer over stand-ins for the originals, given in their order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
         named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
@@ -189,7 +189,7 @@ def _maker(
 
 
 def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
-    """The number of the group of the optimiser that the parameter is in; 0 where no instance is given.
+    """The number of the group of the optimizer that the parameter is in; 0 where no instance is given.
 
     Raises `ValueError` where it is in none.
     """
@@ -214,7 +214,7 @@ def _trial_of_class(
     foreach: bool,
     threads: int,
 ) -> _Trial:
-    """The trial of one parameter by an optimiser given as a class, which depends on nothing but these: it is asked for
+    """The trial of one parameter by an optimizer given as a class, which depends on nothing but these: it is asked for
     again by each combination of levers, and by each plan. `threads` is the number of torch's threads."""
     parameter = on_meta(shape, stride, dtype)
     return _tried(_maker(optimizer, [parameter], wraps), [parameter], device, foreach=foreach)
@@ -223,7 +223,7 @@ def _trial_of_class(
 def _tried(
     make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], device: str, *, foreach: bool
 ) -> _Trial:
-    """Bytes by the optimiser's account, and the traffic of the second step, since the first makes the state."""
+    """Bytes by the optimizer's account, and the traffic of the second step, since the first makes the state."""
     account = optimizer_account(make, parameters, device)
     if account.guess:
         raise ValueError(account.guess)

@@ -1,4 +1,4 @@
-"""An optimiser around another, which shares its groups and state and has it step one piece of a parameter at a time."""
+"""An optimizer around another, which shares its groups and state and has it step one piece of a parameter at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Parameterwise(optim.Optimizer):
     title: ClassVar[str]
     """Its name in errors and in `state_dict`."""
     fields: ClassVar[tuple[str, ...]] = ("inner",)
-    """Attributes that copies and pickles have beside those of any optimiser."""
+    """Attributes that copies and pickles have beside those of any optimizer."""
     keeps_form: ClassVar[bool] = False
     """Whether values are kept in the form that `inner` has, so that state dicts of either can be loaded into both."""
 
@@ -60,7 +60,7 @@ class Parameterwise(optim.Optimizer):
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
         """Restore what `extra_state` returned.
 
-        Raises `ValueError` for that of another kind of optimiser, before anything is changed.
+        Raises `ValueError` for that of another kind of optimizer, before anything is changed.
         """
         title = saved.get("title") if saved else None
         wanted = None if self.keeps_form else self.title
@@ -75,14 +75,14 @@ class Parameterwise(optim.Optimizer):
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as of any optimiser, and under "proposal" what `extra_state` returns. Tensors are not
+        """Groups and state as of any optimizer, and under "proposal" what `extra_state` returns. Tensors are not
         copied."""
         return {**super().state_dict(), "proposal": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state, whose tensors are copied in their own dtypes.
 
-        Raises `ValueError` where it is not of an optimiser built as this one.
+        Raises `ValueError` where it is not of an optimizer built as this one.
         """
         saved = {key: value for key, value in state_dict.items() if key != "proposal"}
         sizes, own = (
@@ -105,7 +105,7 @@ class Parameterwise(optim.Optimizer):
                     self.state[parameter] = {k: self._placed(group, parameter, v) for k, v in values.items()}
 
     def _placed(self, group: dict[str, Any], parameter: torch.Tensor, value: Any) -> Any:
-        """A copy of a loaded value on the device where this optimiser keeps it."""
+        """A copy of a loaded value on the device where this optimizer keeps it."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.dim():
@@ -227,7 +227,7 @@ class Parameterwise(optim.Optimizer):
 
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimiser may step a tensor in pieces."""
+    """Whether the optimizer may step a tensor in pieces."""
     return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)
 
 
@@ -237,7 +237,7 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def check_inner(inner: Any, title: str) -> None:
-    """Raise `TypeError` or `ValueError` for an optimiser that cannot be stepped parameter by parameter."""
+    """Raise `TypeError` or `ValueError` for an optimizer that cannot be stepped parameter by parameter."""
     if not isinstance(inner, optim.Optimizer):
         raise TypeError(f"{title} wraps a torch.optim.Optimizer, not {inner!r}")
     closure = inspect.signature(type(inner).step).parameters.get("closure")
@@ -257,7 +257,7 @@ def refuse_closure(closure: Any, title: str) -> None:
 
 
 def _share_groups(optimizer: Parameterwise) -> None:
-    """Give all inner optimisers the groups of this one."""
+    """Give all inner optimizers the groups of this one."""
     inner = optimizer.inner
     inner.param_groups = optimizer.param_groups
     if isinstance(inner, Parameterwise):

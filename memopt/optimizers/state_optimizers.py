@@ -101,7 +101,7 @@ class LowBitOptimizer(Parameterwise):
     "exp_avg_scales" take the place of "exp_avg", and so for the other moments.
 
     Raises:
-        TypeError, ValueError: for another optimiser than these two, or `BF16ParametersOptimizer` around one of them.
+        TypeError, ValueError: for another optimizer than these two, or `BF16ParametersOptimizer` around one of them.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
@@ -159,7 +159,7 @@ def _slices(state: State, key: str, piece: Piece) -> tuple[torch.Tensor, torch.T
 
 
 def check_adam(optimizer: Any) -> None:
-    """Raise `ValueError` for an optimiser whose state cannot be kept in 8 bits."""
+    """Raise `ValueError` for an optimizer whose state cannot be kept in 8 bits."""
     if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
         raise ValueError(
             "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
@@ -172,10 +172,10 @@ class OffloadedOptimizer(Parameterwise):
     the device and back. The numbers are those of `inner` stepping parameters one by one.
 
     The state of parameters in the host's memory is copied too, without use. Copies wait for each other. `state_dict` is
-    that of `inner`; a state dict of a plain optimiser can be loaded, and goes to the host.
+    that of `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
 
     Raises:
-        TypeError, ValueError: for an optimiser that needs a closure.
+        TypeError, ValueError: for an optimizer that needs a closure.
     """
 
     title: ClassVar[str] = "offload_optimizer"

@@ -76,11 +76,6 @@ class Effort:
 DEFAULT_EFFORT = Effort()
 
 
-def backend_for(backend: Backend, device_type: str) -> Literal["aten", "inductor"]:
-    """The backend that runs a step on a device of that type: "auto" means "inductor" on CUDA, "aten" elsewhere."""
-    return device_of(device_type).backend if backend == "auto" else backend
-
-
 def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value not in choices:
@@ -252,7 +247,7 @@ class Options:
 
     @property
     def optimizer_levers(self) -> frozenset[str]:
-        """The names of the allowed levers that change the optimiser."""
+        """The names of the allowed levers that change the optimizer."""
         return frozenset(lever.name for lever in self.levers if lever.optimizer is not None)
 
     @property
@@ -261,18 +256,22 @@ class Options:
         host = () if self.host_bytes is None else (self.host_bytes,)
         return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic, *host
 
+    def backend_on(self, device_type: str) -> Literal["aten", "inductor"]:
+        """The backend of a model's plans on a device of that type, or on the card that was named: "auto" means what
+        `optimize` runs there, "inductor" on CUDA and "aten" elsewhere."""
+        planned_for = device_of(device_type) if self.hardware is None else device_of(hardware(self.hardware))
+        return planned_for.backend if self.backend == "auto" else self.backend
+
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""
         notes = recompute_note(self.allow) + (self.budget_note,) * bool(self.budget_note)
-        planned = device_type if self.hardware is None else hardware(self.hardware).device_type
-        there, here = (backend_for(self.backend, kind) for kind in (planned, device_type))
-        if there == "inductor" and here == "aten":
+        absent = self.hardware is not None and hardware(self.hardware).device_type != device_type
+        if absent and self.backend_on(device_type) == "inductor":
             notes += (
-                "planned for plain operators (the backend aten), which is what runs on this machine; a CUDA card "
-                "itself has the backend inductor where none is given: plan for that with --backend inductor, in Python "
-                "backend='inductor'",
+                f"planned through inductor without a {self.hardware} here: there, inductor also pads matrices whose "
+                "rows are no multiple of 16 bytes, and times kernels to choose among them, which may take more memory",
             )
-        if here == "inductor" and OFFLOAD_PARAMETERS.name in self.allow:
+        if self.backend_on(device_type) == "inductor" and OFFLOAD_PARAMETERS.name in self.allow:
             notes += (
                 f"{OFFLOAD_PARAMETERS.name!r} was not used: it is for plain operators; give backend='aten' to have "
                 "frozen parameters in the host's memory",

@@ -108,7 +108,7 @@ class Plan(PlanViews):
     levers: tuple[str, ...] = ()
     """Levers in use beside recomputation, in the order in which they were tried."""
     proposals: tuple[str, ...] = ()
-    """Levers in use that change the optimiser: `memopt.wrap_optimizer` applies them."""
+    """Levers in use that change the optimizer: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
     """The plain step, then with one more lever per row, precision first; recomputation and offload come last. Where the
     plain step cannot be counted, it begins with the step as captured."""
@@ -171,7 +171,7 @@ class Plan(PlanViews):
     @property
     def predicted_peak_gb(self) -> float:
         """The most that the step holds at once, in GB of 1024³ bytes: everything, from the parameters to the
-        optimiser's temporaries."""
+        optimizer's temporaries."""
         return self.planned.peak_bytes / GIB
 
     @property
@@ -183,6 +183,11 @@ class Plan(PlanViews):
     def added_time(self) -> float:
         """Time of recomputation and of waiting for the host, as a fraction of the plain step's, by the time model."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def host_share(self) -> float:
+        """Time of guards and of memopt's own work (`host_seconds`) as a fraction of the plain step's."""
+        return self.host_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def bound(self) -> float:

@@ -33,7 +33,7 @@ from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import PricedGraph
 from memopt.units import size
-from passes import diff_graphs
+from passes import SumInFp32, diff_graphs
 from passes.graphs.graph_text import format_dtype
 from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 from passes.graphs.op_kinds import follows_input, is_cast, op_name
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from memopt.planning.priced_step import TracedStep
 
 
+_IN_WORDS = {SumInFp32.__name__: "the kernel sums in fp32 anyway"}
+"""What passes that belong to no lever do, for readers: by the name of the pass."""
 _CLEAN_UP = frozenset({"EliminateDeadCode", "MergeCasts"})
 _OUR_CASTS = frozenset({"memopt.fp8_quantize", "memopt.fp8_dequantize"})
 _NO_MEANING = frozenset({"detach", "detach_", "alias", "lift_fresh_copy"})
@@ -80,6 +82,7 @@ class _Span:
         self.added = {self.new.nodes[name] for name in self.diff.added}
         self.late = backward_nodes(after.graph)
         self.reasons, self.names = reasons, names
+        self.by = ", ".join(_IN_WORDS.get(name) or f"by {name}" for name in names)
 
     def changes(self) -> Iterator[Change]:
         saved = [node for node in self.new.nodes.values() if self._is_saved(node)]
@@ -99,7 +102,7 @@ class _Span:
         casts = [cast for cast in casts if cast not in self.late or node not in self.late]
         if before != after and before is not None and after is not None:
             if reason or casts or not (follows_input(node) or "getitem" in node.name):
-                why = reason.removeprefix(f"{format_dtype(after)}: ") or f"by {', '.join(self.names)}"
+                why = reason.removeprefix(f"{format_dtype(after)}: ") or self.by
                 dtypes = f"{format_dtype(before)} → {format_dtype(after)}"
                 yield self.new.change(DTYPE, node, detail=dtypes, reason=why, times=len(casts))
         elif casts and node not in self.late:
@@ -126,7 +129,6 @@ class _Span:
 
     def _replaced(self, saved: list[fx.Node]) -> Iterator[Change]:
         """New operators, with the removed ones of the same module that they stand for."""
-        by = f"by {', '.join(self.names)}"
         new = [node for node in self.new.nodes.values() if node in self.added and node not in saved]
         new = [node for node in new if not (_casts(node) or _only_moves(node))]
         gone: dict[str, list[fx.Node]] = {}
@@ -135,10 +137,10 @@ class _Span:
             gone.setdefault(module_path(new[0] if len(new) == 1 else node), []).append(node)
         for node in new:
             replaced = dict.fromkeys(map(operator_name, gone.pop(module_path(node), [])))
-            yield self.new.change(self._kind(), node, detail=", ".join(replaced), reason=by)
+            yield self.new.change(self._kind(), node, detail=", ".join(replaced), reason=self.by)
         for node in (node for nodes in gone.values() for node in nodes):
             if not is_cast(node):
-                yield self.old.change(REMOVED, node, reason=by)
+                yield self.old.change(REMOVED, node, reason=self.by)
             elif not self.late:
                 yield self.old.change(CAST, node, detail="removed", reason="not needed any more")
 

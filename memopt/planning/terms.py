@@ -19,7 +19,7 @@ from memopt.device.devices import device_here, device_of
 from memopt.errors import GIB
 from memopt.levers import lever_sets, precision_rewriting
 from memopt.levers.reinplace import REINPLACE
-from memopt.planning.options import Options, backend_for
+from memopt.planning.options import Options
 from memopt.progress import stage
 from passes import Pass, Pipeline, passes_for
 from passes.ops.fp8_formats import histories_of
@@ -89,7 +89,7 @@ class ModelTerms:
     @cached_property
     def backend(self) -> str:
         """The backend that runs planned graphs: "aten" or "inductor"."""
-        return backend_for(self.options.backend, self.device().type)
+        return self.options.backend_on(self.device().type)
 
     @property
     def fuses(self) -> bool:
@@ -120,7 +120,12 @@ class ModelTerms:
         """The rewriting without levers and without the user's passes, which every lever set includes: precision, and
         whether results are written in place."""
         by_types = precision_rewriting(self.options.precision, self.card)
-        return replace(by_types, reinplace=REINPLACE.name in self.options.allow)
+        return replace(by_types, reinplace=REINPLACE.name in self.options.allow, card=self.absent_card)
+
+    @property
+    def absent_card(self) -> str:
+        """The name of the card that is planned for, where steps are traced on a device of another kind; else empty."""
+        return "" if self.card.device_type == self.device().type else self.card.name
 
     @cached_property
     def lever_sets(self) -> tuple[Rewriting, ...]:

@@ -127,11 +127,11 @@ class _Walk:
         if node.kwargs.get("dtype") == torch.float32 or (name in FP32_SET_DTYPE and torch.float32 in node.args):
             return Choice(torch.float32, "the model asks for fp32")
         if name in LOWER_PRECISION:
-            return Choice(low, "autocast's 16-bit list")
+            return Choice(low, "as under torch.autocast")
         if name in FP32 | FP32_SET_DTYPE and not self._small_power(node, operands):
-            return Choice(torch.float32, "autocast's fp32 list")
+            return Choice(torch.float32, "as under torch.autocast")
         if name in FP32_OURS:
-            return Choice(torch.float32, "sums, or reaches autocast's fp32 list")
+            return Choice(torch.float32, "it sums, or calls what torch.autocast keeps in fp32")
         if follows_input(node):
             return None
         return self._pointwise(node, operands) if is_pointwise(node) else None

@@ -27,6 +27,7 @@ from memopt.capture.trace import RegionTrace, autocast_to, backend_of, different
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import RaisingForRefusedDtypes
+from memopt.device.devices import kernels_of
 from memopt.errors import CaptureError
 from memopt.lru import LruCache
 from passes import Pass, Pipeline
@@ -74,7 +75,8 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
         else:
             traced = RegionTrace(region, *_not_rewritten(region, rewriting), backend, rewritten=False)
         decide_joint = None if autocast_is_on() else rewriting.joint
-        return differentiate(traced, operators, decide_joint, reinplace=rewriting.reinplace)
+        with kernels_of(rewriting.card):
+            return differentiate(traced, operators, decide_joint, reinplace=rewriting.reinplace)
 
 
 def trace_call(

@@ -25,7 +25,7 @@ from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
-from memopt.device.devices import device_of
+from memopt.device.devices import device_of, kernels_of
 from memopt.device.time_model import call_seconds
 from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache
@@ -454,7 +454,8 @@ class PlainCalls:
             return None
         with suppress(ValueIsRead):
             held = situation.gradients_held
-            step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
+            with kernels_of(terms.absent_card):
+                step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
             if step is not None:
                 peak = self._needed(step, call, situation, margin=1.0)[0]
                 seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from memopt.device.time_model import MEASURED_TIMES
 from memopt.errors import GIB
 from memopt.planning.cards import OnCard
 from memopt.planning.changes import Change
@@ -100,6 +101,8 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "seconds": plan.step_seconds,
         "added": plan.added_time,
         "bound": plan.bound,
+        "own": plan.host_share,
+        "measured": list(MEASURED_TIMES),
         "host": plan.host_bytes,
         "moved": plan.moved_bytes,
         "stall": plan.stall_seconds,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from memopt.device.time_model import MEASURED_TIMES
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.plan import Plan, ReceiptRow
@@ -25,8 +26,8 @@ _BRIEF = ((99, 16), (99, 10), (99, 6), (8, 8), (8, 5), (6, 4), (4, 2))
 _BRIEF_NOTES = 3
 # Narrower tables of modules have no columns for the numbers of operators.
 _WIDE = 100
-_NOTABLE = 0.01
-"""The share of a step from which its time on the host is told."""
+_NOTABLE = 0.0005
+"""The share of a step from which memopt's own work in it is told: what is a digit of the added time."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
 _MODULE_WIDTH = 16
 
@@ -64,7 +65,6 @@ def _tables(
     receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
-    beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
     cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
     kept = [_kept_line(plan)] if plan.kept else []
     decisions = [_decisions_line(plan)] if plan.decisions else []
@@ -73,7 +73,6 @@ def _tables(
         *offloads,
         *kept,
         *decisions,
-        *beside,
         *cluster,
         bytes_table(plan, byte_rows),
         *receipt,
@@ -104,8 +103,17 @@ def headline(plan: Plan) -> str:
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
         f"{plan.budget_bytes / GIB:.6g} GB ({name} {size(before)}{between}), "
-        f"added time {plan.added_time:.1%} of {duration(plan.step_seconds)} "
-        f"(no plan adds less than {plan.bound:.1%})"
+        f"added time {_added(plan)}"
+    )
+
+
+def _added(plan: Plan) -> str:
+    """The added time, memopt's own work within it, and between which times such a step was measured to take."""
+    fastest, slowest = (duration(times * plan.step_seconds) for times in MEASURED_TIMES)
+    own = f"{plan.host_share:.1%} of it guards and memopt's own work, " if plan.host_share >= _NOTABLE else ""
+    return (
+        f"{plan.added_time + plan.host_share:.1%} of {duration(plan.step_seconds)} ({own}no plan adds less than "
+        f"{plan.bound + plan.host_share:.1%}; a step takes {fastest} to {slowest}, as far as measured)"
     )
 
 
@@ -154,14 +162,6 @@ def _decisions_line(plan: Plan) -> str:
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     saved = size(sum(row.saved_bytes for row in plan.decisions))
     return f"never recomputed, since they decide: {named} in {paths[0]}{more}; {saved} of their results are saved"
-
-
-def _host_line(plan: Plan) -> str:
-    """The time that the step takes beside its operators, which a small model notices."""
-    return (
-        f"beside the operators: about {duration(plan.host_seconds)} of guards and accounting, "
-        f"{plan.host_seconds / plan.step_seconds:.0%} of the step"
-    )
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:

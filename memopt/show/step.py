@@ -18,7 +18,7 @@ WHY = {
     "recompute, these add the least time that was found for this budget",
     "offloaded": "the backward reads it, and copying it to the host and back takes less time than recomputing it",
     "output": "the caller gets it",
-    "gradient": "it is the gradient of a parameter or an input, which the optimiser reads",
+    "gradient": "it is the gradient of a parameter or an input, which the optimizer reads",
     "temporary": "it is freed after its last reader, in the same half of the step that makes it",
     "alias": "it is a view of another value's memory and makes none",
     "fused": "it runs as a part of the ops that read it, and makes no memory",

@@ -1,4 +1,4 @@
-"""The training step: microbatches, loss scaling, clipping, optimisers and schedulers, in the right order."""
+"""The training step: microbatches, loss scaling, clipping, optimizers and schedulers, in the right order."""
 
 from memopt.train.run_state import RunState
 from memopt.train.scaling import StepResult

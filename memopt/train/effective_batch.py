@@ -1,4 +1,4 @@
-"""The microbatches between two optimiser steps: their sums, each weighted by the terms that its mean loss averages, on
+"""The microbatches between two optimizer steps: their sums, each weighted by the terms that its mean loss averages, on
 all ranks together; and how many a batch is split into where the step would not fit its budget otherwise."""
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _checked(value: Any) -> int | float | torch.Tensor:
 
 @dataclass(frozen=True)
 class EffectiveBatch:
-    """Sums over the calls since the last optimiser step. All tensors are 0-dimensional and on one device.
+    """Sums over the calls since the last optimizer step. All tensors are 0-dimensional and on one device.
 
     The backward of microbatch i with n_i tokens and mean loss l_i is that of l_i · n_i / `reference`. Once all tokens
     are known, gradients and loss are multiplied by `reference` / `tokens`, which makes them exactly those of the mean

@@ -1,5 +1,5 @@
-"""Checks the optimisers, schedulers and clipping limit that the user gives to a `TrainStep`, and works on the gradients
-of all optimisers together."""
+"""Checks the optimizers, schedulers and clipping limit that the user gives to a `TrainStep`, and works on the gradients
+of all optimizers together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
 def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
-    """The optimisers, one or several, as a tuple.
+    """The optimizers, one or several, as a tuple.
 
     Raises `TypeError` or `ValueError` unless they are over parameters of `model` (or of a `loss_fn` that is a module),
     with each parameter in one of them only, and can be stepped by a `TrainStep`.
@@ -65,7 +65,7 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
 def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
     """The learning rate schedulers, none, one or several, as a tuple.
 
-    Raises `TypeError` for another object, `ValueError` for a scheduler of an optimiser that is not among `optimizers`.
+    Raises `TypeError` for another object, `ValueError` for a scheduler of an optimizer that is not among `optimizers`.
     """
     if scheduler is None:
         return ()
@@ -81,13 +81,13 @@ def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
 
 
 def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """All parameters, in the order of the optimisers and their groups, groups added later included."""
+    """All parameters, in the order of the optimizers and their groups, groups added later included."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Raise `ValueError` where the model's plan counts on proposals that the optimisers do not have."""
+    """Raise `ValueError` where the model's plan counts on proposals that the optimizers do not have."""
     planned = session_of(model)
     chosen = [lever.name for lever in planned.chosen] if planned is not None else []
     if OPTIMIZER_IN_BACKWARD.name in chosen:
@@ -115,7 +115,7 @@ def norm_limit(value: Any) -> float | None:
 
 
 def with_gradients(optimizers: Optimizers) -> Optimizers:
-    """Returns those of the optimisers that have a parameter with a gradient.
+    """Returns those of the optimizers that have a parameter with a gradient.
 
     Raises `ValueError` if there is none, or for sparse gradients.
     """

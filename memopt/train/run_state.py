@@ -20,16 +20,16 @@ MODEL, OPTIMIZERS, LOOP = "model", "optimizers", "loop"
 
 
 class RunState:
-    """The state of a `TrainStep` with its model and optimisers, for `torch.distributed.checkpoint`.
+    """The state of a `TrainStep` with its model and optimizers, for `torch.distributed.checkpoint`.
 
     `dcp.save({"run": RunState(step)}, checkpoint_id=folder)` and `dcp.load({"run": RunState(step)},
     checkpoint_id=folder)`, called on all ranks, save and restore a run under FSDP2, `DistributedDataParallel` or on one
-    device. It may be resumed on another number of ranks, or wrapped otherwise: parameters and the optimisers' state go
+    device. It may be resumed on another number of ranks, or wrapped otherwise: parameters and the optimizers' state go
     by the names of parameters. On as many ranks each rank's random generators are restored too, and the run is bitwise
     as if it had never stopped; on another number each rank goes on with the generators that it has.
 
     Raises `ValueError` where it is saved or loaded within an effective batch, for a state of another run, and for
-    optimisers that levers have changed.
+    optimizers that levers have changed.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -41,7 +41,7 @@ class RunState:
         self.step = step
 
     def state_dict(self) -> StateDict:
-        """The state, to be saved or loaded into; parameters and optimiser state as the ranks have them."""
+        """The state, to be saved or loaded into; parameters and optimizer state as the ranks have them."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
 
         if calls := self.step.effective_batch.calls:
@@ -56,7 +56,7 @@ class RunState:
         return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Set model, optimisers and the rest to a state that `torch.distributed.checkpoint` has loaded."""
+        """Set model, optimizers and the rest to a state that `torch.distributed.checkpoint` has loaded."""
         from torch.distributed.checkpoint.state_dict import set_state_dict  # it takes a second to import
 
         saved = state[LOOP]

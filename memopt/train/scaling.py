@@ -1,4 +1,4 @@
-"""Loss scaling by `torch.amp.GradScaler` for several optimisers, which all step or all skip; also without fp16.
+"""Loss scaling by `torch.amp.GradScaler` for several optimizers, which all step or all skip; also without fp16.
 
 The result of a call of `TrainStep`, and what follows once it is known whether its step was skipped.
 """
@@ -72,7 +72,7 @@ class StepResult:
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimisers stepped in this call."""
+        """Whether the optimizers stepped in this call."""
         return self.verdict is not None and not self.verdict.skipped
 
     def __str__(self) -> str:
@@ -83,11 +83,11 @@ class StepResult:
 
 
 class Scaling:
-    """Scales losses, unscales gradients, and steps the optimisers only if all gradients and the loss are finite.
+    """Scales losses, unscales gradients, and steps the optimizers only if all gradients and the loss are finite.
 
     A given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, so that
     a NaN never reaches the parameters; the numbers are bitwise those without a scaler. The cost is a pass over the
-    gradients and, for optimisers that are not fused, one flag read from the device in each step; fused ones read it on
+    gradients and, for optimizers that are not fused, one flag read from the device in each step; fused ones read it on
     the device.
     """
 
@@ -106,8 +106,8 @@ class Scaling:
     def unscale(self, optimizers: Sequence[torch.optim.Optimizer], finite: torch.Tensor) -> torch.Tensor:
         """Divide the gradients by the scale; return a tensor on the device, 1.0 if the step is skipped and else 0.0.
 
-        It is skipped if `finite` is false or any gradient of any optimiser is not finite. GradScaler by itself decides
-        for each optimiser alone, but the gradients of all are clipped by one norm, so a NaN in one is in all.
+        It is skipped if `finite` is false or any gradient of any optimizer is not finite. GradScaler by itself decides
+        for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all.
         """
         self._unscaled = True
         for optimizer in optimizers:
@@ -123,7 +123,7 @@ class Scaling:
         return skipped
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> _Verdict:
-        """Step all optimisers, or none if `skipped`, the result of `unscale`, says so."""
+        """Step all optimizers, or none if `skipped`, the result of `unscale`, says so."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
             return _Verdict(skipped)
@@ -176,9 +176,9 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
 
 
 def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Let the scaler step the optimiser, and return whether its `step` ran.
+    """Let the scaler step the optimizer, and return whether its `step` ran.
 
-    A fused optimiser's always runs, and may skip inside. `GradScaler.step` does not tell: it returns None either way.
+    A fused optimizer's always runs, and may skip inside. `GradScaler.step` does not tell: it returns None either way.
     """
     ran: list[bool] = []
     handle = optimizer.register_step_post_hook(lambda *_: ran.append(True))
@@ -190,7 +190,7 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers after the optimisers, and warns once of a skipped step that a smaller scale would not mend.
+    """Steps the schedulers after the optimizers, and warns once of a skipped step that a smaller scale would not mend.
 
     A result whose verdict is still on the device waits for `settle`.
     """

@@ -183,7 +183,7 @@ def _check(step: _Stateful, state: StateDict) -> None:
 
 
 def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) -> None:
-    """Raise `ValueError` where a state is of a TrainStep with another number of optimisers or schedulers, or with a
+    """Raise `ValueError` where a state is of a TrainStep with another number of optimizers or schedulers, or with a
     scaler where this one has none."""
     for name in lists:
         own = getattr(step, name)

@@ -1,4 +1,4 @@
-"""One training step, from a batch to the optimisers' step, with everything in the right order."""
+"""One training step, from a batch to the optimizers' step, with everything in the right order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from memopt.training_state import CallState
 
 
 class TrainStep:
-    """`step(batch)` trains a plain or an optimised model on a batch: loss, backward, unscaling, clipping, optimisers,
+    """`step(batch)` trains a plain or an optimised model on a batch: loss, backward, unscaling, clipping, optimizers,
     scale and schedulers.
 
     Args:
@@ -54,7 +54,7 @@ class TrainStep:
             pair `(inputs, targets)`. `DistributedDataParallel` around it exchanges gradients once per effective batch.
         optimizer: one or several; all of them step, or none.
         max_grad_norm: the limit to which the total norm of all gradients is clipped; None for no clipping.
-        scheduler: one or several learning rate schedulers, stepped after each step of the optimisers.
+        scheduler: one or several learning rate schedulers, stepped after each step of the optimizers.
         accumulate: the number of calls in one effective batch.
         scaler: a `torch.amp.GradScaler`. None: one where the forward is in fp16, else no scaling.
         loss_fn: for a plain model, `loss_fn(output, targets)`.
@@ -73,7 +73,7 @@ class TrainStep:
 
     A step whose loss or gradients are not finite changes nothing but the scale, and `result.skipped` is True; a warning
     is given the first time that the scale cannot be the cause. Results wait for the device only when they are read.
-    Where all optimisers are fused on CUDA, schedulers do not wait either: they step in the next call, or in `settle`.
+    Where all optimizers are fused on CUDA, schedulers do not wait either: they step in the next call, or in `settle`.
 
     Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later leaves gradients as they
     were; if it had already added to those of earlier calls, it leaves no gradients, and a new effective batch begins.
@@ -157,7 +157,7 @@ class TrainStep:
         self.effective_batch = batch
 
     def _finish(self) -> StepResult:
-        """Complete the effective batch: step the optimisers if the loss and all gradients are finite."""
+        """Complete the effective batch: step the optimizers if the loss and all gradients are finite."""
         self.follow_up.settle()
         batch = self.effective_batch.over_ranks(self.model)
         optimizers = with_gradients(self.optimizers)
@@ -174,14 +174,14 @@ class TrainStep:
 
     def settle(self) -> None:
         """Step the schedulers for the latest effective batch, which otherwise the next call does: call it behind the
-        last one. Does nothing where they are up to date, or where the optimisers skipped the batch."""
+        last one. Does nothing where they are up to date, or where the optimizers skipped the batch."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:
         """The state between two calls, also within an effective batch: with it and the model's own state dict a run
         resumes bitwise as if it had never stopped.
 
-        It has the states of optimisers, schedulers and scaler, the gradients so far, the number of steps, and the
+        It has the states of optimizers, schedulers and scaler, the gradients so far, the number of steps, and the
         states of Python's, numpy's and torch's random generators. `torch.load(weights_only=True)` can read it. Tensors
         are not copied: save or copy them before the next call. Under DDP each rank has a state of its own.
         """
@@ -198,7 +198,7 @@ class TrainStep:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of all optimisers."""
+        """The parameters of all optimizers."""
         return parameters_of(self.optimizers)
 
     def _counts(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:

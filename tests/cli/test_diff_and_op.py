@@ -55,14 +55,14 @@ def test_the_other_budget_is_read_as_the_first(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("op", "dtype", "reason"),
     [
-        slow("addmm", "bfloat16", "addmm in bf16: autocast's 16-bit list"),
-        slow("native_layer_norm", "float32", "layer_norm in fp32: autocast's fp32 list"),
+        slow("addmm", "bfloat16", "addmm in bf16: as under torch.autocast"),
+        slow("native_layer_norm", "float32", "layer_norm in fp32: as under torch.autocast"),
         slow("tanh", "bfloat16", "tanh in bf16: elementwise, operands in 16 bits"),
         ("tanh_backward", "bfloat16", "the gradient of tanh in bf16: elementwise, operands in 16 bits"),
     ],
 )
 def test_the_reason_for_a_dtype(op: str, dtype: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--device", "h100", "--budget-gb", "6", "--precision", "bf16"]
+    options = ["--device", "h100", "--budget-gb", "6", "--precision", "bf16", "--backend", "aten"]
     told = story(op, options, capsys)
     assert told["value"].split()[0] == dtype
     assert told["why_dtype"] == reason
@@ -75,6 +75,8 @@ def test_the_reason_for_a_dtype_that_nobody_chose(capsys: pytest.CaptureFixture[
 
 
 def test_the_reason_for_a_cast(capsys: pytest.CaptureFixture[str]) -> None:
-    told = story("_to_copy", ["--device", "h100", "--budget-gb", "6", "--precision", "bf16"], capsys)
+    told = story(
+        "_to_copy", ["--device", "h100", "--budget-gb", "6", "--precision", "bf16", "--backend", "aten"], capsys
+    )
     assert told["why_dtype"].startswith("a cast for ")
     assert told["read_by"][0] in told["why_dtype"]

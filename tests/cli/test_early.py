@@ -57,8 +57,11 @@ def test_a_model_of_the_hub_from_the_local_cache(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert not is_cached("someone/tiny-bert")
-    with pytest.raises(UsageError, match="no model is named"):
-        check_early("someone/tiny-bert", None, None)
+    for name in ("someone/tiny-bert", "bert-base-cased"):
+        with pytest.raises(UsageError, match="no model is named") as failure:
+            check_early(name, None, None)
+        assert str(tmp_path) in str(failure.value)
+        assert f"run hf download {name} config.json" in str(failure.value)
     BertConfig(num_hidden_layers=1).save_pretrained(tmp_path / "models--someone--tiny-bert" / "snapshots" / "0123")
     check_early("someone/tiny-bert", None, None)
     assert architecture("someone/tiny-bert", {})  # which config it is, huggingface_hub knows when it is built

@@ -52,7 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 WRONG = {
     ("gpt3",): "no model is named 'gpt3'; did you mean",
-    ("nothing-like-it",): "name a model type of transformers",
+    ("nothinglikeit",): "name a model type of transformers",
+    ("nothing-like-it",): "memopt downloads nothing: run hf download nothing-like-it config.json",
     ("no_such_package:make",): "there is no module 'no_such_package'",
     ("no_such_file.py:make",): "there is no file no_such_file.py",
     ("config.json",): "the configuration of config.json cannot be used",

@@ -110,7 +110,7 @@ def test_the_plan_shows_the_precision_of_every_operator_and_why() -> None:
     rules = {"default": "bf16", "lm_head": "fp32", "transformer.h.0.mlp": "fp32", "softmax": "fp32"}
     plan = memopt.plan(model, 1000, batch, optimizer=None, precision=rules)
     text = str(plan.diff("precision"))
-    for reason in ("# fp32: rule 'lm_head'", "# fp32: rule 'softmax'", "# bf16: autocast's 16-bit list"):
+    for reason in ("# fp32: rule 'lm_head'", "# fp32: rule 'softmax'", "# bf16: as under torch.autocast"):
         assert reason in text
     after = plan.graphs["rewritten"][0]
     types = {node.meta["val"].dtype for node in after.graph.nodes if "h.0.mlp" in module_path(node) and node.users}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import memopt
-from memopt.planning.options import BACKENDS, Effort, backend_for, check_effort, check_options, check_points
+from memopt.planning.options import BACKENDS, Effort, check_effort, check_options, check_points
 from memopt.solver import RematProblem, Schedule
 from passes import EliminateDeadCode, MergeCasts
 
@@ -122,21 +122,26 @@ def test_wrong_options(wrong: dict[str, Any], kind: type[Exception], words: str)
         check_options(1, **wrong)
 
 
-def test_the_backend_is_chosen_by_the_device_at_hand() -> None:
-    assert backend_for("auto", "cpu") == "aten"
-    assert backend_for("auto", "cuda") == "inductor"
-    for device_type in ("cpu", "cuda"):
-        assert [backend_for(backend, device_type) for backend in BACKENDS[1:]] == list(BACKENDS[1:])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_backend_is_that_of_the_device_that_is_planned_for(device_type: str) -> None:
+    def chosen(**options: Any) -> str:
+        return check_options(1.0, **options).backend_on(device_type)
+
+    assert chosen() == {"cpu": "aten", "cuda": "inductor"}[device_type]
+    assert chosen(device="rtx-4090") == "inductor"
+    assert chosen(device="cpu") == "aten"
+    for backend in BACKENDS[1:]:
+        assert chosen(backend=backend) == chosen(backend=backend, device="t4") == backend
 
 
-def test_a_plan_for_a_card_that_is_not_here_says_its_backend() -> None:
+def test_a_plan_for_a_card_that_is_not_here_is_for_its_backend_and_says_what_is_not_known() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).train()
     batch = torch.zeros(2, 4), torch.zeros(2, 4)
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "allow": {"recompute"}}
-    note = "planned for plain operators (the backend aten)"
 
     def says(**more: Any) -> bool:
-        return any(note in text for text in memopt.plan(model, 1, batch, **options, **more).notes)
+        notes = memopt.plan(model, 1, batch, **options, **more).notes
+        return any("planned through inductor without a h100 here" in text for text in notes)
 
     assert says(device="h100") is not torch.cuda.is_available()
     assert not says()

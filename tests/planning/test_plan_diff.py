@@ -144,7 +144,7 @@ def test_precision_is_said_by_operator_and_not_by_view() -> None:
         change.operator for change in changes
     }
     assert all(change.reason for change in changes)
-    assert "autocast's 16-bit list" in {change.reason for change in changes}
+    assert "as under torch.autocast" in {change.reason for change in changes}
 
 
 def test_order_is_left_out_unless_asked() -> None:

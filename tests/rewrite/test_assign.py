@@ -41,17 +41,17 @@ def decided(low: torch.dtype, rules: Rules | None = None) -> Decision:
 def test_reasons() -> None:
     plan = AssignPrecision(BF16)(norm_and_linear())
     assert plan.reasons == {
-        "linear": "bf16: autocast's 16-bit list",
+        "linear": "bf16: as under torch.autocast",
         "to": "fp32: the model casts to fp32",
-        "pow_1": "fp32: autocast's fp32 list",
-        "mean": "fp32: sums, or reaches autocast's fp32 list",
-        "rsqrt": "fp32: autocast's fp32 list",
+        "pow_1": "fp32: as under torch.autocast",
+        "mean": "fp32: it sums, or calls what torch.autocast keeps in fp32",
+        "rsqrt": "fp32: as under torch.autocast",
         "mul": "fp32: an operand is fp32",
         "to_1": "bf16: the model casts back",
         "mul_1": "bf16: elementwise, operands in 16 bits",
         "gelu": "bf16: elementwise, operands in 16 bits",
         "add": "bf16: elementwise, operands in 16 bits",
-        "cross_entropy_loss": "fp32: sums, or reaches autocast's fp32 list",
+        "cross_entropy_loss": "fp32: it sums, or calls what torch.autocast keeps in fp32",
     }
 
 

@@ -36,7 +36,7 @@ class SmallPlan:
     moved_bytes: int = 60 * MB
     hosted_bytes: int = 0
     stall_seconds: float = 0.002
-    host_seconds: float = 0.0
+    host_share: float = 0.0
     modules: tuple[ModuleRow, ...] = (
         ModuleRow("layers.0", 2, 30 * MB, 0, 0, 0.004, 0.0, 60 * MB),
         ModuleRow("layers.1", 2, 0, 240 * MB, 4, 0.004, 0.008),

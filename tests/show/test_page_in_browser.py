@@ -70,7 +70,7 @@ def test_the_figures_are_the_plan_s(page: Any, plan: Plan) -> None:
     figures = text(page, "#figures")
     assert size(plan.predicted_peak_bytes) in figures
     assert size(plan.plain.peak_bytes) in figures
-    assert f"{plan.added_time:.1%}" in figures
+    assert f"+{plan.added_time + plan.host_share:.1%}" in figures
     rows = text(page, "#receipt")
     for name, nbytes in plan.planned.rows:
         assert name in rows

@@ -14,8 +14,8 @@ function drawSummary() {
         ]
       : [size(plan.plain.peak), "peak with nothing recomputed"],
     [
-      `+${share(plan.added)}`,
-      `time added to ${duration(micros)}; no plan adds less than ${share(plan.bound)}`,
+      `+${share(plan.added + plan.own)}`,
+      `time added to ${duration(micros)}${plan.own < 0.0005 ? "" : `, ${share(plan.own)} of it guards and memopt's own work`}; no plan adds less than ${share(plan.bound + plan.own)}`,
     ],
   ];
   if (plan.moved)
@@ -37,7 +37,7 @@ function drawSummary() {
           { class: "note" },
           "This plan was loaded from a file, without its graphs: memory over the step, modules and changes are shown for plans that memopt.plan has made.",
         ),
-    el("p", { class: "note" }, `Found by: ${plan.method}. Bytes are counted; times are by the time model.`),
+    el("p", { class: "note" }, `Found by: ${plan.method}. Bytes are counted; times are by the time model: measured steps took ${plan.measured.join(" to ")} times as long.`),
   );
 }
 

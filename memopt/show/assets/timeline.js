@@ -3,7 +3,7 @@ const MARGIN = { left: 70, right: 20, top: 18, ribbon: 22, bottom: 26 };
 const HEIGHT = 380;
 let shown = null; // what was drawn last: axes, and the moment that each pixel column stands for
 
-/** Where each moment begins on the axis; the last entry is the end of the optimiser's step, which is not to scale. */
+/** Where each moment begins on the axis; the last entry is the end of the optimizer's step, which is not to scale. */
 function edgesOf(held) {
   const edges = new Float64Array(held.count + 2);
   const byTime = state.scale === "time";
@@ -125,7 +125,7 @@ function outline(other, others, y) {
   return svg("path", { class: "other", d: line || "M0 0" });
 }
 
-/** Where the backward and the optimiser's step begin. */
+/** Where the backward and the optimizer's step begin. */
 function halves(held, edges, x, inner) {
   return [
     ["backward", edges[held.boundary]],

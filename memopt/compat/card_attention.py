@@ -1,0 +1,142 @@
+"""Attention by the kernels of a CUDA card, on tensors of another device: for plans of a card that is not there.
+
+`scaled_dot_product_attention` chooses its kernel by the device of its tensors. On a CPU attention with dropout is
+written out as products and a softmax, on "meta" all attention is. A card's kernels keep neither the probabilities nor a
+mask of the dropout, but the state of the random generator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from passes.compat import private
+
+PRIVATE_NAMES = private(
+    "torch",
+    "_scaled_dot_product_attention_math",
+    call="query, key, value, mask, dropout, is_causal, scale=, enable_gqa=",
+)
+
+aten = torch.ops.aten
+
+_ATTENTION = (
+    F.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention.default,
+)
+_WIDEST_FLASH = 256
+_HALVES = (torch.float16, torch.bfloat16)
+_MASK_COLUMNS = 16
+"""The memory-efficient kernel reads masks whose rows begin at multiples of so many elements."""
+
+
+class CardAttention(TorchFunctionMode):
+    """Context in which attention is computed as on a CUDA card of compute capability `major`: by flash attention where
+    its kernel takes the arguments, else by the memory-efficient kernel, else written out.
+
+    cuDNN's attention, which torch tries first on some cards, keeps as many bytes as flash attention, which stands for
+    it. Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+
+    def __init__(self, major: int) -> None:
+        super().__init__()
+        self.major = major
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ATTENTION:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        query, key, value = _as_autocast(query, key, value)
+        tensors = query, key, value
+        if attn_mask is None and self._takes_flash(*tensors, is_causal=is_causal, grouped=enable_gqa):
+            return _flash(*tensors, dropout_p, is_causal, scale)
+        if self._takes_efficient(*tensors, grouped=enable_gqa):
+            return _efficient(*tensors, attn_mask, dropout_p, is_causal, scale)
+        return torch._scaled_dot_product_attention_math(
+            *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def _takes_flash(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, grouped: bool
+    ) -> bool:
+        square = not is_causal or query.shape[-2] == key.shape[-2]
+        alike = query.dtype in _HALVES and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _WIDEST_FLASH
+        return self.major >= 8 and square and alike and _is_dense(query, key, value, grouped=grouped)
+
+    def _takes_efficient(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> bool:
+        dtypes = (torch.float32, torch.float16, *((torch.bfloat16,) if self.major >= 8 else ()))
+        tensor_cores = self.major >= 8 or (self.major == 7 and query.dtype in _HALVES)
+        aligned = 16 // query.dtype.itemsize if tensor_cores else 1
+        widths = query.shape[-1] % aligned == 0 and value.shape[-1] % aligned == 0
+        return query.dtype in dtypes and widths and not grouped and _is_dense(query, key, value, grouped=False)
+
+
+def _is_dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> bool:
+    """Whether these are batches of rows by heads, of one dtype, that the fused kernels take."""
+    tensors = query, key, value
+    if any(tensor.dim() != 4 or tensor.dtype is not query.dtype or tensor.stride(-1) != 1 for tensor in tensors):
+        return False
+    heads = [tensor.shape[1] for tensor in tensors]
+    same = query.shape[0] == key.shape[0] == value.shape[0] and (grouped or heads[0] == heads[1] == heads[2])
+    return same and query.shape[2] > 0 and key.shape[2] > 0
+
+
+def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in the dtype that autocast has attention in, where it is on."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    low = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(low) if tensor.dtype is not torch.float64 else tensor for tensor in tensors)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Flash attention; the width of a head is filled up to a multiple of 8."""
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    if further := -width % 8:
+        query, key, value = (F.pad(tensor, (0, further)) for tensor in (query, key, value))
+    result = aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0]
+    return result[..., :width] if further else result
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The memory-efficient kernel, with the mask as numbers in the query's dtype."""
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        columns = key.shape[-2]
+        if further := -columns % _MASK_COLUMNS:
+            mask = F.pad(mask, (0, further))[..., :columns]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], columns)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, differentiated, dropout, is_causal, scale=scale
+    )[0]
