@@ -18,7 +18,6 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import (
     data_symbols_of,
-    is_symbolic,
     known_sizes,
     limit_of,
     plain_symbol,
@@ -231,7 +230,7 @@ def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mappin
 
 def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
     """The most elements that these tensors have in the shape to which they are broadcast."""
-    shapes = [[upper_bound(size) if is_symbolic(size) else size for size in reversed(one.shape)] for one in tensors]
+    shapes = [[size if isinstance(size, int) else upper_bound(size) for size in reversed(one.shape)] for one in tensors]
     return math.prod(map(max, zip_longest(*shapes, fillvalue=1)))
 
 
