@@ -21,6 +21,7 @@ from memopt.compat.hooks import has_hooks
 from memopt.compat.host import is_on_host, reads_raise, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
+from memopt.compat.saved_tensors import unseen_by_hooks
 from memopt.compat.tensors import special_kind, storages_of
 from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
@@ -229,7 +230,7 @@ def _counted(
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first = next_node_number()
-    with count:
+    with count, unseen_by_hooks():
         count.exclude(tensors)
         outputs = run()
         differentiable = [

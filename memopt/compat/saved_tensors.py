@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,17 @@ class _Later:
 
 _REPLACED = "memopt replaced what it saved"
 _PACKED = "the user's hooks packed what it saved"
+
+
+def unseen_by_hooks() -> AbstractContextManager[object]:
+    """A block whose saved tensors the user's hooks around it do not get: a checkpoint around a call counts what the
+    forward saves, and memopt's own runs are no part of that. Hooks within the block get them."""
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if around else nullcontext()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def note_packed(node: Any) -> bool:

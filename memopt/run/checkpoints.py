@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,8 @@ class Checkpoints:
     spots: Spots
     _checks: bool = field(default=False, init=False)
     _silently: set[int] = field(default_factory=set, init=False)
+    _of_count: list[_Body] | None = field(default=None, init=False)
+    """The calls of the count that is under way; None at other times."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -68,6 +70,19 @@ class Checkpoints:
         finally:
             self._checks = before
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A block for a count, whose backward may not come to its end. Autograd then holds the calls, by hooks on what
+        it saved, and where one was given a container to which it adds outputs, Python's collector does not find the
+        circle. So the calls let go of all they hold."""
+        before, self._of_count = self._of_count, []
+        try:
+            yield
+        finally:
+            for body in self._of_count:
+                vars(body).clear()
+            self._of_count = before
+
     def __str__(self) -> str:
         """The modules in words."""
         names = {module: name for name, module in self.model.named_modules()}
@@ -84,8 +99,10 @@ class Checkpoints:
             inner = partial(_standing_in, spot.within, self._call_of)
             own_ids = set(map(id, spot.module.parameters())) if (known := written_parameters(self.model)) else ()
             written = [one for one in known if id(one) in own_ids]
-            body = _Body(spot, own, inner, self._checks, self._silently, written)
-            return checkpoint(partial(body, **kwargs), *args, use_reentrant=False)
+            body = _Body(spot, own, kwargs, inner, self._checks, self._silently, written)
+            if self._of_count is not None:
+                self._of_count.append(body)
+            return checkpoint(body, *args, use_reentrant=False)
 
         return call
 
@@ -96,6 +113,7 @@ class _Body:
 
     spot: _Spot
     own: Callable[..., Any]
+    kwargs: Mapping[str, Any]
     inner: Callable[[], AbstractContextManager[None]]
     """Returns a block in which the calls of the modules within it are checkpoints."""
     checks: bool
@@ -107,22 +125,22 @@ class _Body:
     _sums: list[tuple[float, float]] | None = None
     _ran: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         if self._ran:
-            return self._again(*args, **kwargs)
+            return self._again(*args)
         before, self._ran = _State(self.spot.module, self.written), True
         try:
             with self.inner():
-                outputs = self.own(*args, **kwargs)
+                outputs = self.own(*args, **self.kwargs)
         finally:  # a second run of a checkpoint around this one ends by an exception once it has all that it needs
             changed = before.has_changed(self.silently, look=self.checks)
             self._before = before if changed else None
         self._sums = _sums(outputs) if self.checks else None
         return outputs
 
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
+    def _again(self, *args: Any) -> Any:
         with self._before.for_a_time() if self._before else nullcontext(), self.inner():
-            outputs = self.own(*args, **kwargs)
+            outputs = self.own(*args, **self.kwargs)
         if self._sums is not None and not _agree(self._sums, _sums(outputs)):
             raise RecomputedOtherwiseError(f"{type(self.spot.module).__name__} returns other values in a second run")
         return outputs

@@ -410,6 +410,10 @@ class PlainCalls:
         rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
         the count stops as soon as that is clear. `closely` is as for `count_plain_step`.
         """
+        with self.checkpoints.counted() if self.checkpoints else nullcontext():
+            return self._counted_step(call, situation, budget_bytes, closely=closely)
+
+    def _counted_step(self, call: Call, situation: Situation, budget_bytes: int, *, closely: bool) -> PlainStep | None:
         card, held, depends, reached = self.planner.terms.card, situation.gradients_held, True, None
         twice = self.entry.keeps_graph
         room = budget_bytes - self.resident_bytes(call, situation)

@@ -1,0 +1,66 @@
+"""Counts of steps run the model beside the call that the loop makes, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+
+MB = 2**20
+
+
+def test_a_checkpoint_around_a_call_does_not_get_what_a_count_saves() -> None:
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 8))
+        if planned:
+            memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute", "reinplace"})
+        for rows in (40, 30):
+            loss = checkpoint(model, torch.ones(rows, 8, requires_grad=True), use_reentrant=False).square().mean()
+            loss.backward()
+            results.append([loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
+    assert all(torch.equal(*pair) for one in range(2) for pair in zip(results[one], results[2 + one], strict=True))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, collected: list[Tensor]) -> Tensor:
+        hidden = self.a(x).tanh()
+        collected.append(hidden)  # as a router's logits, for a loss of their own
+        torch._dynamo.graph_break()
+        return x + self.b(hidden)
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, collected=collected)
+        return x.square().mean() + sum(one.square().mean() for one in collected)
+
+
+def test_a_model_that_was_refused_is_freed() -> None:
+    def refused() -> weakref.ref[nn.Module]:
+        model = Collects()
+        memopt.optimize(model, 1.5 * MB / 2**30, optimizer=None, precision="fp32", allow={"recompute"})
+        with pytest.raises(memopt.BudgetError):
+            model(torch.randn(512, 64))
+        return weakref.ref(model)
+
+    model = refused()
+    gc.collect()
+    assert model() is None
