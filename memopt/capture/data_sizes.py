@@ -219,12 +219,14 @@ def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mappin
     all elements, where `largest` has the largest values of the symbols in their shapes. Masks of the forward select in
     the backward, too, where no run of the forward shows how much."""
     found: dict[str, int] = {}
-    with known_sizes(largest):
-        for node, symbols in new_symbols(graph):
-            if node.target in _SELECTING and (counted := [name for name in symbols if name in names]):
-                given = [one.meta["val"] for one in node.all_input_nodes if isinstance(one.meta["val"], torch.Tensor)]
-                masks = [one for one in given if one.dtype in _MASK_DTYPES]
-                found |= dict.fromkeys(counted, _most_elements(masks if node.target is aten.index.Tensor else given))
+    for node, symbols in new_symbols(graph):
+        if node.target in _SELECTING and (counted := [name for name in symbols if name in names]):
+            values = [one.meta.get("val") for one in node.all_input_nodes]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            masks = [tensor for tensor in tensors if tensor.dtype in _MASK_DTYPES]
+            with known_sizes({**largest, **found}):  # a mask of what another one has selected
+                most = _most_elements(masks if node.target is aten.index.Tensor else tensors)
+            found |= dict.fromkeys(counted, most)
     return found
 
 

@@ -66,7 +66,7 @@ class Hardware:
     major: int = 9
     """Major version of the card's compute capability, by which cuBLAS chooses its workspace."""
     chip: Chip = LARGE
-    """What the workspaces of its kernels depend on."""
+    """Its multiprocessors and their threads, by which kernels choose how much workspace they take."""
     context_bytes: int = 512 * 1024**2
     """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
     they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400

@@ -36,8 +36,9 @@ _READ_NOTHING = {
 
 
 MEASURED_TIMES = 0.55, 1.63
-"""Measured steps took so many times as long as by this model, at least and at most: twelve on a CPU, by its guessed
-rates, and one on an H100, by its data sheet (1.08). Source: benchmarks/results, step_time and first_day_h100."""
+"""The smallest and the largest ratio of a step's measured time to its time by this model: of twelve steps on a CPU, by
+its guessed rates, and of one on an H100, by its data sheet (1.08). Source:
+benchmarks/results, step_time and first_day_h100."""
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 _MISALIGNED = 5.0

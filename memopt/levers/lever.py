@@ -42,7 +42,8 @@ class GraphChange:
 
 @dataclass(frozen=True)
 class OptimizerChange:
-    """What a lever puts around the optimizer: it is priced, and used where no lever on the graph makes the step fit."""
+    """The wrapper that a lever puts around the optimizer. Such a lever is used where no lever on the graph makes the
+    step fit the budget."""
 
     wrap: Callable[[Any], optim.Optimizer]
     """The optimizer with the lever around it; stepped on fake tensors too, for its price."""

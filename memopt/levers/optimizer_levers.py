@@ -113,7 +113,7 @@ class PricedLevers:
 
 
 def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
-    """What levers on the optimizer put around it; all of `levers` must be such."""
+    """The optimizer wrappers of those `levers` that have one."""
     return tuple(lever.optimizer for lever in levers if lever.optimizer is not None)
 
 

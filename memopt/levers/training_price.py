@@ -1,4 +1,4 @@
-"""What levers on the optimizer cost and save, and the facts of the training that this depends on."""
+"""The time and memory of levers that wrap the optimizer, and the properties of a training run that they depend on."""
 
 from __future__ import annotations
 

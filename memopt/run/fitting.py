@@ -95,7 +95,7 @@ class CallInProgress:
         those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly. Where the caller still
         holds the outputs of the step before, first of all with those elsewhere, and last by the plan that holds
         least."""
-        now = self.moment.elsewhere_bytes(plan)
+        now = self.moment.elsewhere_beside(plan.account)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
         group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)

@@ -133,7 +133,7 @@ class Moment:
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         alone = self._alone(plan)
-        return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
+        return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def _alone(self, plan: Plan) -> int:
         """The bytes that a step by a plan holds with nothing beside it but the caller's own code."""
@@ -163,7 +163,7 @@ class Moment:
 
     def left_before_state(self, plan: Plan) -> int:
         """The bytes that may take the place of the optimiser's state as long as that is not there."""
-        room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - self.elsewhere_bytes(plan)
+        room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - self.elsewhere_beside(plan.account)
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
         return min(missing, missing + room)
 
@@ -188,11 +188,7 @@ class Moment:
         backward."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         alone = self._alone(plan)
-        return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
-
-    def elsewhere_within(self, plan: Plan, room_bytes: int) -> bool:
-        """Whether the bytes elsewhere on the device, beside a step by a plan, are at most `room_bytes`."""
-        return self.leaves(room_bytes, plan.account)
+        return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
         """The refusal of a call with the budget that works for larger ones, such as came before it and are to come
@@ -229,10 +225,6 @@ class Moment:
             room_bytes -= _MORE_STATE * account.optimizer_state
         most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
         return most is not None and self._beside(most, account) <= room_bytes
-
-    def elsewhere_bytes(self, plan: Plan) -> int:
-        """The bytes elsewhere on the device now, beside a step by a plan."""
-        return self.elsewhere_beside(plan.account)
 
     def elsewhere_beside(self, account: Account) -> int:
         """The bytes that lie on the device now and are no part of a step with this account."""

@@ -215,9 +215,9 @@ class PendingForward:
             self._see_what_appeared(replace(moment, closely=True))
         room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
         room += self.plan.account.tolerance
-        if not moment.elsewhere_within(self.plan, room):
+        if not moment.leaves(room, self.plan.account):
             closely = replace(moment, closely=True)
-            elsewhere_bytes = closely.elsewhere_bytes(self.plan)
+            elsewhere_bytes = closely.elsewhere_beside(self.plan.account)
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
 
@@ -225,7 +225,7 @@ class PendingForward:
         """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
         forward is planned with it."""
         ledger = Ledger.of(self.entry)
-        appeared = moment.elsewhere_bytes(self.plan) - self.plan.account.elsewhere - ledger.begun_since(self)
+        appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
             if not ledger.others_training(self.entry):  # what those hold changes from call to call
@@ -234,7 +234,7 @@ class PendingForward:
 
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
         """The bytes elsewhere, as a look finds them."""
-        return replace(self.moment_of(self, gradients), closely=True).elsewhere_bytes(self.plan)
+        return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may hold in place of the optimiser's state which is not there yet: what has

@@ -109,12 +109,13 @@ class Session:
             return loss(*args)
         if torch.compiler.is_compiling():
             return self.uncompiled(*args, **kwargs) if self.trains() else self._plain(self.forward, *args, **kwargs)
-        if not (torch.is_grad_enabled() and self.model.training):
-            return self._plain(self.forward, *args, **kwargs)
-        with self._in_turn():
-            if not self.trains():
-                return self._plain(self.forward, *args, **kwargs)
-            return self._train(self.forward, (args, kwargs))
+        return self._run(self.forward, (args, kwargs))
+
+    def _run(self, calls: TrainingCalls, call: Call) -> Any:
+        """Run a call: as a training call where it is one."""
+        may_train = torch.is_grad_enabled() and self.model.training  # others wait for no thread
+        with self._in_turn() if may_train else nullcontext():
+            return self._train(calls, call) if self.trains() else self._plain(calls, *call[0], **call[1])
 
     def _in_turn(self) -> AbstractContextManager[Any]:
         """A block in which no other thread records, plans or runs a training call, as these set state of the process;
@@ -136,8 +137,7 @@ class Session:
 
     def _loss(self, *args: Any) -> Any:
         assert self.with_loss is not None
-        with self._in_turn():
-            return self._train(self.with_loss, (args, {})) if self.trains() else self._plain(self.with_loss, *args)
+        return self._run(self.with_loss, (args, {}))
 
     def trains(self) -> bool:
         """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is

@@ -328,7 +328,7 @@ class Share:
     def _state_to_come(self, plan: Plan, call: Call) -> int:
         """The bytes of the optimiser's state that a plan counts and that is not there yet when a call begins."""
         moment = replace(self._counted(call), closely=True)
-        return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_bytes(plan))
+        return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
         """The refusal of a call that began while others waited, with a budget in which those save all that they can and

@@ -70,3 +70,16 @@ def test_a_size_without_a_limit_is_at_most_what_its_operator_can_select() -> Non
     limits = limits_by_operators(graph, names, dict(zip(symbols, (4, 12, 16), strict=True)))
     assert limits.keys() == names
     assert sorted(limits.values()) == [48, 48 * 16]  # one symbol is of both, the mask of which is the same
+
+
+def selected_twice(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows = x[mask]
+    return rows[rows.sum(-1) > 0]
+
+
+def test_a_mask_of_what_another_mask_selected_is_limited_by_that_one() -> None:
+    graph = make_fx(selected_twice, tracing_mode="symbolic")(torch.randn(4, 9, 16), torch.rand(4, 9) > 0.5).graph
+    x = next(node for node in graph.nodes if node.op == "placeholder")
+    symbols = [plain_symbol(size) or "" for size in x.meta["val"].shape]
+    limits = limits_by_operators(graph, without_limit(graph), dict(zip(symbols, (4, 12, 16), strict=True)))
+    assert list(limits.values()) == [48, 48]
