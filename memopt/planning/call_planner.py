@@ -84,8 +84,8 @@ class CallPlanner:
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
         self.compiled_least: LruCache[CompiledKey, tuple[BudgetError, Plan]] = LruCache(_MOST_STEPS)
-        """The refusals of calls that name what compiled code needs at least, with the smallest plans that it is
-        compiled for, by their regions and bare accounts."""
+        """Refusals that name the smallest budget in which compiled code runs, each with the plan whose code was
+        compiled to find it, by `CompiledKey`."""
         self._data_sizes: LruCache[str, DataSizes] = LruCache(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 
@@ -111,7 +111,7 @@ class CallPlanner:
     @property
     def _frozen(self) -> frozenset[int]:
         """The `id`s of the parameters that are not trained and share their memory with no other parameter or buffer.
-        None in a process group, whose ranks exchange parameters, nor where values of a call decide its precision."""
+        Empty in a process group, whose ranks exchange parameters, and where values of a call decide its precision."""
         if self.screens or self.terms.sharding is not None or (is_available() and is_initialized()):
             return frozenset()
         tensors = [*self.terms.model.parameters(), *self.terms.model.buffers()]

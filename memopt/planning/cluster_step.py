@@ -54,7 +54,7 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class _GroupTimes:
-    """A group of parameters on one card: what its layers compute, and what it exchanges."""
+    """A group of parameters on one card: the seconds that its layers compute, and that its exchanges take."""
 
     group: ParameterGroup
     forward: Seconds
@@ -122,7 +122,8 @@ def _only(name: str, seconds: float) -> Seconds:
 
 
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:
-    """The seconds of a block that computes while others are exchanged, by what takes longer."""
+    """The seconds of a block that computes while parameters are gathered and gradients reduced: those of its compute,
+    or those of the exchanges where they take longer."""
     if gather + reduce <= compute.total():
         return Counter(compute)
     return Counter({GATHER: gather, REDUCE: reduce})

@@ -31,7 +31,7 @@ from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simu
 
 
 def plain_step(joined: Joined, account: Account) -> Breakdown:
-    """The tensors that fill the memory at the peak of a step with nothing recomputed."""
+    """The breakdown of the memory at the peak of a step with nothing recomputed."""
     save_all = Schedule.save_all(joined.problem)
     return breakdown(joined.problem, save_all, on_card(joined, save_all, account))
 
@@ -42,8 +42,8 @@ def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
 
 
 def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: bool) -> Plan:
-    """The plan with the row of the plain step, which `count` returns, before those of its levers; as it is where it
-    has one, or where `count` returns None. `low`: the plan's step computes in 16 bits."""
+    """The plan whose receipt begins with the row of the plain step, which `count` returns. It is returned as it is
+    where its receipt is empty or has that row, or where `count` returns None. `low`: the step computes in 16 bits."""
     if not plan.receipt or plan.receipt[0].lever == PLAIN_STEP or (plain := count()) is None:
         return plan
     captured, *rows = plan.receipt
@@ -73,8 +73,8 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """The plan, of the same step as `other` for another budget, with that one's levers and rows up to those of the
-    schedule, which are its own."""
+    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`. Its
+    own are the levers that offload, and the rows of the levers that its schedule uses."""
     offloads = {OFFLOAD_ACTIVATIONS.name: plan.moved_bytes, OFFLOAD_PARAMETERS.name: plan.hosted_bytes}
     scheduled = (REINPLACE.name, RECOMPUTE.name, *offloads)
     before = tuple(row for row in other.receipt if row.lever not in scheduled)

@@ -36,7 +36,7 @@ def save(path: str | Path, value: DataclassInstance) -> None:
 
 
 def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
-    """The value of type `kind`, `called` so in messages, that `save` wrote.
+    """The value of type `kind` that `save` wrote. Messages call it `called`, and say by `mend` what to do instead.
 
     Raises `PlanFileError` with the path, the reason and the mend for any other file, and `OSError` where it cannot be
     read.
@@ -129,7 +129,8 @@ class Frontier(Generic[PlanT]):
         return min(fitting, key=lambda point: point.added_time)  # the first of equals
 
     def plan(self, budget_gb: float) -> PlanT:
-        """The plan for a budget; never slower than the frontier's point for it. Raises `BudgetError`, `ValueError`."""
+        """The plan for a budget; never slower than the frontier's point for it. Raises `BudgetError` where none fits,
+        `ValueError` for a frontier that was loaded."""
         if self.source is None:
             raise ValueError("this frontier was loaded from a file and has no graphs; make a plan with memopt.plan")
         limit_seconds = self.effort.limit_seconds if self.effort.name == "best" else None

@@ -81,8 +81,8 @@ class Joined:
 
     @cached_property
     def smallest(self) -> Solution:
-        """The solution with the smallest peak found. With offloads, solvers of its own find it: of several schedules
-        with that peak, those that have solved for other budgets would find another."""
+        """The solution with the smallest peak found. With offloads, fresh solvers find it: of several schedules with
+        that peak, solvers that have solved for other budgets would find another."""
         return self.portfolio.smallest() if self.link is None else replace(self).offloads.smallest(self.link)
 
     @property
@@ -144,8 +144,8 @@ def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """By an op, as `Joined.owner` names it, the outputs of regions that live until then at least: the number of the
-    region, and of the storage in its problem."""
+    """By an op, as `Joined.owner` names it, the outputs of regions that must live until it runs: each as the number of
+    its region, and of its storage in that region's problem."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
         for position, storage in priced.outputs.items():
@@ -176,9 +176,10 @@ ROUNDS = 4
 def solve_stepping(
     joined: Joined, solve: Callable[[Joined], Solution], most_bytes: int | None = None
 ) -> tuple[Joined, Solution]:
-    """The first solution in which no operator reads a parameter after its step and which holds at most `most_bytes`
-    once each step comes right after the operators that it waits for, with its problem: the given one, or one that
-    leaves more steps to the end. After `ROUNDS` attempts all steps are left to the end."""
+    """A problem, and its solution by `solve` in which no operator reads a parameter after the optimiser has stepped it.
+    The solution holds at most `most_bytes` (None: any) once each step comes right after the operators that it waits
+    for. The problem is the given one, or one that leaves more steps to the end of the backward; after `ROUNDS` attempts
+    all are left to it."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None

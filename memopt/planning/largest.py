@@ -173,7 +173,8 @@ class LargestSize:
     _tell: Callable[[str], None] = field(default=lambda detail: None, init=False, repr=False)
 
     def find(self) -> int:
-        """The largest size. Raises `BudgetError` if the smallest does not fit, `ValueError` if no size is too large."""
+        """The largest size. Raises `BudgetError` if the smallest does not fit, and `ValueError` if it adds more time
+        than allowed, if no size is too large, or if `at_most` is below `step`."""
         most = _ENDLESS if self.at_most is None else self.at_most // self.step
         if most < 1:
             raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")
@@ -210,7 +211,8 @@ class LargestSize:
         return ", ".join(known + [f"{search.refused * self.step} does not"] * search.is_closed)
 
     def _plan(self, number: int, search: _Bracket) -> None:
-        """Plan a number of steps and put the result into the search. Raises the errors of `find` for one step."""
+        """Plan the size of `number` times `step`, and put the result into the search. If `number` is 1, raises
+        `BudgetError` where it does not fit, and `ValueError` where it adds more time than allowed."""
         try:
             plan = self.plan(number * self.step)
         except BudgetError as error:

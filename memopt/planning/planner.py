@@ -72,7 +72,7 @@ def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
     `NEGLIGIBLE` of the step, and values may be offloaded.
 
-    Raises `BudgetError`, also where the optimiser's own step is above the budget.
+    Raises `BudgetError` where no schedule fits, or the optimiser's own step is above the budget.
     """
     if not request.fits_optimizer_step(joined):
         raise request.refusal(joined)
