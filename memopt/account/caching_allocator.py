@@ -254,7 +254,7 @@ class CachingAllocator:
         return before
 
     def _add_range(self, small: bool, last: _Block | None) -> None:
-        """Add the addresses of an expandable segment that nothing is mapped to, behind the last block of what is."""
+        """Add the addresses of a pool's expandable segment that are not mapped, behind its `last` mapped block."""
         start = self._new_range() if last is None else last.address + last.size
         rest = _Block(start, _ADDRESSES, small=small, expandable=True, mapped=False)
         if last is not None:

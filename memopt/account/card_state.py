@@ -66,7 +66,7 @@ class CardState:
 
     @cached_property
     def other_bytes(self) -> int:
-        """The bytes that are allocated for anything else."""
+        """The allocated bytes of the kind "other", with those of other streams and pools."""
         blocks = (block for segment in self.segments for block in segment.blocks)
         return self.apart_allocated_bytes + sum(nbytes for kind, nbytes in blocks if kind == "other")
 

@@ -221,7 +221,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
         self._unmeasured: dict[OpCall, int] = {}
-        """The most bytes that were alive while such a kernel ran."""
+        """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the real tensors, and return its result."""

@@ -97,7 +97,7 @@ def optimizer_account(
 def _account_of_class(
     optimizer: OptimizerLike, layouts: Sequence[Layout], device_type: str, threads: int
 ) -> OptimizerAccount:
-    """The account of a class, which depends on nothing but these: a plan asks for it several times. `threads` is the
+    """The account of a class, kept by the arguments since a plan asks for it several times. `threads` is the
     number of torch's threads, since kernels of the CPU take a workspace for each."""
     return _account_of(optimizer, [on_meta(*layout) for layout in layouts], device_type)
 

@@ -154,7 +154,7 @@ class OptimizerCopy:
         return same
 
     def _key(self, key: Any) -> Any:
-        """A key of a dictionary, which may be the `id` of a parameter."""
+        """The copy of a dictionary's key: for the `id` of a parameter that of its stand-in."""
         return id(self.fakes[key]) if type(key) is int and key in self.fakes else self(key)
 
     def _fixed(self, value: Any) -> Any:
@@ -190,7 +190,8 @@ class OptimizerCopy:
         return same
 
     def _function(self, value: Any) -> Any:
-        """A method of the copy; a function with copies of what it closes over; others as they are."""
+        """The copy of a method, bound to the copy of its object, of a `partial`, or of a function, with copies of what
+        it closes over. A function that closes over nothing of the kinds that are copied is returned itself."""
         if isinstance(value, types.MethodType):
             return types.MethodType(self(value.__func__), self(value.__self__))
         if isinstance(value, partial):

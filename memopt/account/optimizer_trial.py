@@ -65,7 +65,7 @@ def optimizer_on_fakes(
 
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
-    """The optimiser over the stand-ins.
+    """The optimiser that `optimizer` (class, instance, function or name) gives over the stand-ins `fakes`.
 
     Raises `ValueError` where `optimizer` gives no optimiser, or cannot be made from the parameters alone.
     """

@@ -172,7 +172,7 @@ class _Advice:
 
     @staticmethod
     def smallest_of(steps: Sequence[Priced], *, expandable: bool | None = None) -> int:
-        """The smallest budget in bytes of all steps; `expandable` is as for `on_card`."""
+        """The least of the smallest budgets of the steps, in bytes; `expandable` is as for `on_card`."""
         return min(priced.smallest(expandable=expandable)[0] for priced in steps)
 
     def with_low_rank(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:

@@ -77,7 +77,7 @@ class CallAccounts:
         being planned; None at other times."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
-        """Count on the optimiser's state for the parameters with these `id`s, which have got gradients."""
+        """From now on count the optimiser's state for the parameters with these `id`s, which have got gradients."""
         self.reached |= frozenset(parameters)
 
     def leave_free(self, nbytes: int) -> None:
@@ -234,8 +234,9 @@ def _say_once(guess: str) -> None:
 
 
 def _with_buckets(account: Account, buckets: Buckets) -> Account:
-    """The account under `DistributedDataParallel`. Gradients that lie in the buckets are counted there, and as held:
-    none is kept elsewhere until the backward's end."""
+    """The account under `DistributedDataParallel`. Gradients that become views of the buckets when they are computed
+    count in the row of the buckets alone, and the others as held. Of gradients that become views only when they are
+    exchanged, `into_buckets` has the bytes."""
     exchanged = min(account.gradients, buckets.nbytes) if buckets.views else 0
     if not buckets.hold_gradients:
         return replace(account, buckets=buckets.nbytes, into_buckets=exchanged)

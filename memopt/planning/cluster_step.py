@@ -66,7 +66,7 @@ class _GroupTimes:
 def cluster_step(
     joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
 ) -> ClusterStep:
-    """The time of a step for a cluster by its schedule, in which the last `kept` blocks are gathered once."""
+    """The time of a step for a cluster by its schedule. The last `kept` blocks are gathered once, the others twice."""
     assert step.traced.sharded is not None
     sharding = step.traced.sharded.sharding
     times = _group_times(joined, schedule, step, sharding)

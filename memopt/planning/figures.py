@@ -37,7 +37,7 @@ def plain_step(joined: Joined, account: Account) -> Breakdown:
 
 
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
-    """The row of a lever that changed the step: its peak and its seconds with nothing recomputed."""
+    """The receipt's row of a lever that changed the step: the step's peak and seconds with nothing recomputed."""
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
@@ -53,8 +53,8 @@ def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: boo
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations,
-    offload_parameters."""
+    """The receipt's rows of the levers that a plan's schedule uses, in this order: reinplace, recompute,
+    offload_activations, offload_parameters."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):

@@ -63,7 +63,8 @@ class Joined:
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The ops that stand for steps of parameters within the backward, by their index; none for several regions."""
+        """The ops that stand for the optimiser's steps of single parameters within the backward, by the index of the
+        op; none for several regions."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
@@ -73,7 +74,7 @@ class Joined:
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """The solvers of schedules with offloads. Where nothing may be recomputed, all ops are marked as such."""
+        """The solvers of schedules with offloads. Where nothing may be recomputed, they see no op as recomputable."""
         if isinstance(self.portfolio, Portfolio):
             return OffloadPortfolio(self.problem, self.portfolio)
         once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
@@ -198,9 +199,9 @@ def solve_stepping(
 
 
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
-    """The schedule with each step right after the last evaluation that reads the parameter or its gradient, which is
-    where it is emitted; and the numbers of the inputs whose step must be left to the end, because no such position is
-    valid. If there are any, the schedule is returned unchanged."""
+    """The schedule with the optimiser's step of each parameter right after the last evaluation that reads the parameter
+    or its gradient, which is where the step is emitted; and the numbers of the inputs whose step must be left to the
+    end of the backward, because no such position is valid. If there are any, the schedule is returned unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:
@@ -223,7 +224,7 @@ def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset
 
 @dataclass(frozen=True)
 class _StepPositions:
-    """Positions in a schedule, by the operator that is a step."""
+    """Positions in a schedule's evaluations, by the index of the op that is the optimiser's step of a parameter."""
 
     steps: Mapping[int, PricedParameterStep]
     at: dict[int, int]

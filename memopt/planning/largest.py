@@ -100,7 +100,8 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
     """About the smallest budget in bytes within which a call can be planned, under all allowed levers at once or fewer
     of them; levers on parameters and optimiser are left out.
 
-    It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError`.
+    It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError` where the call
+    cannot be captured on fake tensors or traced.
     """
     budget_bytes = planner.terms.options.budget_bytes
     found: list[int] = []
@@ -147,7 +148,7 @@ class _PlannedSize(Protocol):
 
     @property
     def added_time(self) -> float:
-        """Added time as a fraction of the plain step's."""
+        """Added time as a fraction of that of the step with nothing recomputed."""
 
     def smallest_bytes(self) -> int:
         """The smallest budget in bytes that works for the size."""
@@ -167,7 +168,7 @@ class LargestSize:
     step: int = 1
     at_most: int | None = None
     added_time: float = math.inf
-    """The limit, as a fraction of the plain step's time."""
+    """The limit, as a fraction of the time of the step with nothing recomputed."""
     estimate: Callable[[int], int] | None = None
     """Returns about the smallest budget in bytes that works for a size; None to plan every size that is tried."""
     _tell: Callable[[str], None] = field(default=lambda detail: None, init=False, repr=False)

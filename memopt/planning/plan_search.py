@@ -91,7 +91,7 @@ class PlanSearch:
         """The plan of a recorded call with the shortest step, over lever sets and, where none of these fits, proposals.
         Further lever sets are not tried once a plan adds next to no time, nor where those `decided` for other sizes of
         the call do as well as they did there. `lowering_bytes` are those that compiled code holds beyond its plan.
-        Raises `BudgetError` where none fits, `CaptureError`."""
+        Raises `BudgetError` where none fits, `CaptureError` where the call cannot be traced."""
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
             return plan
         if recorded.planner.terms.options.passes:
@@ -106,7 +106,7 @@ class PlanSearch:
     def _as_decided(self, recorded: Recorded, decided: Decided, lowering_bytes: int) -> Plan | None:
         """The plan of a recorded call with the levers that were decided for other sizes of it. None where the inputs
         are smaller than those were, since fewer levers might do, and where the plan does not fit or adds more time than
-        that for the other sizes. Raises `CaptureError`."""
+        that for the other sizes. Raises `CaptureError` where the call cannot be traced."""
         traced = recorded.trace(decided.rewriting)
         account = traced.account(lowering_bytes)
         if account.inputs < decided.inputs:

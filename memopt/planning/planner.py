@@ -110,7 +110,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     overhead, solved with fewer bytes where torch's allocator would exceed the budget. Where that finds none, schedules
     that were found on the way are replayed as well.
 
-    Raises `BudgetError`.
+    Raises `BudgetError` where none of them fits.
     """
     if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:

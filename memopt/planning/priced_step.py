@@ -52,7 +52,7 @@ class PriceSettings:
     recompute: bool = True
     """Whether operators may be recomputed."""
     link: Link | None = None
-    """The link over which activations may be offloaded to the host; None where they may not be."""
+    """The link to the host, for activations and for parameters that lie there; None where nothing may be copied."""
     activations: bool = True
     """Whether activations may be offloaded over `link`."""
     frozen: frozenset[int] = frozenset()
@@ -104,7 +104,7 @@ class TracedStep:
     """The prices of nodes, by the device, their graph and the sizes that they are for."""
 
     def price(self, settings: PriceSettings) -> PricedStep:
-        """The step with its prices by these settings, which are made once."""
+        """The step priced by these settings. Those of the latest settings are kept."""
         if settings not in self._priced:
             self._priced[settings] = PricedStep.of(self, settings)
         return self._priced[settings]

@@ -52,12 +52,14 @@ class Recorded:
     def trace(self, levers: Rewriting) -> Traced:
         """The call under a set of levers, as operators and then differentiated; traced once.
 
-        Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
+        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the newest lever finds nothing to
+        rewrite.
         """
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
     def tightest(self) -> PricedStep:
-        """The call priced under the largest set of levers whose newest one changes it. Raises `CaptureError`."""
+        """The call priced under the largest set of levers whose newest one changes it. Raises `CaptureError` as
+        `trace` does."""
         with self.planner.terms.types(), torch.enable_grad():
             for levers in reversed(self.planner.terms.lever_sets):
                 with suppress(NothingToRewrite):
@@ -72,7 +74,7 @@ class Recorded:
         lowering_bytes: int = 0,
     ) -> Iterator[Priced]:
         """The call priced under lever sets with more and more levers, each when it is asked for. `skip` is called with
-        a set whose newest lever finds nothing to rewrite, and why. Raises `CaptureError`."""
+        a set whose newest lever finds nothing to rewrite, and why. Raises `CaptureError` as `trace` does."""
         lever_sets = self.planner.terms.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
@@ -149,7 +151,8 @@ class Priced:
         return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
 
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
-        """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError`.
+        """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError` where
+        there is none.
 
         With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
         faster than recomputation.
