@@ -29,7 +29,7 @@ class Account:
 
     parameters: int
     buffers: int
-    """On a GPU with copies of the small ones, by which a call is undone in which an allocation fails."""
+    """On a GPU including copies of the small ones, from which they are restored if an allocation fails in a call."""
     inputs: int
     optimizer_state: int
     optimizer_temporaries: int
@@ -43,8 +43,8 @@ class Account:
     elsewhere: int = 0
     """Bytes on the device that are no part of the step: other models, copies, caches (`memopt.account.elsewhere`)."""
     meanwhile: int = 0
-    """Bytes that the caller's own code takes, and frees, between the forward and the backward: a loss outside of the
-    model."""
+    """Bytes left for what is allocated and freed between the forward and the backward: by the caller's own code, such
+    as a loss outside of the model, and by the steps of other models."""
     buckets: int = 0
     """The buckets from which `DistributedDataParallel` exchanges gradients. Gradients that are views of them are not
     among `gradients`."""
@@ -63,7 +63,8 @@ class Account:
     gathered: int = 0
     """Under FSDP2 on a cluster, whole parameters: of the root, of one block, and of the next one."""
     kept: int = 0
-    """Under FSDP2 on a cluster, what the blocks take beside that whose parameters stay until their backward."""
+    """Under FSDP2 on a cluster, the bytes beyond `gathered` of blocks whose parameters stay gathered until their
+    backward."""
     exchange: int = 0
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
@@ -93,8 +94,8 @@ class Account:
 
     @property
     def caching(self) -> bool:
-        """Whether torch's caching allocator gives out the step's memory, so that what it needs beyond the bytes asked
-        for is found by a replay: on devices beside whose memory a context lies (`Device.caching`)."""
+        """Whether torch's caching allocator gives out the step's memory (`Device.caching`). A replay of its calls then
+        finds what it needs beyond the bytes asked for. Only devices with such an allocator have a `context`."""
         return self.context > 0
 
     @property
@@ -129,9 +130,10 @@ def account_of(
 ) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
-    `trains` says which of the trainable parameters get a gradient, and `steps` for which of them there may be one when
-    the optimiser steps, of any call: it has no state for the others but what an instance has already. `live` is the
-    optimiser of that class that will step them, where it is there already. `count` counts what an optimiser holds.
+    `trains` says which trainable parameters get a gradient in this step. `steps` says which may have one when the
+    optimiser steps, from this call or another; by default the same. For the others an instance counts with the state
+    that it has already, and a class with none. `live` describes the optimiser of that class that will step the
+    parameters, if it exists already. `count` counts what an optimiser holds.
 
     Tensors count in the device's blocks, on CUDA of 512 bytes. The allocator's rounding and fragmentation are 0 here:
     they are known once there is a schedule (`memopt.planning.on_card`).
@@ -179,8 +181,8 @@ def for_card(account: Account, card: Hardware) -> Account:
 
 
 def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
-    """The bytes of the sums over ranks that an optimiser makes of the gradient of a parameter that each rank has whole:
-    sequence parallelism leaves a part of it on each. At most `_SUMS` are there at once."""
+    """The bytes of the sums over ranks that an optimiser makes of gradients. Sequence parallelism leaves on each rank
+    a part of the gradient of a parameter that every rank has whole. At most `_SUMS` such sums are there at once."""
     return _SUMS * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
 
 

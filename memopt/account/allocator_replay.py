@@ -16,10 +16,10 @@ from memopt.solver.simulator import lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The allocator's calls of `step_calls` in each way in which the caller may treat the forward's results: kept until
-    the optimiser is done, and dropped before the backward, as `model(**batch).loss.backward()` drops all but the loss.
-    What is freed earlier leaves other gaps, and a step may run out of memory with it and not without. Small results
-    lie apart from all else, so that the first way alone is returned for them."""
+    """The allocator's calls of `step_calls` for each way in which the caller may treat the forward's results: it keeps
+    them until the optimiser is done, or drops them before the backward, as `model(**batch).loss.backward()` drops all
+    but the loss. What is freed earlier leaves other gaps, so a step may run out of memory in one way and not in the
+    other. Results of up to `SMALL_BYTES` lie apart from all else: if all are so small, only the first is returned."""
     kept = step_calls(problem, schedule)
     if all(problem.storages[result].bytes <= SMALL_BYTES for result in _results(problem)):
         return (kept,)
@@ -35,7 +35,7 @@ def _results(problem: RematProblem) -> frozenset[int]:
 def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = False) -> list[BlockCall]:
     """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
     allocated. `dropped`: the forward's results live until the backward begins, or until its last operator that reads
-    them. Raises `ValueError` where the schedule breaks a rule."""
+    them. Raises `ValueError` where the schedule breaks a rule of `Schedule.check`."""
     schedule.check(problem)
     evaluations, offloads, forward_end = _emitted(problem, schedule)
     born: list[dict[int, int]] = [{} for _ in evaluations]
@@ -66,7 +66,7 @@ def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = Fal
 
 
 def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProblem:
-    """The problem with some storages that live no longer than they are read."""
+    """The problem in which the storages `without` die after their last read and are not kept to the step's end."""
     if not without:
         return problem
     storages = (replace(storage, kept=storage.kept and n not in without) for n, storage in enumerate(problem.storages))
@@ -74,8 +74,8 @@ def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProble
 
 
 def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...], int]:
-    """The evaluations that are emitted, which are those whose results are read, with the offloads by their positions
-    among these, and the position of the forward's last one. Others are in a schedule because it evaluates every
+    """The evaluations that emitted code runs (see `_read`), the offloads with positions among these evaluations, and
+    the position of the forward's last one. A schedule has further evaluations only because it evaluates every
     operator."""
     read = _read(problem, schedule)
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
@@ -93,7 +93,8 @@ def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...]
 
 
 def _read(problem: RematProblem, schedule: Schedule) -> list[int]:
-    """The positions of the evaluations whose results are read or kept, or that do more than to make results."""
+    """The positions in the schedule of the evaluations that emitted code runs: those whose results are read or kept,
+    and those of operators that make nothing or must not be recomputed."""
     out_at, back_at = by_position(schedule, "out_after"), by_position(schedule, "back_before")
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
     wanted: set[int] = set()
@@ -117,8 +118,8 @@ def _workspace(op: Op, number: int) -> list[BlockCall]:
 
 
 def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unused: int) -> list[BlockCall]:
-    """The calls within an operator, with the numbers of the versions of the storages that it makes, and with numbers
-    from `unused` on for the blocks of its workspace."""
+    """The calls within one evaluation of an operator, with block numbers that are unique in the step: `versions` has
+    the number for each storage that it makes, and the blocks of its workspace get numbers from `unused` on."""
     found = []
     for allocates, block, nbytes in op.calls:
         if block >= len(op.makes):
@@ -170,9 +171,10 @@ def replay(
     limit_bytes: int | None = None,
     rising: bool = False,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator, which may hold `limit_bytes`, while training steps run, until one leaves the
-    allocator as the one before did. `calls` are those of a forward and backward; what they leave allocated lives until
-    the optimiser is done. `rising` is as for `CachingAllocator`.
+    """The peaks of the allocator over several training steps. It may hold `limit_bytes`; None: any amount. Steps run
+    until one leaves the same blocks as the one before, and at most `_STEPS`. `calls` are those of one forward and
+    backward; the blocks that they leave allocated live until the optimiser is done. `rising` is as for
+    `CachingAllocator`.
 
     Raises `CardFullError` where the limit is too low.
     """
@@ -224,14 +226,14 @@ def replay_with_spare(
     expandable_segments: bool,
     limit_bytes: int,
 ) -> AllocatorPeaks:
-    """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare, for the
-    calls in all `ways` in which a step may make them; the most of the ways. With nothing of the spare it passes for
-    either place of new addresses, too, and with copies of the inputs and without: a region's first run has them.
+    """The peaks under the limit less the spare: the largest over all `ways` in which a step may make its calls. The
+    replay must also pass with half of the spare, and with the whole limit. With the whole limit it must pass with
+    copies of the inputs, which a region's first run makes, and without, and for either place of new addresses
+    (`rising`).
 
-    Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
-    of memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
-    was asked for, so that the bytes allocated are the most of the three. Raises `CardFullError` where a limit is too
-    low.
+    The limit decides when the allocator returns segments, and with it where its blocks lie: a process may run out of
+    memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
+    was asked for, so the bytes allocated are the most of all replays. Raises `CardFullError` where a limit is too low.
     """
     least = spare.taken_from(limit_bytes)
     bare = replace(blocks, copies=())
@@ -255,7 +257,8 @@ def replay_with_spare(
 def least_limit(
     ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool
 ) -> tuple[int, AllocatorPeaks]:
-    """The least limit with which `replay_with_spare` passes, to 0.4%, and the peaks without a limit."""
+    """The least limit in bytes with which `replay_with_spare` passes, to 0.4% of the bytes allocated, and the peaks
+    without a limit."""
     free = _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
     low, high = spare.added_to(free.allocated_bytes) - 1, spare.added_to(free.reserved_bytes)
     while high - low > max(1, _SHARE * free.allocated_bytes):

@@ -65,8 +65,8 @@ def resident_rows(account: Account) -> dict[str, int]:
 
 
 def optimizer_rows(account: Account, outputs: int) -> dict[str, int]:
-    """The rows of the moment in which the optimiser steps, while the caller still holds `outputs` bytes: they sum up to
-    `Account.optimizer_step_bytes`."""
+    """The rows of the moment in which the optimiser steps, while the caller still holds outputs of `outputs` bytes:
+    they sum up to `Account.optimizer_step_bytes`."""
     return {
         **_fixed_rows(account),
         GRADIENTS: account.gradients - account.into_buckets,
@@ -115,8 +115,8 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 
 
 def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) -> str:
-    """The row to which a version of a storage belongs: its first version or a later one, or one that was fetched from
-    the host."""
+    """The name of the breakdown's row in which a live storage counts. `first`: its contents are those of the first
+    evaluation of its producer, not of a recomputation. `fetched`: they were copied back from the host."""
     maker = problem.producer[storage]
     if problem.ops[maker].name == EAGER:
         return BETWEEN_REGIONS
@@ -133,8 +133,8 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
-    """The storages alive while evaluation `position` runs, each with the evaluation that made its present version, or
-    before which its fetch from the host begins."""
+    """The storages alive while evaluation `position` runs. Each comes with the position of the evaluation that made its
+    present contents, or before which their fetch from the host begins."""
     made_at: dict[int, int] = {}
     live_until: dict[tuple[int, int], int] = {}
     end = len(schedule.evaluations)
@@ -160,7 +160,7 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
 
 
 def by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
-    """The offloads of a schedule by a position, which is one of their fields."""
+    """The offloads of a schedule, grouped by the position in their field of the name `field`."""
     found: dict[int, list[Offload]] = {}
     for offload in schedule.offloads:
         found.setdefault(getattr(offload, field), []).append(offload)

@@ -35,11 +35,13 @@ class CardFullError(MemoryError):
 
 
 class _Addresses:
-    """The addresses of segments, as CUDA's driver gives them out: the first of the smallest holes that are large
-    enough, else a new range, in whole windows, at the highest free place. A range without segments is given back. Of
-    two free blocks of one size torch takes the lower.
+    """The addresses of segments, as CUDA's driver gives them out. They matter since torch takes the lower of two free
+    blocks of one size.
 
-    With `rising` a new range lies above all others: which places are free the process does not know."""
+    The driver takes addresses in ranges of whole windows (`WINDOW_BYTES`). What no segment uses of a range is a hole. A
+    new segment gets the first of the smallest holes that are large enough, else a new range at the highest free place.
+    A range without segments is given back. With `rising` a new range lies above all others instead, since the process
+    does not know which places are free."""
 
     def __init__(self, *, rising: bool) -> None:
         self._rising = rising
@@ -49,8 +51,8 @@ class _Addresses:
         """Bytes, and those in use, by address."""
 
     def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Take the windows in which segments lie, given by address and bytes in order: what is left of them are holes.
-        Windows that follow each other are taken for one range."""
+        """Take the windows in which segments lie, given as address and bytes in ascending order. What the segments
+        leave of them are holes. Windows that follow each other are taken for one range."""
         end: int | None = None
         begin = 0
         for address, nbytes in segments:
@@ -144,7 +146,7 @@ class CachingAllocator:
         expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
         limit_bytes: the bytes that it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any
             amount.
-        state: the blocks that are there when it begins, of which none but the free ones is handed out or freed.
+        state: the blocks that are there when it begins: the free ones may be handed out, the others are never freed.
         rising: whether new ranges of addresses lie above all others, and not at the highest place that is free.
 
     Raises `CardFullError` where the state is above the limit.
@@ -252,7 +254,7 @@ class CachingAllocator:
         return before
 
     def _add_range(self, small: bool, last: _Block | None) -> None:
-        """Add the addresses of an expandable segment that nothing is mapped to, behind the last block of what is."""
+        """Add the addresses of a pool's expandable segment that are not mapped, behind its `last` mapped block."""
         start = self._new_range() if last is None else last.address + last.size
         rest = _Block(start, _ADDRESSES, small=small, expandable=True, mapped=False)
         if last is not None:
@@ -260,8 +262,9 @@ class CachingAllocator:
         self._add_unmapped(rest)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
-        """The smallest free block that is large enough, and the first in memory of several; among blocks that can grow,
-        the one that can grow least. None where there is no such block."""
+        """Take the smallest free block that is large enough from the free list, the first in memory of several. With
+        expandable segments, go on to the next larger ones while each has less `room`. None where no block is large
+        enough."""
         free = self._free[small]
         at = bisect_left(free, (size, 0))
         if at == len(free):

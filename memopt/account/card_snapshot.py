@@ -50,8 +50,8 @@ class _Owners:
     tensors: Mapping[int, int] = field(default_factory=dict)
     """All tensors that Python knows."""
     copies: Collection[int] = ()
-    """Where copies lie by which a call can be undone. Each call makes them, and its account has them among the bytes
-    that are still to come, so that their blocks are free: a call is planned as it is ahead of it."""
+    """The addresses of copies from which a call can be undone. Their blocks count as free: each call makes its own
+    copies, and its account has them among the bytes that are still to come."""
 
     def kind_of(self, address: int) -> Kind:
         """What the block at an address holds, as far as Python knows."""
@@ -126,8 +126,9 @@ def state_of(
 
 
 def _near(segments: Sequence[HeldSegment]) -> tuple[HeldSegment, ...]:
-    """The segments with their addresses counted from the lowest one's window, and without windows in which nothing
-    lies, but for one where there were any: the same in every process that makes the same allocations."""
+    """The segments with their addresses counted from the window in which the lowest begins. Where there are windows
+    between two segments in which nothing lies, one of them is left. So the result is the same in every process that
+    makes the same allocations."""
     placed: list[HeldSegment] = []
     end = shift = 0
     for segment in segments:

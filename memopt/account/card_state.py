@@ -12,7 +12,7 @@ from typing import Literal
 from memopt.device.cuda import BLOCK_BYTES
 
 WINDOW_BYTES = 32 * 1024**2
-"""CUDA's driver takes addresses from the system in multiples of this, and begins them at one (docs/card.md)."""
+"""CUDA's driver takes ranges of addresses from the system that begin and end at multiples of this (docs/card.md)."""
 Kind = Literal["free", "given", "gradients", "state", "library", "other"]
 """What a block holds: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimisers;
 a workspace that cuBLAS keeps; all else."""
@@ -30,7 +30,7 @@ class HeldSegment:
     gap_bytes: int = 0
     """The bytes of addresses that are not mapped between the mapped part before this one and this one."""
     address: int | None = None
-    """Where it lies, counted from some window of addresses (`WINDOW_BYTES`); None: where a new one would."""
+    """Its address, counted from the start of some window (`WINDOW_BYTES`); None: it lies where a new one would."""
 
     def __post_init__(self) -> None:
         sizes = [nbytes for _, nbytes in self.blocks]
@@ -66,7 +66,7 @@ class CardState:
 
     @cached_property
     def other_bytes(self) -> int:
-        """The bytes that are allocated for anything else."""
+        """The allocated bytes of the kind "other", with those of other streams and pools."""
         blocks = (block for segment in self.segments for block in segment.blocks)
         return self.apart_allocated_bytes + sum(nbytes for kind, nbytes in blocks if kind == "other")
 

@@ -41,16 +41,18 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 class AllocationLimit:
-    """A limit of the bytes that the tensors of this process hold, read in a hundredth of the time of `allocated_bytes`.
+    """An upper bound of the bytes that the tensors of this process hold, read in a hundredth of the time of
+    `allocated_bytes`.
 
-    `malloc` says at first what it can allocate before it maps more memory. Later the process can have allocated no more
-    than that and what it has mapped since. Shared memory, which `malloc` does not know, counts with its resident pages.
+    At the first reading `malloc` says what it can allocate before it maps more memory. Later the process can have
+    allocated no more than that and what it has mapped since. Shared memory, which `malloc` does not know, counts with
+    its resident pages.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._unmapped: int | None = None
-        """The bytes that `malloc` could allocate at first less those that were mapped."""
+        """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
 
     def bytes(self) -> int | None:
         """No less than all that is allocated now, mostly far more; None where that is not known, and on other devices
@@ -82,7 +84,7 @@ class _Mapped(NamedTuple):
 
 
 def _mapped_bytes() -> _Mapped | None:
-    """None where the system does not say."""
+    """What the process has mapped now; None where the system does not say."""
     try:
         pages = list(map(int, os.pread(_statm_descriptor(os.getpid()), 256, 0).split()))
         return _Mapped(pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE)
@@ -149,11 +151,12 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
         self.calls: Counter[OpCall] = Counter()
-        """How often each kernel ran; where it is not computed, without its results."""
+        """How often each kernel ran. Calls that are not computed are described without their results."""
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result; of numbers in the host's memory a real one, of a fake read as a number a stand-in."""
+        """The operator's result: a real one for numbers in the host's memory, a stand-in for a fake that is read as a
+        number. Raises `ValueIsRead` as the class says."""
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
@@ -176,12 +179,13 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Leave fakes out that were there before. Real tensors were either counted when they were made or are copied
-        by the fake mode, and the copy is the count's."""
+        """Leave fakes that were there before out of the count. Real tensors are not left out: each was counted when it
+        was made, or the fake mode copies it and the copy counts."""
         super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound by rule; on the CPU, where that bound would raise the peak, what a run of the kernel takes."""
+        """The bytes of the operator's workspace: an upper bound by rule; on the CPU, where that bound would raise the
+        peak, what a run of the kernel takes."""
         if next(tensors_in(result), None) is None:
             return 0
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
@@ -196,7 +200,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peak, and stop the count where it exceeds `most_bytes`."""
+        """Raise the peak as the base class does. Raises `_TooManyBytes` where it exceeds `most_bytes`."""
         super().raise_peak(workspace_bytes)
         if self.peak_bytes > self.most_bytes:
             raise _TooManyBytes
@@ -217,14 +221,14 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
         self._unmeasured: dict[OpCall, int] = {}
-        """The most bytes that were alive while such a kernel ran."""
+        """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the real tensors, and return its result."""
         return LiveBytes.run(self, func, args, kwargs)
 
     def eager_workspace(self, call: OpCall) -> int:
-        """An upper bound by rule; 0 where that would raise the peak and the kernel can be measured."""
+        """An upper bound by rule. 0 on the CPU where that would raise the peak: the kernel is left to `measure`."""
         bound = estimate_workspace(call, self._kernels_of)
         if not device_of(self._kernels_of).is_host or self.live_bytes + bound <= self.peak_bytes:
             return bound
@@ -232,14 +236,15 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return 0
 
     def measure(self) -> None:
-        """Raise the peak to what is held with the workspaces that were left out. Raises `TooManyBytes`."""
+        """Raise the peak to what was held together with the workspaces that `eager_workspace` left out, for which
+        their kernels run again. Raises `_TooManyBytes` where the peak exceeds `most_bytes`."""
         for call, live_bytes in self._unmeasured.items():
             self.live_bytes = live_bytes
             self.raise_peak(eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - live_bytes))
 
 
 class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does on fakes of the CPU, of tensors on "meta": in a part of the time, for code that does
+    """Counts tensors on "meta" as `EagerBytes` counts fakes of the CPU, in a part of the time. It is for code that does
     not ask for their device."""
 
     def __init__(self) -> None:
@@ -247,8 +252,8 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._device_type = None  # numbers in the host's memory count too
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. One that writes to its first argument, element by element, changes nothing that
-        could be seen."""
+        """The operator's result. An operator that writes to its first argument, element by element, is not run: on
+        "meta" it would change nothing that could be seen."""
         in_place = torch.Tag.pointwise in func.tags and schema_of(func).name.endswith("_")
         if in_place and args[0].is_meta:
             self.kernels.add(schema_of(func).name)

@@ -20,7 +20,7 @@ from memopt.meter import blocks_of, largest_at, live_objects
 from memopt.units import size
 
 _STEPS = 128
-"""Plans that make room for more bytes elsewhere do so in steps of this part of the budget."""
+"""Plans that make room for more bytes elsewhere do so in steps of one part in this many of the budget."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Found:
     parameters: int = field(default=0, compare=False)
     """The bytes of parameters among `other`, as those of a teacher are."""
     looked: bool = field(default=False, compare=False)
-    """Whether it was looked for; else the bytes are those that the user gave, or a limit."""
+    """Whether a walk found the bytes; else they are those that the user gave, or a limit."""
 
     def beside(self, account: Account) -> int:
-        """The bytes beside a step with this account, which may have less optimiser state than there is, and no gradient
-        of a parameter that it does not reach; 0 where the account's row for scalars covers them."""
+        """The bytes beside a step with this account: `other`, and what optimiser state and gradients take beyond the
+        bytes that the account has for them. 0 where the account's row for scalars covers all of it."""
         beside = self.other + max(0, self.state - account.optimizer_state) + max(0, self.gradients - account.gradients)
         return beside if beside > BOOKKEEPING_BYTES else 0
 
@@ -65,19 +65,20 @@ def look(
     """Look for tensors on a device beside a model, its gradients, its optimisers' state and its present call.
 
     They are found among Python's objects, which takes about 0.2 seconds for half a million of them. Memory that only
-    C++ holds is not seen on the CPU; of the activations that a plain model saved, those are that its modules handed on.
-    On CUDA the allocator counts all.
+    C++ holds is not seen on the CPU. Of the activations that a plain model saved, those are seen that its modules
+    handed on. On CUDA the allocator counts all.
 
     Args:
         own: further tensors that the account of the step has: the call's inputs, and copies to undo it.
-        named: the addresses of memory that is counted otherwise, as what forwards hold that wait for their backward.
-        waiting_bytes: what such forwards of this model hold, which the allocator counts.
-        others_bytes: what those of other models hold, which lies elsewhere.
-        plain_bytes: what all of them hold that ran plain, whose addresses are not known: so much of what lies in graphs
-            of autograd is theirs.
+        named: the addresses of memory that is counted otherwise, such as what forwards hold that wait for their
+            backward.
+        waiting_bytes: what such forwards of this model hold. The allocator's count includes it.
+        others_bytes: what such forwards of other models hold, which lies elsewhere.
+        plain_bytes: what such forwards of any model hold that ran plain. Their addresses are not known: up to so many
+            bytes of the tensors with a `grad_fn` count as theirs.
         bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.
-        buckets: the addresses of those that are known.
-        libraries: the bytes of the allocator's count that the account has in its reserve.
+        buckets: the addresses of those buckets that are known.
+        libraries: the workspaces of libraries, which the allocator's count includes and the account has in its reserve.
     """
     found = live_objects(torch.Tensor, torch.optim.Optimizer)
     parameters = list(model.parameters())

@@ -97,7 +97,7 @@ def optimizer_account(
 def _account_of_class(
     optimizer: OptimizerLike, layouts: Sequence[Layout], device_type: str, threads: int
 ) -> OptimizerAccount:
-    """The account of a class, which depends on nothing but these: a plan asks for it several times. `threads` is the
+    """The account of a class, kept by the arguments since a plan asks for it several times. `threads` is the
     number of torch's threads, since kernels of the CPU take a workspace for each."""
     return _account_of(optimizer, [on_meta(*layout) for layout in layouts], device_type)
 
@@ -137,15 +137,16 @@ def _guessed(optimizer: OptimizerLike, trained: list[torch.Tensor], name: str, w
 
 
 def _takes_singly(optimizer: OptimizerLike) -> bool:
-    """Whether it is one of torch's own that makes the state of each parameter, and steps it, without the others."""
+    """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it without the
+    others."""
     names = [single.__name__.lower() for single in _SINGLY]
     return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
 
 
 def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> OptimizerAccount | None:
-    """The account from trials on single parameters, and on two kinds that follow each other where that may be the peak,
-    since a parameter's last temporary is freed in the step of the next one; None where that would take longer, or all
-    are stepped at once."""
+    """The account from trials on one parameter of each layout. A parameter's last temporary is freed in the step of the
+    next one, so two layouts that follow each other are tried together where that may be the peak. None where one trial
+    on all parameters takes no longer, or where the implementation steps them all at once."""
     kinds = [_kind(parameter) for parameter in trained]
     first = dict(zip(reversed(kinds), reversed(trained), strict=True))
     pairs = dict.fromkeys(pairwise(kinds))
@@ -169,8 +170,9 @@ def _kind(parameter: torch.Tensor) -> Layout:
 
 
 def _singly(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> dict[Layout, OptimizerAccount]:
-    """The accounts of single parameters by their kind. Contiguous ones of one dtype differ by their number of elements
-    alone, in which state and temporaries are linear: the fewest and the most are tried, the others lie between them."""
+    """The accounts of single parameters by their layout. Contiguous ones of one dtype differ by their number of
+    elements alone, in which state and temporaries are linear: those with the fewest and the most elements are tried,
+    and the others interpolated."""
     found: dict[Layout, OptimizerAccount] = {}
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -210,7 +212,8 @@ def _tried(
     home: str,
     idle: Sequence[torch.Tensor] = (),
 ) -> OptimizerAccount:
-    """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`."""
+    """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`.
+    `idle` parameters have no gradient in these steps. Raises `_TrialError` where a step does not run on fakes."""
     device, most_calls = device_of(device_type), _MOST_CALLS * (1 + len(trained))
     count = MetaBytes() if home == "meta" else EagerBytes(device_type, home, most_calls=most_calls)
     with optimizer_on_fakes(optimizer, trained, count, home, foreach=device.foreach, idle=idle) as on_fakes:

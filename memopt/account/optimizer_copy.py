@@ -34,8 +34,8 @@ _WHOLE = (type, Enum, types.ModuleType, torch.dtype, torch.device, torch.Size, s
 
 
 def bare_copy(value: T) -> T:
-    """A new object of the same class that shares all attributes, whatever the class says of copies: `Optimizer` has
-    three of them only."""
+    """A new object of the same class that shares all attributes. It does not use the class's own rules for copies: by
+    those of `Optimizer` a copy has three attributes only."""
     same = object.__new__(type(value))
     for name, held in attributes_of(value):
         object.__setattr__(same, name, held)
@@ -59,14 +59,14 @@ class OptimizerCopy:
 
     Tensors become fakes on `device`; single numbers in the host's memory, as step numbers and some learning rates are,
     become real copies: their values decide what a step does. Groups have those parameters that have a stand-in.
-    Functions are copied where they keep the optimiser or its tensors, hooks and the wrapper that a scheduler puts
+    Functions are copied where they keep the optimiser or its tensors. Hooks and the wrapper that a scheduler puts
     around `step` are left out.
     """
 
     def __init__(self, fakes: Fakes, device: torch.device) -> None:
         self.fakes, self.device = fakes, device
         self.made: list[torch.Tensor] = []
-        """What stands for the tensors that `held_tensors` finds."""
+        """The copies of the tensors that `held_tensors` finds."""
         self.copied: list[Optimizer] = []
         """The optimiser that was copied, and those that it holds."""
         self._copies: dict[int, Any] = dict(fakes)
@@ -132,8 +132,8 @@ class OptimizerCopy:
         return self._note(value, same)
 
     def _state(self, state: Mapping[Any, Any]) -> Any:
-        """The state of parameters that have a stand-in on the device, where a step elsewhere makes state, and what is
-        not kept for a parameter."""
+        """The copy of the state: entries whose key is no tensor, and those of parameters that have a stand-in and lie
+        on a device of the copy's type. For parameters on another type of device a step of the copy makes new state."""
         if id(state) in self._copies:  # a wrapper shares it
             return self._copies[id(state)]
         same = self._note(state, defaultdict(dict))
@@ -154,7 +154,7 @@ class OptimizerCopy:
         return same
 
     def _key(self, key: Any) -> Any:
-        """A key of a dictionary, which may be the `id` of a parameter."""
+        """The copy of a dictionary's key: for the `id` of a parameter that of its stand-in."""
         return id(self.fakes[key]) if type(key) is int and key in self.fakes else self(key)
 
     def _fixed(self, value: Any) -> Any:
@@ -190,7 +190,8 @@ class OptimizerCopy:
         return same
 
     def _function(self, value: Any) -> Any:
-        """A method of the copy; a function with copies of what it closes over; others as they are."""
+        """The copy of a method, bound to the copy of its object, of a `partial`, or of a function, with copies of what
+        it closes over. A function that closes over nothing of the kinds that are copied is returned itself."""
         if isinstance(value, types.MethodType):
             return types.MethodType(self(value.__func__), self(value.__self__))
         if isinstance(value, partial):
@@ -211,8 +212,8 @@ class OptimizerCopy:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A block in which the optimisers that were copied have no parameters and no state: code that finds its way to
-        them past the copy steps nothing."""
+        """A block in which the originals that were copied have no parameters and no state, so that code which reaches
+        them from the copy steps nothing."""
         own = [(vars(one), {name: vars(one)[name] for name in _EMPTY if name in vars(one)}) for one in self.copied]
         for attributes, held in own:
             attributes.update({name: empty() for name, empty in _EMPTY.items() if name in held})

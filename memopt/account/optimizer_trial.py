@@ -38,12 +38,12 @@ def optimizer_on_fakes(
     foreach: bool,
     idle: Iterable[torch.Tensor] = (),
 ) -> Iterator[Optimizer]:
-    """A block in which `optimizer` stands on fakes of `parameters` on the device `home`, whose steps may be tried; on
-    "meta" they are plain tensors of that device.
+    """A block that gives the optimiser over fakes of `parameters` on the device `home`, so that its steps may be tried.
+    On "meta" the fakes are plain tensors of that device.
 
-    What making the optimiser allocates is counted by `count`, which also keeps its step numbers real: an optimiser
-    that has state is read here, and only here. `foreach` is whether torch would take all parameters at once, and `idle`
-    are parameters of an instance that have no gradient when it steps. What is compiled runs as it was written.
+    `count` counts the state that an instance has already, or what making the optimiser allocates. `foreach` is whether
+    torch would take all parameters at once, and `idle` are parameters of an instance that have no gradient when it
+    steps. Functions of the optimiser that `torch.compile` has wrapped run uncompiled.
 
     Raises `ValueError` as `trial` does.
     """
@@ -65,9 +65,9 @@ def optimizer_on_fakes(
 
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
-    """The optimiser over the stand-ins.
+    """The optimiser that `optimizer` (class, instance, function or name) gives over the stand-ins `fakes`.
 
-    Raises `ValueError` where `optimizer` is none, or cannot be made from the parameters alone.
+    Raises `ValueError` where `optimizer` gives no optimiser, or cannot be made from the parameters alone.
     """
     if isinstance(optimizer, Optimizer):
         return OptimizerCopy(fakes, device).of(optimizer)
@@ -93,7 +93,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
 def fused(optimizer: OptimizerLike) -> OptimizerLike:
     """The same optimiser with torch's fused kernels, which need no temporaries; an instance is not changed.
 
-    None where it uses them already, or has none. Raises `ValueError` as `trial` does.
+    None where it uses them already, or its class has none. Raises `ValueError` as `trial` does.
     """
     if optimizer is None:
         return None
@@ -199,7 +199,7 @@ def _same_tensors(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """What a step of an optimiser holds beside its class's defaults depends on this."""
+    """The facts of an optimiser, beside the defaults of its class, on which the bytes of its step depend."""
 
     kind: type[Optimizer]
     order: tuple[int, ...]
@@ -227,8 +227,8 @@ class LiveOptimizer:
         return sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
 
     def departure(self, parameters: Iterable[torch.Tensor]) -> str:
-        """In what it differs from one by its class's defaults that steps these parameters in their order; the same text
-        in all processes, and empty where it does not differ."""
+        """How this optimiser differs from one with its class's defaults that steps `parameters` in their order: fused
+        kernels, and another order. The text is the same in all processes, and empty where nothing differs."""
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         order = [numbers[parameter] for parameter in self.order if parameter in numbers]
         return f"{'fused ' if self.fused else ''}{order if order != sorted(order) else ''}"

@@ -75,8 +75,9 @@ def count_plain_step(
     closely: bool = False,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
-    `retained`: its backward runs twice, as with `retain_graph=True` the first time. `closely`: kernels whose workspace
-    would be the step's peak are measured, which takes longer; else only where their upper bounds exceed `most_bytes`.
+    `gradients_held`: the parameters have gradients when the step begins. `retained`: its backward runs twice, as with
+    `retain_graph=True` the first time. `closely`: kernels whose workspace would be the step's peak are measured, which
+    takes longer; else only where their upper bounds exceed `most_bytes`.
 
     None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
     scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
@@ -145,8 +146,8 @@ def _count_on_fakes(
     most_bytes: float,
     retained: bool = False,
 ) -> PlainStep | None:
-    """As `count_plain_step`, on fake tensors: for a model on "meta" of the device that would run it here, where inputs
-    with values may lie, too."""
+    """As `count_plain_step`, on fake tensors. They are on the model's device; for a model on "meta" on the device that
+    would run it here, where inputs with values may lie, too."""
     home = next(model.parameters()).device
     home = device_here() if home.type == "meta" else home
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -187,7 +188,8 @@ def count_on_values(
 ) -> PlainStep | None:
     """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
     gradients and the random generators is undone. The user's backward hooks are not called. `retained` is as for
-    `count_plain_step`; `checkpoints`: modules run a second time in the backward, which makes other leaves there.
+    `count_plain_step`. `checkpoints`: modules run a second time in the backward. Leaves that the forward makes are then
+    not taken for the step's own, since the second run makes others: the result is None if there are any.
 
     None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
     beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
@@ -222,11 +224,13 @@ def _counted(
     others_too: bool = True,
     made_too: bool = True,
 ) -> PlainStep | None:
-    """Count a forward and the backward of the scalars that it returns, and of all else that none of these was computed
-    from, with gradients that a loss outside would give; `own` has the model's parameters and buffers, and what stands
-    for each. None where nothing that it returns has a gradient, and where the backward would change what is not the
-    step's own: a graph that was there before, or leaves that are neither `own` nor `inputs`, unless `others_too` allows
-    for those without hooks, and `made_too` for those that the forward makes.
+    """Count a forward and its backward. The backward begins at the scalars that the forward returns, and at those of
+    its other outputs that no scalar was computed from, with gradients that a loss outside would give. `own` maps the
+    model's parameters and buffers to what stands for each.
+
+    None where no output requires a gradient, and where the backward would change what is not the step's own: a graph
+    that was there before, or leaves that are neither in `own` nor in `inputs`. With `others_too`, such leaves may be
+    there if they have no hooks; with `made_too`, if the forward makes them.
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first = next_node_number()

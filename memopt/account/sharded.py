@@ -85,8 +85,8 @@ class Sharding:
         return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
 
     def kept_bytes(self, count: int) -> int:
-        """What the last `count` blocks take beside `gathered_bytes` if they stay gathered until their backward: all of
-        them are there at once, with the buffer of the last one's gather."""
+        """The bytes beyond `gathered_bytes` if the last `count` blocks stay gathered until their backward: all of them
+        are there at once, beside a buffer into which one block is gathered."""
         kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
         largest = max((group.gathered_bytes for group in self.blocks), default=0)
         return max(0, sum(kept) - largest)

@@ -24,8 +24,8 @@ _COMPUTED_BYTES = 1024**2
 
 class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fakes of the CPU, in a small part of the time: operators do not run. Their results
-    are tensors for which nothing is allocated, with the layouts that the operator's have on "meta"; equal calls are
-    looked at once.
+    are tensors for which nothing is allocated, with the layouts that the operator's have on "meta". Of equal calls only
+    the first is examined.
 
     Small integers and masks are computed, as code often asks whether a mask is of any use: `reads` says whether a value
     was read. Reading others raises `ValueIsRead`, and an operator whose results depend on values in their sizes raises
@@ -48,8 +48,9 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator's result without computing it, as far as no code reads its values: see the class. Raises
-        `ValueIsRead`, and `TensorsTooLarge`."""
+        """An operator's result, computed only as the class says. Raises `ValueIsRead` where it would read values that
+        are not computed, or its kernel makes bytes that fake results do not tell, and `TensorsTooLarge` where tensors
+        alone would exceed `most_bytes`."""
         self._workspace_bytes = 0
         if makes_unknown_bytes(func):
             raise ValueIsRead
@@ -76,7 +77,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound of the bytes that the operator's kernel takes for itself, by rule."""
+        """An upper bound, by rule, of the bytes that the kernel of the operator which ran last takes for itself."""
         return self._workspace_bytes
 
     def _kernel(self, call: OpCall) -> _Kernel:
@@ -119,7 +120,8 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Given:
-    """A result that is an argument: the number of the tensor among the arguments."""
+    """A result of an operator that is one of its arguments; `position` counts the tensors among the arguments from
+    0."""
 
     position: int
 
@@ -140,7 +142,7 @@ class _Kernel:
     """Whether its results are small integers or masks that depend on the arguments alone."""
     made_bytes: int
     workspace_bytes: int
-    """At most."""
+    """An upper bound of what the kernel takes for itself."""
 
     @classmethod
     def of(cls, call: OpCall, args: Any, kwargs: Any, found: Any) -> _Kernel:

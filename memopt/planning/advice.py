@@ -56,9 +56,10 @@ class _Advice:
         self.options = recorded.planner.terms.options
 
     def __call__(self, steps: Sequence[Priced], near: bool, tries: Tries) -> tuple[list[str], list[Way]]:
-        """What was not looked at, and suggestions that fit the budget, or a larger card; `steps` holds the step under
-        every lever set. `near`: only settings with which the step computes the same, and no capture is needed. Others
-        are tried as far as `tries` allow, those first that no capture is needed for."""
+        """Sentences on what was not tried, and suggestions with which the step fits the budget, or a larger card.
+        `steps` holds the step under every lever set. With `near` only changes are tried that need no capture and with
+        which the step computes the same. Else further ones are tried too, as far as `tries` allow: those first that
+        need no capture."""
         looks: tuple[_Look, ...] = (
             partial(self.in_growing_segments, steps),
             partial(self.with_parameters_on_host, steps),
@@ -77,11 +78,11 @@ class _Advice:
         return [_NOT_LOOKED] * near, [*helpful, *_unless_it_fails(partial(self.on_a_larger_card, steps))]
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a smallest budget is within the one that was given."""
+        """Whether `nbytes`, the smallest budget of a changed step, is within the budget that was given."""
         return nbytes <= self.options.budget_bytes
 
     def in_microbatches(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
-        """The batch in microbatches of one sample, the smallest that `TrainStep` can split it into."""
+        """Suggests microbatches, with the bytes of those of one sample, the smallest that `TrainStep` can make."""
         batch: Any = self.call[0] or self.call[1]
         try:
             samples = samples_of(batch)
@@ -104,7 +105,7 @@ class _Advice:
         yield Way(typed, nbytes, changes, sentence=sentence)
 
     def in_growing_segments(self, steps: Sequence[Priced]) -> Iterator[Way]:
-        """Expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
+        """Suggests expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
         if steps[0].account.caching and not expandable_segments():
             setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             changes = "in the environment of the process: fewer holes between blocks of memory; the same numbers"
@@ -112,7 +113,7 @@ class _Advice:
             yield Way(setting, nbytes, changes, 0.0, f"with {setting} in the environment")
 
     def with_parameters_on_host(self, steps: Sequence[Priced]) -> Iterator[Way]:
-        """Frozen parameters in the host's memory, where they are not allowed there."""
+        """Suggests frozen parameters in the host's memory, where `allow` does not have them there."""
         name = OFFLOAD_PARAMETERS.name
         if name in self.options.allow:
             return
@@ -132,7 +133,7 @@ class _Advice:
             )
 
     def on_a_larger_card(self, steps: Sequence[Priced]) -> Iterator[Way]:
-        """The smallest card that holds the step, where the one that it is planned for cannot."""
+        """Suggests the smallest card that holds the step, where the one that it is planned for cannot."""
         card, nbytes = self.planner.terms.card, self.smallest_of(steps)
         cards = [one for one in map(hardware, known_hardware()) if one.device_type == card.device_type]
         larger = [one for one in cards if one.memory_bytes >= nbytes]
@@ -146,7 +147,7 @@ class _Advice:
         )
 
     def by_fused_kernels(self, steps: Sequence[Priced]) -> Iterator[Way]:
-        """The fused kernels of the same optimiser, which need no temporaries."""
+        """Suggests the fused kernels of the same optimiser, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
             sentence = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
@@ -155,7 +156,7 @@ class _Advice:
             yield Way(typed, self.with_optimizer(other, steps), changes, 0.0, sentence)
 
     def without_state(self, steps: Sequence[Priced]) -> Iterator[Way]:
-        """An optimiser without state."""
+        """Suggests an optimiser without state."""
         if steps[0].account.optimizer_state:
             sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
             nbytes = self.with_optimizer(torch.optim.SGD, steps)
@@ -171,11 +172,11 @@ class _Advice:
 
     @staticmethod
     def smallest_of(steps: Sequence[Priced], *, expandable: bool | None = None) -> int:
-        """The smallest budget in bytes of all steps; `expandable` is as for `on_card`."""
+        """The least of the smallest budgets of the steps, in bytes; `expandable` is as for `on_card`."""
         return min(priced.smallest(expandable=expandable)[0] for priced in steps)
 
     def with_low_rank(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
-        """Low-rank adapters on the frozen model."""
+        """Suggests low-rank adapters on the frozen model."""
         if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
             return
         model, typed, lean = self.planner.terms.model, f"LoRA, as peft.LoraConfig(r={RANK})", _lean(steps)
@@ -236,9 +237,10 @@ def search_for(
     """The search for the plan of a recorded call.
 
     Args:
-        ahead: the call is planned before its first run: proposals may be tried that need narrower parameters, for which
-            it is captured once more, and a refusal names further changes.
-        advise: a refusal also names proposals that are not allowed, and looks for those changes.
+        ahead: whether the call is planned before its first run. Then levers on the optimiser may be tried that need
+            narrower parameters, for which the call is captured once more.
+        advise: whether a refusal names levers on the optimiser that are not allowed, and with `ahead` also looks for
+            other changes with which the step would fit.
         budget_bytes: instead of the budget of the options.
     """
     planner = recorded.planner
@@ -258,7 +260,7 @@ def search_for(
 
 def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | None]:
     """A function that returns the step under a lever set with parameters in bf16; None where the model's code cannot be
-    captured so."""
+    captured so, or the newest lever finds nothing to rewrite."""
     planner, call, situation = recorded.planner, recorded.call, recorded.situation
 
     @cache

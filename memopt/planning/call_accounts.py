@@ -49,7 +49,7 @@ class Looks(Protocol):
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
         """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
-        that many bytes; and, where that is guessed, how many more may be needed."""
+        `tangent_bytes`; and, where that number is a guess, how many bytes more may be needed."""
 
     @property
     def note(self) -> str:
@@ -77,7 +77,7 @@ class CallAccounts:
         being planned; None at other times."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
-        """Count on the optimiser's state for the parameters with these `id`s, which have got gradients."""
+        """From now on count the optimiser's state for the parameters with these `id`s, which have got gradients."""
         self.reached |= frozenset(parameters)
 
     def leave_free(self, nbytes: int) -> None:
@@ -146,8 +146,8 @@ class CallAccounts:
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
-        """A block that plans a call: what lies on the device is looked for when it begins only, since planning adds
-        nothing that stays, and the optimiser's steps are tried once."""
+        """A block in which a call is planned. What lies on the device is looked for once, when the block begins, since
+        planning adds nothing that stays. The optimiser's steps are tried once, too."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:
@@ -158,7 +158,7 @@ class CallAccounts:
 
     @contextmanager
     def one_trial(self) -> Iterator[None]:
-        """A block in which the optimiser's steps are tried once, since nothing else steps it meanwhile."""
+        """A block in which the bytes of an optimiser are found once and then used again: nothing steps it meanwhile."""
         before = self._counted
         self._counted = {} if before is None else before
         try:
@@ -169,7 +169,7 @@ class CallAccounts:
     def _optimizer_account(
         self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str, idle: Collection[torch.Tensor]
     ) -> OptimizerAccount:
-        """As `optimizer_account`, for the one optimiser of this planning."""
+        """As `optimizer_account`; within a block of `one_trial` found once. Warns once of bytes that are a guess."""
         stepped = list(parameters)
         key = (device_type, tuple(map(id, stepped)))
         found = self._counted.get(key) if self._counted is not None else None
@@ -202,8 +202,10 @@ class CallAccounts:
         return live_optimizer_of(self.terms.options.optimizer, self.beside.found.optimizers)
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
-        """Which parameters have gradients once the call's backward is over, and which of them the optimiser may step:
-        also those that other calls reach, or code outside of the forward. All of them where it is not known."""
+        """Two predicates of a parameter: whether it has a gradient once the call's backward is over, and whether the
+        optimiser may step it, as it does those that other calls or code outside of the forward reach, too. `reached`
+        are the `id`s of the parameters that the call reaches. Both hold for all parameters where it is None, with
+        buckets of `DistributedDataParallel`, and once levers on the optimiser are chosen."""
         if reached is None or self.optimizer_choice.chosen is not None or situation.buckets is not None:
             return (lambda parameter: True), (lambda parameter: True)
         stepped = reached | self.reached | self.stepped_elsewhere
@@ -232,8 +234,9 @@ def _say_once(guess: str) -> None:
 
 
 def _with_buckets(account: Account, buckets: Buckets) -> Account:
-    """The account under `DistributedDataParallel`. Gradients that lie in the buckets are counted there, and as held:
-    none is kept elsewhere until the backward's end."""
+    """The account under `DistributedDataParallel`. Gradients that become views of the buckets when they are computed
+    count in the row of the buckets alone, and the others as held. Of gradients that become views only when they are
+    exchanged, `into_buckets` has the bytes."""
     exchanged = min(account.gradients, buckets.nbytes) if buckets.views else 0
     if not buckets.hold_gradients:
         return replace(account, buckets=buckets.nbytes, into_buckets=exchanged)

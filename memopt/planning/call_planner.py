@@ -84,8 +84,8 @@ class CallPlanner:
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
         self.compiled_least: LruCache[CompiledKey, tuple[BudgetError, Plan]] = LruCache(_MOST_STEPS)
-        """The refusals of calls that name what compiled code needs at least, with the smallest plans that it is
-        compiled for, by their regions and bare accounts."""
+        """Refusals that name the smallest budget in which compiled code runs, each with the plan whose code was
+        compiled to find it, by `CompiledKey`."""
         self._data_sizes: LruCache[str, DataSizes] = LruCache(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 
@@ -95,7 +95,8 @@ class CallPlanner:
 
     @property
     def price_settings(self) -> PriceSettings:
-        """What steps are priced for, with the chosen levers on the optimiser; without what their account adds."""
+        """What steps are priced for, with the chosen levers on the optimiser. `PriceSettings.under` adds what their
+        account says."""
         options, card = self.terms.options, self.terms.card
         return PriceSettings(
             card,
@@ -111,7 +112,7 @@ class CallPlanner:
     @property
     def _frozen(self) -> frozenset[int]:
         """The `id`s of the parameters that are not trained and share their memory with no other parameter or buffer.
-        None in a process group, whose ranks exchange parameters, nor where values of a call decide its precision."""
+        Empty in a process group, whose ranks exchange parameters, and where values of a call decide its precision."""
         if self.screens or self.terms.sharding is not None or (is_available() and is_initialized()):
             return frozenset()
         tensors = [*self.terms.model.parameters(), *self.terms.model.buffers()]
@@ -126,7 +127,7 @@ class CallPlanner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for plans and refusals, on the options and on what else is there."""
+        """Notes for plans and refusals: on the options, on levers that are not used, and on the bytes elsewhere."""
         terms = self.terms
         found = (*terms.options.notes(terms.device().type), *self.optimizer_choice.notes)
         found += tuple(filter(None, [self.accounts.beside.note]))
@@ -139,7 +140,8 @@ class CallPlanner:
         """The captured call rewritten by a lever set and differentiated; `hooked`: the `id`s of the parameters whose
         gradients hooks wait for.
 
-        Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
+        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the newest lever finds nothing to
+        rewrite.
         """
         number = self.terms.lever_sets.index(levers) if levers != self.terms.rewriting else -1
         regions = captured.regions, number
@@ -231,7 +233,8 @@ class CallPlanner:
         return self._data_sizes.get(region.fingerprint) or DataSizes()
 
     def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
-        """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError`."""
+        """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError` where it
+        cannot be captured so."""
         if self.terms.sharding is not None:
             narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())
         if is_tensor_parallel(self.terms.model):

@@ -34,8 +34,8 @@ class OnCard:
     added_time: float | None
     """The added time in it, as a fraction of the step with nothing recomputed there."""
     batches: float
-    """About how many times this batch fits at once: the largest batch, with as much recomputed as the smallest plan
-    does."""
+    """The largest batch that fits, as about how many times this batch, with as much recomputed as in the schedule with
+    the smallest peak."""
 
     @property
     def fits(self) -> bool:
@@ -43,11 +43,11 @@ class OnCard:
 
 
 def on_cards(steps: Sequence[PricedStep], account: Account) -> Iterator[OnCard]:
-    """A step, traced under one or several sets of levers, on each card of the kind of its own, by memory: priced anew
-    from the same graphs, and solved with little effort.
+    """A step on each known card of the same kind as its own, those with less memory first. `steps` has it under one or
+    several sets of levers. It is priced anew from the same graphs, and solved with little effort.
 
-    Cards without units for the step's 16 bits are left out, as plans for them have another precision. There are none
-    where it is planned for a CPU, whose graphs have other kernels, or for a cluster."""
+    Cards without units for the step's 16-bit dtype are left out, as plans for them have another precision. There are
+    none where it is planned for a CPU, whose graphs have other kernels, or for a cluster."""
     own = steps[0].settings.hardware
     if device_of(own).is_host or steps[0].traced.sharded is not None:
         return
@@ -61,8 +61,8 @@ def on_cards(steps: Sequence[PricedStep], account: Account) -> Iterator[OnCard]:
 
 
 def _best(rows: Sequence[OnCard]) -> OnCard:
-    """The first row that adds next to no time, as no further levers are tried then, else the fastest; with the least
-    need and the largest batch of all."""
+    """One row from those of a card under several sets of levers: the first that adds next to no time, as no further
+    levers are tried then, else the fastest. It has the smallest `needed_bytes` and the most `batches` of all rows."""
     by_time = sorted(rows, key=lambda row: math.inf if row.seconds is None else row.seconds)
     fastest = next((row for row in rows if row.added_time is not None and row.added_time <= NEGLIGIBLE), by_time[0])
     needed, batches = min(row.needed_bytes for row in rows), max(row.batches for row in rows)

@@ -118,8 +118,10 @@ class ShardedCall:
         return cls(sharding, tuple(map(numbers, sharding.groups)))
 
     def reductions(self, region: JointGraph, *, accumulating: bool) -> tuple[Reduction, ...]:
-        """The reductions of the gradients that a graph makes. A block's buffer is in the account for the whole step,
-        since the next block's backward runs meanwhile; the root's comes last and takes more."""
+        """The reductions over cards of the gradients that a graph makes, one for each group of parameters. The account
+        has a block's buffer for the whole step, since the next block's backward runs meanwhile. The root's reduction
+        comes last: only what its buffer takes beyond that counts here. `accumulating`: shards of gradients are there
+        already, and are added to."""
         trained = region.inputs_with_gradients
         buffer_bytes = self.sharding.exchange_bytes
         return tuple(

@@ -54,7 +54,7 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class _GroupTimes:
-    """A group of parameters on one card: what its layers compute, and what it exchanges."""
+    """A group of parameters on one card: the seconds that its layers compute, and that its exchanges take."""
 
     group: ParameterGroup
     forward: Seconds
@@ -66,7 +66,7 @@ class _GroupTimes:
 def cluster_step(
     joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
 ) -> ClusterStep:
-    """The time of a step for a cluster by its schedule, in which the last `kept` blocks are gathered once."""
+    """The time of a step for a cluster by its schedule. The last `kept` blocks are gathered once, the others twice."""
     assert step.traced.sharded is not None
     sharding = step.traced.sharded.sharding
     times = _group_times(joined, schedule, step, sharding)
@@ -122,7 +122,8 @@ def _only(name: str, seconds: float) -> Seconds:
 
 
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:
-    """The seconds of a block that computes while others are exchanged, by what takes longer."""
+    """The seconds of a block that computes while parameters are gathered and gradients reduced: those of its compute,
+    or those of the exchanges where they take longer."""
     if gather + reduce <= compute.total():
         return Counter(compute)
     return Counter({GATHER: gather, REDUCE: reduce})

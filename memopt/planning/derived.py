@@ -1,5 +1,5 @@
 """Plans that follow from others: of a forward beside others like it, of a step with further regions, and with bytes
-left free for the steps of other models; and the bytes of a step beside what lasts, from which these are found."""
+left free for the steps of other models. To find them, the bytes of a step beside those that last from step to step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from memopt.units import size
 _ROUNDS = 4
 """How often the room for the others is narrowed down after a plan was found."""
 _MARGIN = 16
-"""Of what is left to narrow down, the part that a guess keeps from either end."""
+"""A guess keeps away from either end of the interval that is left by one part in this many of it."""
 _CLOSE = 64
-"""Room that differs by less than this part of the budget is not worth another round."""
+"""An interval of less than one part in this many of the budget is not worth another round."""
 
 
 def among_equals(
@@ -37,16 +37,17 @@ def among_equals(
     """The fastest plan found that leaves room for `others` further forwards that each hold as much as it does.
 
     Args:
-        beside: the plan of the forward where others hold that many bytes, which may be negative: a plan for a larger
-            budget. Raises `BudgetError`.
+        beside: returns the plan of the forward where other forwards hold so many bytes; fewer than 0 give a plan for a
+            larger budget. Raises `BudgetError`.
         least_of: returns the plan of the same step that holds least until its backward, for where a plan of the
-            smallest peak holds too much.
+            smallest peak holds too much; None: such a plan is not tried.
 
     Raises `BudgetError` where no plan leaves enough room, with a budget that does.
     """
 
     def least(plan: Plan, others_bytes: int) -> tuple[Plan, int]:
-        """The plan that holds least, and the budget in which it leaves room; `plan` was made beside `others_bytes`."""
+        """The plan that holds least, and the bytes of the budget in which it leaves the others room; `plan` was made
+        beside `others_bytes`."""
         assert least_of is not None
         found = least_of(plan)
         return found, found.ceiling_bytes - others_bytes + others * _held(found)
@@ -108,8 +109,8 @@ METHOD = "known regions as before"
 
 
 def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | None:
-    """The plan of `priced` by the schedules of `plan`, without a search; None where that exceeds the budget, adds
-    more time than the plan did, or the plan offloads.
+    """The plan of `priced` by the schedules of `plan`, without a search. None where that exceeds the budget or adds
+    more time than `plan` does, and where `plan` offloads or steps parameters within its backward.
 
     Args:
         known: for each region of `priced`, the number of the region of `plan` whose schedule it takes, or None.
@@ -134,7 +135,9 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
 
 
 def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequence[int | None]) -> Schedule:
-    """The evaluations of all forwards in order, then of all backwards from the last to the first, each as before."""
+    """The evaluations of all forwards in order, then of all backwards from the last to the first. A region evaluates
+    its operators in the order in which `schedule` evaluates those of the region of `before` that `known` gives for it;
+    each once, in program order, where there is none or its operators are others."""
     parts = _parts(before, schedule)
     forwards: list[int] = []
     backwards: list[list[int]] = []
@@ -170,7 +173,8 @@ def _same_ops(joined: Joined, number: int, before: Joined, at: int) -> bool:
 
 
 _SLACK = 0, 16, 8, 4, 2
-"""The plan that holds least may have a peak that is larger by one of these parts, the first that is possible."""
+"""The plan that holds least may have a peak above the smallest: by nothing, or by one part in so many of it. The first
+of these with which there is a plan is taken."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ class StepBytes:
 
     @classmethod
     def of(cls, plan: Plan) -> StepBytes:
-        """The needs of a planned step, which has its graphs; without what other code takes until the backward."""
+        """The bytes of a planned step, which must have its graphs, without what other code takes until the backward."""
         account = replace(plan.account, meanwhile=0)
         step = plan.solved[0].under(account)
         problem = step.problem.problem
@@ -207,7 +211,7 @@ class StepBytes:
         )
 
     def with_callers_code(self, nbytes: int) -> StepBytes:
-        """The needs of a step whose caller takes that many bytes until the backward."""
+        """These bytes of a step whose caller takes `nbytes` of its own between the forward and the backward."""
         least, most = max(self.least_peak, self.least_held + nbytes), max(self.peak, self.held + nbytes)
         return replace(self, least_peak=least, peak=most)
 
@@ -217,15 +221,16 @@ class StepBytes:
 
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
-    """The bytes of a step that last, with its gradients; `beside`: with other forwards and what lies elsewhere."""
+    """The bytes of a step that last from step to step, its gradients among them; with `beside` also those of other
+    forwards and those elsewhere."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others
 
 
 def backward_bytes(plan: Plan) -> int:
-    """The most that a planned forward or backward, or the optimiser's step, holds beside what lasts; without what other
-    code takes between them."""
+    """The most that a planned forward or backward, or the optimiser's step, holds beside `lasting_bytes`, without what
+    other code takes between forward and backward."""
     alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
     return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
 
@@ -266,8 +271,8 @@ def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
 
 
 def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
-    """The peak of a step with nothing recomputed whose caller holds outputs of the step before, as for
-    `with_kept_outputs`, or as much of its loss."""
+    """The peak of a step with nothing recomputed whose caller still holds something of the step before: outputs of
+    `returned` bytes, or, if that is more, as many bytes as the gradients take with which the backward begins."""
     plain = priced.step.plain
     schedule = Schedule.save_all(plain.problem)
     until_backward = _peak_within(plain.problem, schedule, forward_evaluations(plain.problem, schedule))
@@ -302,9 +307,8 @@ def least_plan(plan: Plan) -> Plan:
 
 
 def leaving_room(plan: Plan) -> Plan:
-    """A plan in the place of this one, for a step of which it is not known yet what other models will hold beside it:
-    the plan itself where as much as the step holds with nothing recomputed is left free, else the one that holds
-    least."""
+    """A plan in the place of this one while it is not known what other models will hold beside the step: the plan
+    itself where it leaves as much free as the step holds with nothing recomputed, else the one that holds least."""
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan
@@ -312,9 +316,12 @@ def leaving_room(plan: Plan) -> Plan:
 
 
 def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_bytes: int = 0) -> Plan:
-    """The result of `plan` with as many of `spared_bytes` left free between forward and backward as the budget allows,
-    and first of all with `staying_bytes` of them left free to the end of the backward, or as many as it allows of
-    these; (0, 0) is the last that it is asked for. Raises the `BudgetError` of that."""
+    """A plan that leaves `spared_bytes` free between forward and backward, and `staying_bytes` of these to the end of
+    the backward, as far as the budget allows: first fewer bytes stay to the end, then fewer are spared at all.
+
+    `plan(nbytes, staying)` returns the plan that leaves so many bytes free, or raises `BudgetError`. Its result is
+    returned with figures that do not count them. `plan(0, 0)` is tried last, and its error is raised.
+    """
 
     def alone(nbytes: int, staying: int) -> Plan:
         found = plan(nbytes, staying)
@@ -345,6 +352,7 @@ def _under(plan: Plan, account: Account) -> Plan:
 
 
 def _in_place_of(plan: Plan, found: Plan) -> Plan:
-    """A plan for a smaller budget in the place of one for the budget that there is, with what was told of that one."""
+    """`found`, a plan of the same step as `plan` for a smaller budget, with the budget, the levers, the receipt and the
+    notes of `plan`."""
     told = {name: getattr(plan, name) for name in ("budget_bytes", "levers", "proposals", "receipt", "notes")}
     return replace(_with_meanwhile(found, plan.account.meanwhile), **told)

@@ -31,19 +31,19 @@ from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simu
 
 
 def plain_step(joined: Joined, account: Account) -> Breakdown:
-    """The tensors that fill the memory at the peak of a step with nothing recomputed."""
+    """The breakdown of the memory at the peak of a step with nothing recomputed."""
     save_all = Schedule.save_all(joined.problem)
     return breakdown(joined.problem, save_all, on_card(joined, save_all, account))
 
 
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
-    """The row of a lever that changed the step: its peak and its seconds with nothing recomputed."""
+    """The receipt's row of a lever that changed the step: the step's peak and seconds with nothing recomputed."""
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
 def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: bool) -> Plan:
-    """The plan with the row of the plain step, which `count` returns, before those of its levers; as it is where it
-    has one, or where `count` returns None. `low`: the plan's step computes in 16 bits."""
+    """The plan whose receipt begins with the row of the plain step, which `count` returns. It is returned as it is
+    where its receipt is empty or has that row, or where `count` returns None. `low`: the step computes in 16 bits."""
     if not plan.receipt or plan.receipt[0].lever == PLAIN_STEP or (plain := count()) is None:
         return plan
     captured, *rows = plan.receipt
@@ -53,8 +53,8 @@ def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: boo
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations,
-    offload_parameters."""
+    """The receipt's rows of the levers that a plan's schedule uses, in this order: reinplace, recompute,
+    offload_activations, offload_parameters."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):
@@ -73,8 +73,8 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """The plan, of the same step as `other` for another budget, with that one's levers and rows up to those of the
-    schedule, which are its own."""
+    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`. Its
+    own are the levers that offload, and the rows of the levers that its schedule uses."""
     offloads = {OFFLOAD_ACTIVATIONS.name: plan.moved_bytes, OFFLOAD_PARAMETERS.name: plan.hosted_bytes}
     scheduled = (REINPLACE.name, RECOMPUTE.name, *offloads)
     before = tuple(row for row in other.receipt if row.lever not in scheduled)

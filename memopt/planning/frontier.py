@@ -31,12 +31,12 @@ ValueT = TypeVar("ValueT")
 
 
 def save(path: str | Path, value: DataclassInstance) -> None:
-    """Write a plan or a frontier as JSON, atomically. Raises `OSError`."""
+    """Write a plan or a frontier as JSON, atomically. Raises `OSError` where it cannot be written."""
     write_text(Path(path), json.dumps(sealed({"format": FORMAT, **as_json(value)}), indent=1))
 
 
 def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
-    """The value of type `kind`, `called` so in messages, that `save` wrote.
+    """The value of type `kind` that `save` wrote. Messages call it `called`, and say by `mend` what to do instead.
 
     Raises `PlanFileError` with the path, the reason and the mend for any other file, and `OSError` where it cannot be
     read.
@@ -61,12 +61,12 @@ class _FrontierSource(Protocol[MadeT]):
     """A plan of the frontier's step with its graphs, from which further plans are made."""
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> MadeT:
-        """The plan for a budget. Raises `BudgetError`."""
+        """The plan for a budget. Raises `BudgetError` where none fits."""
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best plan found within one budget. GB are of 1024³ bytes, times fractions of the plain step's."""
+    """The best plan found within one budget. GB are of 1024³ bytes, times fractions of `Frontier.step_seconds`."""
 
     budget_gb: float
     peak_gb: float
@@ -100,7 +100,7 @@ class Frontier(Generic[PlanT]):
     model: str
     hardware: str
     step_seconds: float
-    """Time of the plain step, by the time model."""
+    """Time of the step with nothing recomputed, by the time model."""
     plain_gb: float
     """The peak with nothing recomputed."""
     smallest_gb: float
@@ -129,7 +129,8 @@ class Frontier(Generic[PlanT]):
         return min(fitting, key=lambda point: point.added_time)  # the first of equals
 
     def plan(self, budget_gb: float) -> PlanT:
-        """The plan for a budget; never slower than the frontier's point for it. Raises `BudgetError`, `ValueError`."""
+        """The plan for a budget; never slower than the frontier's point for it. Raises `BudgetError` where none fits,
+        `ValueError` for a frontier that was loaded."""
         if self.source is None:
             raise ValueError("this frontier was loaded from a file and has no graphs; make a plan with memopt.plan")
         limit_seconds = self.effort.limit_seconds if self.effort.name == "best" else None
@@ -155,7 +156,8 @@ class Frontier(Generic[PlanT]):
         return shown("frontier").as_svg(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""
+        """Write the curve as JSON. An older file of that name is there until the new one is whole. Raises `OSError`
+        where it cannot be written."""
         save(path, self)
 
     @classmethod

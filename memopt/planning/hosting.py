@@ -9,7 +9,7 @@ from memopt.planning.priced_step import PricedStep
 from memopt.units import size
 
 _SHARES = 8
-"""The parts of the bytes that may lie on the host of which one, two, … and all are tried."""
+"""The bytes that may lie on the host are cut into so many parts: one of them, two, … and all are tried."""
 
 
 def lacking(step: PricedStep) -> tuple[str, ...]:
@@ -25,8 +25,8 @@ def lacking(step: PricedStep) -> tuple[str, ...]:
 
 
 def choices(step: PricedStep) -> list[tuple[int, ...]]:
-    """Ever larger sets of hostable inputs, up to all that the host has room for. Each is spread evenly over the step,
-    so that compute hides as many of their copies as it can."""
+    """Ever larger sets of hostable inputs by their numbers, up to all that the host has room for. Each is spread evenly
+    over the step, so that compute hides as many of their copies as it can."""
     hostable, link = step.hostable, step.settings.link
     numbers = list(hostable)
     order = [numbers[place] for place in _spread(len(numbers))]

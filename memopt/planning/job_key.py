@@ -250,7 +250,8 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
-    """Name → value in words, for messages; code by the beginning of its hash."""
+    """What plans depend on, by name and in words, for messages about ranks that differ in it. Of code it is the
+    beginning of a hash."""
     shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
     return {
         "the budget": size(options.budget_bytes),

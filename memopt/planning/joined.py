@@ -63,7 +63,8 @@ class Joined:
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The ops that stand for steps of parameters within the backward, by their index; none for several regions."""
+        """The ops that stand for the optimiser's steps of single parameters within the backward, by the index of the
+        op; none for several regions."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
@@ -73,7 +74,7 @@ class Joined:
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """The solvers of schedules with offloads. Where nothing may be recomputed, all ops are marked as such."""
+        """The solvers of schedules with offloads. Where nothing may be recomputed, they see no op as recomputable."""
         if isinstance(self.portfolio, Portfolio):
             return OffloadPortfolio(self.problem, self.portfolio)
         once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
@@ -81,8 +82,8 @@ class Joined:
 
     @cached_property
     def smallest(self) -> Solution:
-        """The solution with the smallest peak found. With offloads, solvers of its own find it: of several schedules
-        with that peak, those that have solved for other budgets would find another."""
+        """The solution with the smallest peak found. With offloads, fresh solvers find it: of several schedules with
+        that peak, solvers that have solved for other budgets would find another."""
         return self.portfolio.smallest() if self.link is None else replace(self).offloads.smallest(self.link)
 
     @property
@@ -144,8 +145,8 @@ def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """By an op, as `Joined.owner` names it, the outputs of regions that live until then at least: the number of the
-    region, and of the storage in its problem."""
+    """By an op, as `Joined.owner` names it, the outputs of regions that must live until it runs: each as the number of
+    its region, and of its storage in that region's problem."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
         for position, storage in priced.outputs.items():
@@ -176,9 +177,10 @@ ROUNDS = 4
 def solve_stepping(
     joined: Joined, solve: Callable[[Joined], Solution], most_bytes: int | None = None
 ) -> tuple[Joined, Solution]:
-    """The first solution in which no operator reads a parameter after its step and which holds at most `most_bytes`
-    once each step comes right after the operators that it waits for, with its problem: the given one, or one that
-    leaves more steps to the end. After `ROUNDS` attempts all steps are left to the end."""
+    """A problem, and its solution by `solve` in which no operator reads a parameter after the optimiser has stepped it.
+    The solution holds at most `most_bytes` (None: any) once each step comes right after the operators that it waits
+    for. The problem is the given one, or one that leaves more steps to the end of the backward; after `ROUNDS` attempts
+    all are left to it."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -197,9 +199,9 @@ def solve_stepping(
 
 
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
-    """The schedule with each step right after the last evaluation that reads the parameter or its gradient, which is
-    where it is emitted; and the numbers of the inputs whose step must be left to the end, because no such position is
-    valid. If there are any, the schedule is returned unchanged."""
+    """The schedule with the optimiser's step of each parameter right after the last evaluation that reads the parameter
+    or its gradient, which is where the step is emitted; and the numbers of the inputs whose step must be left to the
+    end of the backward, because no such position is valid. If there are any, the schedule is returned unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:
@@ -222,7 +224,7 @@ def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset
 
 @dataclass(frozen=True)
 class _StepPositions:
-    """Positions in a schedule, by the operator that is a step."""
+    """Positions in a schedule's evaluations, by the index of the op that is the optimiser's step of a parameter."""
 
     steps: Mapping[int, PricedParameterStep]
     at: dict[int, int]

@@ -100,7 +100,8 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
     """About the smallest budget in bytes within which a call can be planned, under all allowed levers at once or fewer
     of them; levers on parameters and optimiser are left out.
 
-    It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError`.
+    It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError` where the call
+    cannot be captured on fake tensors or traced.
     """
     budget_bytes = planner.terms.options.budget_bytes
     found: list[int] = []
@@ -147,7 +148,7 @@ class _PlannedSize(Protocol):
 
     @property
     def added_time(self) -> float:
-        """Added time as a fraction of the plain step's."""
+        """Added time as a fraction of that of the step with nothing recomputed."""
 
     def smallest_bytes(self) -> int:
         """The smallest budget in bytes that works for the size."""
@@ -167,13 +168,14 @@ class LargestSize:
     step: int = 1
     at_most: int | None = None
     added_time: float = math.inf
-    """The limit, as a fraction of the plain step's time."""
+    """The limit, as a fraction of the time of the step with nothing recomputed."""
     estimate: Callable[[int], int] | None = None
     """Returns about the smallest budget in bytes that works for a size; None to plan every size that is tried."""
     _tell: Callable[[str], None] = field(default=lambda detail: None, init=False, repr=False)
 
     def find(self) -> int:
-        """The largest size. Raises `BudgetError` if the smallest does not fit, `ValueError` if no size is too large."""
+        """The largest size. Raises `BudgetError` if the smallest does not fit, and `ValueError` if it adds more time
+        than allowed, if no size is too large, or if `at_most` is below `step`."""
         most = _ENDLESS if self.at_most is None else self.at_most // self.step
         if most < 1:
             raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")
@@ -210,7 +212,8 @@ class LargestSize:
         return ", ".join(known + [f"{search.refused * self.step} does not"] * search.is_closed)
 
     def _plan(self, number: int, search: _Bracket) -> None:
-        """Plan a number of steps and put the result into the search. Raises the errors of `find` for one step."""
+        """Plan the size of `number` times `step`, and put the result into the search. If `number` is 1, raises
+        `BudgetError` where it does not fit, and `ValueError` where it adds more time than allowed."""
         try:
             plan = self.plan(number * self.step)
         except BudgetError as error:

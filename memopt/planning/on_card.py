@@ -44,9 +44,9 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     """The account with the least overhead of the allocator with which the step completes; without any on the CPU.
 
     A process with that much memory and no more completes its steps, because an allocator on a full card returns free
-    segments. `within` gives an account for the peak that follows: it is the budget that a refusal names, and no budget
-    passes the replay because a smaller one does. `expandable` says whether segments are expandable; None takes the
-    setting from the environment.
+    segments. The peak that follows is the budget that a refusal names, and `within` gives an account for it. That does
+    not mean that the replay passes with every larger budget. `expandable` says whether segments are expandable; None
+    takes the setting from the environment.
     """
     bare = without_allocator(account)
     if not account.caching:
@@ -75,8 +75,8 @@ def _least_replayed(joined: Joined, schedule: Schedule, bare: Account, *, expand
 
 
 def _raised_until(passes: Callable[[int], bool], joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account with so much more fragmentation that its peak is a budget that `passes`, and that is as its text has
-    it: the first of larger and larger ones."""
+    """The account with so much more fragmentation that its peak is a budget that `passes`: the first one that does of
+    larger and larger budgets, each rounded up as messages show it (`as_text_has_it`)."""
     needed = breakdown(joined.problem, schedule, account).peak_bytes
     budget_bytes, (share, whole) = as_text_has_it(needed), _NEXT
     while not passes(budget_bytes):
@@ -108,8 +108,8 @@ def within(
 def compiled_within(
     joined: Joined, schedule: Schedule, account: Account, ways: Sequence[Sequence[BlockCall]], budget_bytes: int
 ) -> Account:
-    """The account with the allocator's overhead where compiled code, which makes its calls in one of these ways, runs
-    by the schedule: in a process that has `budget_bytes`, or where it needs more, in one that has as little as it
+    """The account with the allocator's overhead where compiled code runs by the schedule, whose calls of the allocator
+    are any of `ways`: in a process that has `budget_bytes`, or where it needs more, in one that has as little as it
     needs."""
     bare = without_allocator(account)
     if not account.caching:

@@ -64,7 +64,8 @@ class OptimizerChoice:
         return any(map(_in_backward, self._named(self.allowed)))
 
     def check_allowed(self) -> None:
-        """Raise `ValueError` where an allowed lever cannot work with this step."""
+        """Raise `ValueError` where an allowed lever cannot work with this step's dtype: one that narrows parameters
+        needs bf16, and one that steps in the backward cannot have fp16."""
         requested, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
         for lever in self.terms.options.levers:
             if _narrows(lever) and self._low is not torch.bfloat16:
@@ -148,8 +149,8 @@ class OptimizerChoice:
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:
-        """Raise `ValueError` where plans assume parameters in another dtype than they have, or an optimiser that steps
-        them in the backward and does not."""
+        """Raise `ValueError` where plans assume parameters in another dtype than they have, or assume that an optimiser
+        steps them in the backward and none does."""
         narrowed = self.narrowed
         if narrowed and any(
             narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.terms.model.parameters()

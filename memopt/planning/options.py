@@ -96,19 +96,22 @@ def _real(name: str, value: Any, kind: str, bounds: str, *, positive: bool = Fal
 
 
 def budget_bytes(budget_gb: float | None) -> int:
-    """Gigabytes of 1024³ bytes as bytes. Raises `TypeError`, `ValueError`."""
+    """Gigabytes of 1024³ bytes as bytes. Raises `TypeError` for what is no number, `ValueError` for a number that is
+    not positive and finite."""
     kind, bounds = "a number of gigabytes, such as 12 or 7.5", "a positive, finite number of gigabytes (of 1024³ bytes)"
     return int(_real("budget_gb", budget_gb, kind, bounds, positive=True) * GIB)
 
 
 def _bytes_or_none(name: str, gb: float | None) -> int | None:
-    """Gigabytes of 1024³ bytes as bytes, 0 included; None as it is. Raises `TypeError`, `ValueError`."""
+    """Gigabytes of 1024³ bytes as bytes; None as it is. Raises `TypeError` for what is no number, `ValueError` for a
+    number that is negative or not finite."""
     kind = "a number of gigabytes, such as 0 or 1.5, or None"
     return None if gb is None else int(_real(name, gb, kind, "a finite number of gigabytes of 0 or more") * GIB)
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
-    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `TypeError`, `ValueError`."""
+    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `ValueError` for another name, for
+    a limit with another effort, and for one that is not positive and finite; `TypeError` for one that is no number."""
     _one_of("effort", get_args(EffortName))(effort)
     if limit_seconds is None:
         return Effort(effort)
@@ -120,7 +123,7 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
 
 
 def check_points(points: int) -> int:
-    """The number of points of a curve, checked. Raises `TypeError`, `ValueError`."""
+    """The number of points of a curve, checked. Raises `TypeError` for what is no int, `ValueError` for one below 2."""
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
@@ -129,12 +132,13 @@ def check_points(points: int) -> int:
 
 
 def check_share(name: str, value: Any) -> float:
-    """`value` as a fraction of 0 or more. Raises `TypeError`, `ValueError`."""
+    """`value` as a fraction of 0 or more. Raises `TypeError` for what is no number, `ValueError` for a number that is
+    negative or not finite."""
     return _real(name, value, "a fraction, such as 0.3 for 30%", "a fraction of 0 or more")
 
 
 def positive_int(name: str, value: Any) -> int:
-    """`value`, a whole number of 1 or more. Raises `TypeError`, `ValueError`."""
+    """`value`, a whole number of 1 or more. Raises `TypeError` for what is no int, `ValueError` for one below 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < 1:

@@ -38,7 +38,7 @@ class PlanSource(Protocol):
         """The graphs that the plan is for, priced."""
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
-        """The plan of the same step for another budget. Raises `BudgetError`."""
+        """The plan of the same step for another budget. Raises `BudgetError` where none fits."""
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
         """The whole curve of the step."""
@@ -47,7 +47,7 @@ class PlanSource(Protocol):
         """The peaks and times that checkpointing by hand reaches on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
-        """The step on the other cards of its kind."""
+        """The step on each known card of the kind that it is planned for."""
 
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""
@@ -181,12 +181,12 @@ class Plan(PlanViews):
 
     @property
     def added_time(self) -> float:
-        """Time of recomputation and of waiting for the host, as a fraction of the plain step's, by the time model."""
+        """Time of recomputation and of waiting for the host, as a fraction of `step_seconds`, by the time model."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def host_share(self) -> float:
-        """Time of guards and of memopt's own work (`host_seconds`) as a fraction of the plain step's."""
+        """Time of guards and of memopt's own work (`host_seconds`) as a fraction of `step_seconds`."""
         return self.host_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -253,7 +253,7 @@ class Plan(PlanViews):
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.
 
-        Raises `BudgetError`, and `ValueError` if loaded.
+        Raises `BudgetError` where none fits, and `ValueError` if loaded.
         """
         chosen = self._effort(effort, limit_seconds)
         return self._source().at(self, budget_bytes(budget_gb), chosen)
@@ -299,7 +299,8 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""
+        """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`
+        where it cannot be written."""
         save(path, self)
 
     @classmethod

@@ -211,10 +211,11 @@ def _age(file: Path) -> Any:
 
 
 def agreed(key: str, kept: Kept) -> Kept:
-    """The plan of the rank that came first with this key: `kept`, or another one that ranks found.
+    """The plan of the rank that was the first to come here with this key: `kept`, or one that another rank found.
+    Outside of a process group it is `kept`.
 
-    Plans of ranks differ where they measured other times, or searched for a limited time. Nobody waits: a rank with
-    other shapes has other keys.
+    Plans of ranks differ where they measured other times, or searched for a limited time. No rank waits for another: a
+    rank with other shapes has other keys.
     """
     store = shared_store()
     if store is None:

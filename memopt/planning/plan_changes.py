@@ -111,7 +111,7 @@ class _Span:
             yield self.new.change(CAST, node, detail=f"to {to}", reason=why, times=len(casts))
 
     def _is_saved(self, node: fx.Node) -> bool:
-        """Whether a forward value stands in for a wider one that the backward read before."""
+        """Whether a forward value stands in for a wider one that the backward read before the passes ran."""
         if node in self.late or node.op != "call_function" or not self.late:
             return False
         late = [user for user in node.users if user in self.late]
@@ -262,7 +262,7 @@ class _RegionChanges:
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
         """The operators in whose backward the storages, as made before each start, are first read: directly, or
-        through what is recomputed from them. Where none does, the caller may be handed them."""
+        through what is recomputed from them. Where only the caller gets them, it is "the call's outputs"."""
         found = (self._first_reader(set(storages), start) for start in starts)
         return tuple(dict.fromkeys(reader for reader in found if reader))
 

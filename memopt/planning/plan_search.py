@@ -58,10 +58,10 @@ class PlanSearch:
     budget_bytes: int
     effort: Effort
     allowed: frozenset[str] = frozenset()
-    """Proposals that may be chosen where no lever set fits without them."""
+    """The names of proposals (levers on the optimiser) that may be chosen where no lever set fits without them."""
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
-    """All combinations of proposals, those of allowed ones first; of the others only those that are wanted when they
-    come up."""
+    """Gives all combinations of proposals, those of allowed ones first; of the others only those that the function it
+    is called with wants when they come up."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
@@ -70,17 +70,17 @@ class PlanSearch:
     """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured. Without the function such proposals are left out."""
     advice: Callable[[Sequence[Priced], bool, Tries], tuple[list[str], list[Way]]] = lambda steps, near, tries: ([], [])
-    """Notes, and further changes that would help, asked for where no allowed proposal does; told as well are whether
-    the budget is near the smallest that works, and how much may be tried."""
+    """Returns notes, and further changes that would help; called where no allowed proposal does. It is given the steps
+    that were tried, whether the budget is near the smallest that works, and how much more may be tried."""
     _steps: list[Priced] = field(default_factory=list, init=False)
     _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
     _refused: list[BudgetError] = field(default_factory=list, init=False)
     _above: set[int] = field(default_factory=set, init=False)
-    """The `id` of each lever set whose smallest budget, with offloading too, is above this one."""
+    """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict, init=False)
     _notes: dict[str, None] = field(default_factory=dict, init=False)
     _narrowed_by_id: dict[int, Priced | None] = field(default_factory=dict, init=False)
-    """By the `id` of the lever set."""
+    """The results of `narrowed`, by the `id` of the lever set."""
     _idle: set[str] = field(default_factory=set, init=False)
     """Levers that have nothing to change in this call; later lever sets contain them in name only."""
 
@@ -91,7 +91,7 @@ class PlanSearch:
         """The plan of a recorded call with the shortest step, over lever sets and, where none of these fits, proposals.
         Further lever sets are not tried once a plan adds next to no time, nor where those `decided` for other sizes of
         the call do as well as they did there. `lowering_bytes` are those that compiled code holds beyond its plan.
-        Raises `BudgetError` where none fits, `CaptureError`."""
+        Raises `BudgetError` where none fits, `CaptureError` where the call cannot be traced."""
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
             return plan
         if recorded.planner.terms.options.passes:
@@ -104,8 +104,9 @@ class PlanSearch:
         return self.best()[0]
 
     def _as_decided(self, recorded: Recorded, decided: Decided, lowering_bytes: int) -> Plan | None:
-        """The plan of a recorded call with the levers that were decided for other sizes of it; None where it is for
-        smaller ones, does not fit, or adds more time than the plan for those did. Raises `CaptureError`."""
+        """The plan of a recorded call with the levers that were decided for other sizes of it. None where the inputs
+        are smaller than those were, since fewer levers might do, and where the plan does not fit or adds more time than
+        that for the other sizes. Raises `CaptureError` where the call cannot be traced."""
         traced = recorded.trace(decided.rewriting)
         account = traced.account(lowering_bytes)
         if account.inputs < decided.inputs:
@@ -127,7 +128,7 @@ class PlanSearch:
         self._notes |= dict.fromkeys(notes)
 
     def _note_row(self, lever: str, priced: Priced) -> None:
-        """Put the step under a lever set into the receipt."""
+        """Record the receipt's row of `lever`, by the step under the lever set that it completes."""
         self._rows[priced.levers.levers] = plain_row(lever, priced.step.plain, priced.account)
 
     def consider(self, priced: Priced) -> Plan | None:
@@ -175,8 +176,8 @@ class PlanSearch:
 
     def _with_proposals(self) -> tuple[Plan, Rewriting]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
-        `BudgetError`, which describes proposals that are not allowed only where the budget is not near the smallest
-        that works, as they take longer to try than a little more memory takes to give, and as far as `Tries` allow."""
+        `BudgetError` where none do. The error also describes proposals that are not allowed, as far as `Tries` allow to
+        try them, but not where the budget is near the smallest that works: to give a little more memory is simpler."""
         tries, lean = Tries.beside(self._steps, self.effort), min(self._steps, key=Priced.smallest)
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[PricedLevers, int]] = []
@@ -312,7 +313,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _in_allow(names: Iterable[str]) -> str:
-    """The names of proposals, and where they are to be given."""
+    """The names of proposals as the user gives them, in words: "'a' and 'b' in allow"."""
     return f"{' and '.join(map(repr, names))} in allow"
 
 

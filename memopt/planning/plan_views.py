@@ -195,5 +195,5 @@ class PlanViews:
         return shown("views").treemap(self, path, planned=planned)
 
     def _repr_html_(self) -> str:
-        """The heart of the page, for notebooks."""
+        """The main part of the page that `report` writes, for notebooks."""
         return shown("views").notebook(self)

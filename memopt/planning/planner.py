@@ -72,7 +72,7 @@ def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
     `NEGLIGIBLE` of the step, and values may be offloaded.
 
-    Raises `BudgetError`, also where the optimiser's own step is above the budget.
+    Raises `BudgetError` where no schedule fits, or the optimiser's own step is above the budget.
     """
     if not request.fits_optimizer_step(joined):
         raise request.refusal(joined)
@@ -110,7 +110,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     overhead, solved with fewer bytes where torch's allocator would exceed the budget. Where that finds none, schedules
     that were found on the way are replayed as well.
 
-    Raises `BudgetError`.
+    Raises `BudgetError` where none of them fits.
     """
     if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:

@@ -52,13 +52,13 @@ class PriceSettings:
     recompute: bool = True
     """Whether operators may be recomputed."""
     link: Link | None = None
-    """The link over which activations may be offloaded to the host; None where they may not be."""
+    """The link to the host, for activations and for parameters that lie there; None where nothing may be copied."""
     activations: bool = True
-    """Whether it is open to activations."""
+    """Whether activations may be offloaded over `link`."""
     frozen: frozenset[int] = frozenset()
     """The `id`s of the parameters that may lie on the host, whence they are brought over the link."""
     hosted: frozenset[int] = frozenset()
-    """The numbers of the inputs that do lie there."""
+    """The numbers of the inputs that do lie on the host."""
     solvers: tuple[Solver, ...] = field(default=(), hash=False)
     """The user's own solvers, whose schedules compete with those of memopt's."""
     stepping: Stepping | None = None
@@ -104,7 +104,7 @@ class TracedStep:
     """The prices of nodes, by the device, their graph and the sizes that they are for."""
 
     def price(self, settings: PriceSettings) -> PricedStep:
-        """The step with its prices by these settings, which are made once."""
+        """The step priced by these settings. Those of the latest settings are kept."""
         if settings not in self._priced:
             self._priced[settings] = PricedStep.of(self, settings)
         return self._priced[settings]
@@ -159,8 +159,9 @@ class TracedStep:
         return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
 
     def decisions(self, number: int, card: Hardware) -> frozenset[fx.Node]:
-        """The nodes of region `number` that are never recomputed, since they decide. None by the plain operators of a
-        CPU, which give the same bits each time; compiled kernels need not, nor those of a card."""
+        """The nodes of region `number` that are never recomputed, since they decide, as `topk` does, and rounding may
+        change the decision. Empty for plain operators on a CPU, which give the same bits each time; compiled kernels
+        need not, nor those of a card."""
         region = self.regions[number]
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
@@ -300,8 +301,8 @@ def _priced_region(
 
 
 def _least_moved_bytes(settings: PriceSettings, *, as_seen: bool) -> int:
-    """The bytes of the smallest activations that may be moved. At the sizes of the batch at hand, which may be smaller
-    than those that are planned for, what is moved is given."""
+    """The bytes of the smallest activations that may be offloaded; `sys.maxsize` where none may be. 0 at the sizes of
+    the batch at hand: which are offloaded is decided at those that are planned for, which may be larger."""
     return sys.maxsize if not settings.activations else 0 if as_seen else settings.hardware.least_moved_bytes
 
 
@@ -337,7 +338,8 @@ def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
 
 
 def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
-    """The parameters that are stepped in the backward of a region; before its end only where there is no other."""
+    """The parameters that are stepped in the backward of a region. Before its end they are stepped only in a call of
+    one region that is not fused, and not those whose input numbers are in `left`."""
     if stepping is None:
         return ParameterSteps()
     given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]

@@ -87,8 +87,8 @@ class Refit(Generic[Made]):
         self.again = room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Have the smallest plan, which needs this budget as planned, compiled next; whether that is within the
-        budget."""
+        """Have the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
+        Returns False, and changes nothing, where that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes

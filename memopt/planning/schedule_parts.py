@@ -198,7 +198,7 @@ def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
 
 
 def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the backward: up to the first of the last forward op."""
+    """How many evaluations come before the backward: up to and with the first evaluation of the last forward op."""
     return schedule.evaluations.index(problem.forward_ops - 1) + 1 if problem.forward_ops else 0
 
 

@@ -52,12 +52,14 @@ class Recorded:
     def trace(self, levers: Rewriting) -> Traced:
         """The call under a set of levers, as operators and then differentiated; traced once.
 
-        Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
+        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the newest lever finds nothing to
+        rewrite.
         """
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
     def tightest(self) -> PricedStep:
-        """The call priced under all levers at once that change it. Raises `CaptureError`."""
+        """The call priced under the largest set of levers whose newest one changes it. Raises `CaptureError` as
+        `trace` does."""
         with self.planner.terms.types(), torch.enable_grad():
             for levers in reversed(self.planner.terms.lever_sets):
                 with suppress(NothingToRewrite):
@@ -72,7 +74,7 @@ class Recorded:
         lowering_bytes: int = 0,
     ) -> Iterator[Priced]:
         """The call priced under lever sets with more and more levers, each when it is asked for. `skip` is called with
-        a set whose newest lever finds nothing to rewrite, and why. Raises `CaptureError`."""
+        a set whose newest lever finds nothing to rewrite, and why. Raises `CaptureError` as `trace` does."""
         lever_sets = self.planner.terms.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
@@ -102,8 +104,9 @@ class Traced:
 
     @property
     def callers_code(self) -> tuple[int, int]:
-        """The bytes that the caller's own code takes until the backward, as they were seen, or as they are guessed; and
-        how many more a plan that is based on a guess leaves as far as the budget allows."""
+        """The bytes that the caller's own code takes until the backward, as they were seen or are guessed; and how many
+        more a plan that is based on a guess leaves free as far as the budget allows. Both are 0 where the situation
+        says these bytes."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
@@ -148,7 +151,8 @@ class Priced:
         return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
 
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
-        """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError`.
+        """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError` where
+        there is none.
 
         With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
         faster than recomputation.
@@ -177,8 +181,9 @@ class Priced:
         return fastest if chosen is None else chosen._solve_as_is(budget_bytes, effort)
 
     def _refused_without(self, refused: BudgetError) -> BudgetError:
-        """The refusal of a step without offloads, which may fit with parameters on the host: then its budget is not the
-        smallest that works."""
+        """The refusal of a step without offloads, where parameters may lie on the host. If the step then needs less, it
+        names that budget. If it even fits the budget at hand, the refusal keeps its own figure, which is not the
+        smallest that works (`BudgetError.least`)."""
         everything, budget, notes = self.hosting_all(), refused.budget_bytes, lacking(self.step)
         hosted = None if everything is None else everything.smallest()
         if hosted is None or hosted[0] >= refused.smallest_bytes:
@@ -274,13 +279,14 @@ class StepOfPlan:
         return self._freed(plan).smallest()[0]
 
     def _freed(self, plan: Plan) -> Priced:
-        """The step with the plan's account, and all blocks freed after their forward."""
+        """The step with the plan's account, with all blocks freed after their forward and no parameters on the host."""
         step = self.priced if self.freed is None else self.freed.solved[0]
         return Priced(step, replace((self.freed or plan).account, kept=0)).hosting(())
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:
-    """A plan that keeps blocks, whose smallest budget and curve are those of the plan that frees all of them."""
+    """`plan`, which under FSDP2 keeps blocks gathered, with the smallest budget and the curve of `freed`, the plan that
+    frees all of them after their forward."""
     if plan.source is None:
         return plan
     own = plan.source
@@ -292,8 +298,9 @@ Solve = Callable[[Account], Plan]
 
 
 def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
-    """The plan with as many of the last blocks kept as it has room for; where its step waits for gathers, with more of
-    them and more recomputation if that takes less time by the rates of the links.
+    """The plan of a step under FSDP2 on a cluster with as many of the last blocks kept gathered as its budget has room
+    for. Where its step waits for gathers, more blocks are kept, and more is recomputed, if that takes less time by the
+    rates of the links.
 
     A plan for one card is returned as it is.
     """
@@ -315,7 +322,7 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
 
 
 def _keeping(plan: Plan, count: int) -> Plan:
-    """The plan with the same schedule and the last `count` blocks kept."""
+    """The plan with the same schedule and the last `count` blocks kept gathered until their backward."""
     step, schedule = plan.solved
     assert step.traced.sharded is not None
     sharding = step.traced.sharded.sharding

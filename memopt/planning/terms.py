@@ -30,7 +30,7 @@ _HOST_MARGIN = 0.1
 
 @dataclass(frozen=True)
 class Buckets:
-    """The memory from which `DistributedDataParallel` exchanges gradients, beside what it holds of a forward."""
+    """The buckets from which `DistributedDataParallel` exchanges gradients, and how it uses them."""
 
     nbytes: int
     views: bool = False

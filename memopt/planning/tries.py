@@ -18,29 +18,30 @@ SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
 
 @dataclass
 class Tries:
-    """The work that is left for ways out of a refusal, in nodes of graphs to be traced, so that a refusal says the same
-    on every machine; and the ways that were left out since they take more."""
+    """The work that is left for trying changes with which a refused step would fit. It is counted in nodes of graphs to
+    be traced, so that a refusal says the same on every machine. `untried` has the changes that would take more."""
 
     left: float
     untried: list[str] = field(default_factory=list)
 
     @classmethod
     def beside(cls, steps: Sequence[Priced], effort: Effort) -> Tries:
-        """A share of what the search for the plan took, which traced these steps; all that there is with the effort
-        "best", nothing but arithmetic with "fast"."""
+        """The work for a refusal: a share of that of the search for the plan, which traced `steps`. With the effort
+        "best" it is unlimited; with "fast" it is 0, which leaves changes that need no trace."""
         if effort.name == "default":
             return cls(max(_AT_LEAST, sum(map(nodes_of, steps)) / _SHARE))
         return cls(math.inf if effort.name == "best" else 0.0)
 
     def allow(self, way: str, traces: float, step: Priced) -> bool:
-        """Whether a way out may be tried that takes as long as so many traces of `step`; if not, it is noted."""
+        """Whether a change may be tried that takes as long as so many traces of `step`. If so, that work is taken from
+        what is left; if not, the change is noted as untried."""
         if not self.can(way, traces, step):
             return False
         self.left -= traces * nodes_of(step)
         return True
 
     def can(self, way: str, traces: float, step: Priced) -> bool:
-        """As `allow`, of a way that is not tried yet."""
+        """As `allow`, without taking the work from what is left."""
         possible = traces * nodes_of(step) <= self.left
         self.untried += [] if possible else [way]
         return possible
