@@ -18,7 +18,7 @@ from memopt.compat.operators import TorchDispatchMode, enters_autocast, leaves_a
 from memopt.compat.symbols import data_symbols_of, upper_bound
 
 SMALLEST_BYTES = 16 * 1024
-"""Smaller outputs are always returned: they are not worth a second look."""
+"""Outputs of at most this size are always returned: to defer them would save too little."""
 SMALL_SHARE = 1 / 64
 """Outputs that only a second forward could give are returned where they take less than this share of the parameters'
 bytes."""
@@ -70,7 +70,8 @@ class Group:
     head: Piece | None
     """Computes them from a value that the region returns in their place; None where only a second forward does."""
     forward: Piece | None
-    """Computes them by a second run of the forward; None where that would change something."""
+    """Computes them by a second run of the forward; None where that would change something, such as running
+    statistics."""
 
     @cached_property
     def is_static(self) -> bool:

@@ -58,9 +58,9 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
     """Remove the calls of `value.requires_grad_()` whose results nothing reads; returns the numbers of the inputs that
     have such calls.
 
-    Where the value is an input, what was computed from it before the call reads it detached. Where it is an
-    intermediate value and `derives` says that the region takes derivatives itself, what follows the call reads a leaf
-    in its place; otherwise no gradient of a parameter depends on the call.
+    Where the value is an input, operators before the call read it detached. Where it is an intermediate value and
+    `derives` says that the region takes derivatives itself, operators after the call read a leaf in its place;
+    otherwise no gradient of a parameter depends on the call.
 
     Raises `GraphBreak` where the region returns an intermediate value, since its `.grad` can be read after the
     backward. If the code itself takes the derivative by that value, it is returned as it was before the call instead.

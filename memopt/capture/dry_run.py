@@ -233,8 +233,8 @@ def record_dry_run(
 
 
 def cut_off(call: Any) -> Any:
-    """The arguments of a call, in which tensors without autograd history, though no leaves, take the place of those
-    that have one; they share their memory. Otherwise the backward of a dry run would go on into an earlier forward, and
+    """The arguments of a call, with each tensor that has an autograd history replaced by one that shares its memory,
+    but not its history; it is no leaf either. So the backward of a dry run does not go on into an earlier forward, and
     free what that has saved."""
     if not any(map(has_node, tree_leaves(call))):
         return call

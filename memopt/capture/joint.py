@@ -161,7 +161,8 @@ class JointGraph:
 
     @cached_property
     def decisions(self) -> frozenset[fx.Node]:
-        """The forward's nodes that decide, by values that kernels may round otherwise when they compute them again."""
+        """The forward's nodes that decide (`passes/graphs/decisions.py`): indices, masks and roundings, computed from
+        values that kernels may round otherwise when they compute them again."""
         return find_decisions(self.module.graph)
 
     @property
@@ -176,8 +177,9 @@ class JointGraph:
 
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:
-        """Result position → number of the `primals_*` input whose gradient it is, for parameter gradients that may be
-        handed over at once: nothing else in the graph reads them, and each is one result only."""
+        """Result position → number of the `primals_*` input whose gradient it is, for parameter gradients that may
+        reach `.grad` as soon as they are computed: nothing else in the graph reads them, and each is one result
+        only."""
         results = self.module.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         times = Counter(result for result in results if isinstance(result, fx.Node))

@@ -1,4 +1,5 @@
-"""The outputs of a captured region: which of them are differentiated, and which forwards wait for their backward."""
+"""The outputs of a captured region: which of them are differentiated, and how a forward that waits learns of its
+backward."""
 
 from __future__ import annotations
 
@@ -102,8 +103,8 @@ class _Awaited(Protocol):
 
 
 class _Replays(GradientSource, Protocol):
-    """A second forward of a region, which gives the gradients of outputs that the region does not differentiate, and
-    those that outputs have by others."""
+    """A second forward of a region. It gives the gradients that follow from outputs which the region does not
+    differentiate, and the gradients of inner outputs (`memopt.capture.inner_outputs`)."""
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:

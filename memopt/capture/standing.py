@@ -1,5 +1,5 @@
-"""The standing blocks of runs, which are those that a joint graph was traced with, and whether they prove what the
-missing ones are.
+"""The standing blocks of runs of equal blocks, and whether they prove what the missing blocks are. The standing ones
+are those that a joint graph was traced with.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
 from. The blocks in the middle prove the step from one block to the next: their nodes are equal, and what the one reads
@@ -157,7 +157,7 @@ class _Proof:
     of: Standing
 
     def holds(self) -> bool:
-        """Whether they do for all runs."""
+        """Whether the standing blocks show what the missing ones are, for all runs."""
         return all(map(self._steps, range(len(self.of.runs)))) and self._others() and self._gradients()
 
     def _steps(self, run: int) -> bool:

@@ -275,8 +275,8 @@ def accumulating(
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for: autograd hands those over. It also hands over
-    the gradients of wrappers (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's results.
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for: these gradients are returned to autograd. So
+    are the gradients of wrappers (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's results.
     """
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)

@@ -42,7 +42,7 @@ class Outputs:
     number: int
     """The number of outputs, which are the first results of the forward."""
     released: Collection[int] = ()
-    """Those that are let go when the backward begins."""
+    """Those that are freed when the backward begins."""
     held: Collection[int] = ()
     """Those that are held to the end of the step, whatever the caller does."""
 

@@ -39,8 +39,8 @@ class Accumulation:
     """How gradients reach `.grad` in the backwards of a model."""
 
     allowed: bool = True
-    """Whether they may be added to `.grad` one by one. They may not while several forwards wait for their backward:
-    autograd then sums their gradients first, and adding them singly would round differently."""
+    """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
+    backward: autograd then sums their gradients first, and adding them singly would round differently."""
     exchange: _Exchange | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete. None where nothing is exchanged
     while the backward runs, as with one rank."""

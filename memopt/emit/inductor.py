@@ -106,7 +106,7 @@ class _Halves:
 
 
 def _outputs(joint: JointGraph) -> Outputs:
-    """How long the region's results are held: values that outputs are computed from on demand are let go when the
+    """How long the region's results are held. Values from which deferred outputs are computed are freed when the
     backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
     deferred = joint.trace.region.deferred
     first = joint.forward_outputs if deferred is None else len(deferred.returned)
@@ -115,8 +115,8 @@ def _outputs(joint: JointGraph) -> Outputs:
 
 
 def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:
-    """A compiled half in whose first run, which times its kernels, torch's allocator for CUDA holds at most
-    `limit_bytes`."""
+    """A compiled forward or backward in whose first run, which times its kernels, torch's allocator for CUDA holds at
+    most `limit_bytes`."""
     timed = False
 
     def run(arguments: list[Any]) -> Any:

@@ -230,7 +230,7 @@ class PricedGraph:
     """Number of an input that is an output of another region → the number of a storage of no bytes, which the ops that
     read the input read."""
     hosted: tuple[int, ...] = ()
-    """The numbers of the inputs that lie on the host, and are brought before they are read."""
+    """The numbers of the inputs that lie on the host, and are copied to the device before they are read."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ def has_units(card: Hardware, scaling: str = "current") -> bool:
 
 @dataclass(frozen=True)
 class DecideFp8:
-    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, gradients by their scaling.
+    """Decides which linear layers of a region compute in 8 bits: e4m3 in the forward, gradients in the format that
+    `scaling` has for them.
 
     Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
     those are chosen that the time model predicts to be faster; on others all that are possible, since they save half as
