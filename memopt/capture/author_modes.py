@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 
 class Untraceable(Exception):
-    """A region would lose its meaning as an operator graph and stays at Dynamo's level. The message completes "since
-    …"."""
+    """A region cannot be traced as an operator graph without a change of its meaning. It stays Dynamo's graph, which
+    passes do not rewrite. The message is a reason that completes "since …"."""
 
 
 class AuthorModes:
@@ -104,8 +104,8 @@ class AuthorModes:
             self._in_kernel = outer
 
     def _cached_cast(self, trace: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call made inside an autocast kernel; the cast of a weight that was cast to the same dtype before is
-        taken from the cache."""
+        """Trace a call made inside an autocast kernel. If it casts a weight that was cast to the same dtype before,
+        return that cast from the cache instead."""
         if func is not aten.to.dtype or not self._caching[-1] or not _is_weight(args[0]):
             return trace(func, args, kwargs)
         weight, dtype = args[0], args[1]

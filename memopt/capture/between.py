@@ -27,11 +27,11 @@ class EagerBytes:
     """The bytes that eager code holds around one run of a region."""
 
     before: int = 0
-    """The most, since the run before it."""
+    """The most held between the previous run of a region, or the beginning of the forward, and this one."""
     during: int = 0
     """Held while the region's forward runs."""
     before_backward: int = 0
-    """The most, since the last forward or the backward of another run."""
+    """The most held between the forward or backward of a region that came last and this run's backward."""
     during_backward: int = 0
     """Held while its backward runs."""
 
@@ -63,10 +63,11 @@ class Passed:
     outputs: frozenset[int] = frozenset()
     """Positions of outputs that nobody holds any more once the region's backward begins."""
     gradients: frozenset[int] = frozenset()
-    """Numbers of the inputs whose gradients are passed on: those of values that other code computed."""
+    """Numbers of the inputs whose gradients other code takes: inputs that other code computed, and parameters that
+    FSDP2 has gathered."""
     forward_only: Mapping[int, int] = field(default_factory=dict)
-    """Those among `outputs` that nobody holds once the forward is over, unless the backward of a region reads them: the
-    number of the last run that had begun while they were held."""
+    """Position of an output, one of `outputs`, that nobody holds once the call's forward is over, unless the backward
+    of a region reads it → the number of the last run of a region that began while it was held."""
     given: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Number of an input that lies in the memory of an earlier run's output → that run and the output's position."""
 
@@ -81,8 +82,8 @@ class Passed:
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operators make, except in `planned()` blocks and gathered ones. Raises
-    `EagerCodeTooLargeError` where they hold more than `most_bytes`."""
+    """Counts the bytes of storages that operators make outside of `planned()` blocks, and of the parameters that FSDP2
+    has gathered. Raises `EagerCodeTooLargeError` where they hold more than `most_bytes`."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -95,7 +96,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         self._waiting_bytes = 0
         self._planned = 0
         self.runs: list[EagerBytes] = []
-        """For each run of a region that has begun."""
+        """For each run of a region that has begun, the bytes around it."""
 
     def begin_run(self) -> int:
         """Note that a run of a region begins; returns its number."""
@@ -106,7 +107,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return len(self.runs) - 1
 
     def begin_backward(self, number: int, gradients: Any) -> None:
-        """Note that the backward of a run begins with these gradients, which the plan of the region accounts for."""
+        """Note that the backward of the run `number` begins with these gradients of its outputs. The plan of the region
+        accounts for them, so that they do not count as held by eager code."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
         held = self.live_bytes - self.bytes_among(gradients)
@@ -123,8 +125,12 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             self._planned -= 1
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """As in `LiveBytes`, with gathered parameters as large as they are now: they are freed by resizing them; and
-        with gradients of earlier backwards that are not there in this one."""
+        """As in `LiveBytes`, after two corrections. Gathered parameters count with their present size, since FSDP2
+        frees them by resizing. Gradients that earlier backwards left whole, and that are set aside for this run, count
+        too.
+
+        Raises `EagerCodeTooLargeError` where more than `most_bytes` are held.
+        """
         self.recount(self.gathered.memory())
         before, self._waiting_bytes = self._waiting_bytes, self.gathered.waiting_bytes
         self.live_bytes += self._waiting_bytes - before
@@ -133,8 +139,9 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             raise EagerCodeTooLargeError("code between the regions of the forward holds more than the budget leaves")
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """What the operator's kernel may hold, outside of `planned()` blocks. This run does not tell: with some kernels
-        it depends on values, and the gradients that regions pass on have arbitrary ones."""
+        """Bytes that the operator's kernel may hold beside its arguments and results; 0 in `planned()` blocks. They
+        follow from rules, or from a run of the kernel by itself: with some kernels they depend on values, and the
+        gradients that regions pass on have arbitrary ones here."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
         if self._planned or func.is_view or not tensors or any(map(_is_of_several, tensors)):
             return 0
@@ -163,8 +170,9 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 def stand_in(
     region: fx.GraphModule, forward: Callable[..., Any], between: Between, number: int, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Run a region as one opaque autograd function; of what its forward and backward make, the gradients that it
-    passes on are counted. `forward` computes it, and `number` is that of the run."""
+    """Run a region on `arguments` as one opaque autograd function, and return its outputs, which `forward` computes.
+    `number` is that of the run. Of all that its forward and backward allocate, `between` counts only the gradients that
+    are passed on to other code."""
     run: Any = _StandIn.apply
     return run(region, forward, between, number, *arguments)
 

@@ -24,8 +24,9 @@ from memopt.compat.tensors import is_wrapper, storage_key
 from passes.graphs.node_facts import argument_kind, sources_of, value_kind
 
 FIRST, LAST = 3, 2
-"""The numbers of blocks that stay at the front of a run and at its end. Neighbours are compared in the middle: the
-first block reads other code's values; behind the last one no other block adds to the gradients of shared values."""
+"""The numbers of blocks at the front and at the end of a run that are traced; those between them are left out.
+Neighbours are compared in the middle: the first block reads other code's values; behind the last one no other block
+adds to the gradients of shared values."""
 TEMPLATE = FIRST - 1
 """The number of the block of which the missing ones are copies."""
 _LEAST = FIRST + LAST + 1
@@ -43,24 +44,24 @@ class Run:
     blocks: tuple[tuple[fx.Node, ...], ...]
     """The calls of each block, in order."""
     own: tuple[Mapping[fx.Node, fx.Node], ...]
-    """For each block, input of the template block's own → the input that takes its place."""
+    """For each block: an input that only the template block reads → the input that this block reads in its place."""
 
     @property
     def missing(self) -> range:
-        """The numbers of the blocks that are left out."""
+        """The numbers of the blocks that are left out of the trace."""
         return range(FIRST, len(self.blocks) - LAST)
 
     @property
     def standing(self) -> tuple[int, ...]:
-        """The numbers of the other blocks."""
+        """The numbers of the blocks that are traced: all others."""
         return (*range(FIRST), *range(self.missing.stop, len(self.blocks)))
 
 
 def find_runs(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = ()) -> tuple[Run, ...]:
     """The runs of at least six equal blocks in a graph, which do not overlap.
 
-    `inputs` are the values of its placeholders; those with the numbers `written` are written to by the graph. A block
-    that reads one is equal to none.
+    `inputs` are the values of its placeholders, and `written` holds the numbers of those that the graph writes to. A
+    block that reads one of these is equal to no other block.
     """
     return _Finder(module, inputs, written).runs()
 
@@ -74,7 +75,7 @@ class _Finder:
         self.place = {node: place for place, node in enumerate(self.calls)}
         shared = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
         self.inputs: dict[fx.Node, Hashable] = {}
-        """By input what makes it equal to another."""
+        """Input → a key, equal for inputs that may take each other's place in two blocks."""
         for number, (node, value) in enumerate(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)):
             alone = isinstance(value, torch.Tensor) and shared[storage_key(value)] == 1 and not is_wrapper(value)
             self.inputs[node] = (value_kind(value), value.is_leaf) if alone and number not in written else node
@@ -100,7 +101,7 @@ class _Finder:
         return tuple(found)
 
     def _kind(self, node: fx.Node) -> Hashable:
-        """Equal for calls that differ at most in the values that they read."""
+        """A key, equal for calls that differ at most in the values that they read."""
         value = node.meta.get("val", node.meta.get("example_value"))
         if data_symbols_of(value) or not self.written.isdisjoint(node.all_input_nodes):
             return node
@@ -108,7 +109,8 @@ class _Finder:
         return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
-        """Start, end and period of each stretch of calls in which every call is like the one a period later."""
+        """The first position in `calls`, the one after the last, and the period of each stretch in which every call is
+        of the same kind as the one a period later."""
         last: dict[tuple[int, ...], int] = {}
         gaps: Counter[int] = Counter()
         for place in range(len(self.kinds) - _WINDOW):
@@ -130,8 +132,8 @@ class _Finder:
                     break
 
     def _run(self, start: int, end: int, period: int) -> Run | None:
-        """The longest run in a stretch; None where it has none of six blocks. Blocks begin where the fewest values go
-        from one to the next."""
+        """The longest run between two positions in `calls`; None where no six blocks are equal. The first block begins
+        where the fewest values go from one block to the next."""
         phases = range(start, min(start + period, end - _LEAST * period + 1))
         first = min(phases, key=lambda phase: (self._crossing(phase + 2 * period, period), phase))
         count = (end - first) // period
@@ -145,12 +147,13 @@ class _Finder:
         return Run(blocks, own) if own is not None and _read_inside(blocks, own) else None
 
     def _crossing(self, cut: int, period: int) -> int:
-        """The number of values of the block before a place that calls from there on read."""
+        """The number of values, made by the `period` calls before the position `cut`, that calls from `cut` on read."""
         block = self.calls[cut - period : cut]
         return sum(any(self.place.get(user, cut) >= cut for user in node.users) for node in block)
 
     def _pair(self, place: int, period: int) -> _Pair | None:
-        """The block at a place and the next one; None where they are not equal."""
+        """Two neighbouring blocks of `period` calls each, the first of which begins at the position `place`; None where
+        they are not equal."""
         own: dict[fx.Node, fx.Node] = {}
         strict = True
         for one, other in zip(
@@ -176,9 +179,9 @@ class _Pair:
     """Two neighbouring blocks that are equal."""
 
     own: Mapping[fx.Node, fx.Node]
-    """Input of the first one's own → that of the second one."""
+    """Input that the first block reads → the other input that the second one reads in its place."""
     strict: bool
-    """Whether the first one reads of the block before it what the second one reads of the first."""
+    """Whether the first block reads, of the block before it, what the second block reads of the first."""
 
 
 def _longest(pairs: Sequence[_Pair | None]) -> range:
@@ -192,7 +195,7 @@ def _longest(pairs: Sequence[_Pair | None]) -> range:
 
 
 def _own_inputs(pairs: Sequence[Mapping[fx.Node, fx.Node]]) -> tuple[Mapping[fx.Node, fx.Node], ...] | None:
-    """For each block, input of the template's own → that of the block; None where an input has no counterpart."""
+    """`Run.own`, from `_Pair.own` of each two neighbours; None where an input has no counterpart in a block."""
     if any(set(one.values()) != set(other) for one, other in pairwise(pairs)):
         return None
     own: list[Mapping[fx.Node, fx.Node]] = [{node: node for node in pairs[TEMPLATE]}]
@@ -205,8 +208,8 @@ def _own_inputs(pairs: Sequence[Mapping[fx.Node, fx.Node]]) -> tuple[Mapping[fx.
 
 
 def _read_inside(blocks: Sequence[Sequence[fx.Node]], own: Sequence[Mapping[fx.Node, fx.Node]]) -> bool:
-    """Whether what is a block's own is read by nothing else, and what it makes by itself and the next block; what the
-    last one makes, by whatever follows."""
+    """Whether a block's own inputs are read by that block only, and the values that it makes by itself and the next
+    block only. The values of the last block may be read by whatever follows."""
     number_of = {node: number for number, block in enumerate(blocks) for node in block}
     last = len(blocks) - 1
     for number, block in enumerate(blocks):
@@ -225,8 +228,8 @@ def _calls_saved(stretch: tuple[int, int, int]) -> int:
 
 
 def constant_key(value: Any) -> Hashable:
-    """Equal for constants that tracing cannot tell apart: small tensors of equal elements. A graph that an operator
-    runs is equal to none, since what is traced from it does not tell the operator."""
+    """A key, equal for constants that tracing cannot tell apart: small tensors of equal elements. Any other constant,
+    such as the graph that a higher-order operator runs, is equal to itself only."""
     if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or value.numel() > _MOST_ELEMENTS:
         return type(value), id(value)
     return value_kind(value), repr(value.tolist())

@@ -1,8 +1,9 @@
-"""Puts the missing blocks into a joint graph that was traced without them, as copies of one that it has.
+"""Puts the missing blocks of runs (`memopt.capture.blocks`) into a joint graph that was traced without them, as copies
+of a block that it has, the template.
 
-Names, numbers of autograd's sequence, module paths and stack traces are those that the whole would have got, and each
-copy's values lie in memory of their own. Only numbers in later names are smaller than in the whole where blocks have
-nodes of that kind that nothing reads, and no other.
+Names, `seq_nr` (autograd's numbers of nodes), module paths and stack traces are those that a trace of all blocks would
+give, and the values of each copy lie in memory of their own. One thing may differ: where all nodes of a kind in the
+blocks are ones that nothing reads, numbers in later names of that kind are smaller than in such a trace.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
-    """The joint graph with all blocks. `marked` says whether its nodes keep the names of the operators that they were
-    traced from."""
+    """The joint graph with all blocks. With `marked`, its nodes keep the mark by which `traced_from` tells which
+    operator each was traced from."""
     return _Copier(standing, marked).copied()
 
 
 @dataclass
 class _Steps:
-    """By how much the numbers in names, and those of autograd's sequence, grow from a block to the next one traced."""
+    """By how much the numbers in node names, and `seq_nr`, grow from a block to the next one traced."""
 
     of_name: dict[str, int]
     of_sequence: int
 
     @classmethod
     def between(cls, first: list[fx.Node], second: list[fx.Node]) -> _Steps:
-        """The steps between two halves of blocks, of which the first was traced before the second."""
+        """The steps between the forwards, or the backwards, of two blocks, of which the first was traced before the
+        second."""
         of_name: dict[str, int] = {}
         for one, other in zip(first, second, strict=True):
             (base, before), (other_base, after) = _parsed(one.name), _parsed(other.name)
@@ -67,14 +69,16 @@ class _Copier:
     marked: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """By node of the joint graph the one that takes its place in the new graph."""
+    """Node of the joint graph → the node that takes its place in the new graph."""
     blocks: dict[Place, fx.Node] = field(default_factory=dict)
-    """The new graph's nodes in runs; here blocks are numbered as in the whole."""
+    """The new graph's nodes in runs, by place. Here the number of a block is that among all blocks of the run."""
     grown: Counter[str] = field(default_factory=Counter)
-    """By base of names, how much larger numbers are from here on than in the graph without the missing blocks."""
+    """Name without its number → by how much larger that number is from here on than in the graph without the missing
+    blocks."""
     constants: dict[str, Any] = field(default_factory=dict)
     storages: dict[tuple[Place, int], torch.UntypedStorage] = field(default_factory=dict)
-    """The storages that are made in copies, by the node that makes them and the number of the tensor in its value."""
+    """The storages that are made in copies, by the place of the node that makes them and the number of the tensor in
+    its value."""
 
     def __post_init__(self) -> None:
         calls = [node for node in self.of.module.graph.nodes if node.op != "output"]
@@ -87,7 +91,7 @@ class _Copier:
         }
         self.steps: dict[tuple[int, bool], _Steps] = {}
         self.sequences: list[tuple[int, int]] = []
-        """By run the first numbers in the block before the template, and in the one after it."""
+        """For each run, the first `seq_nr` in the forward of the block before the template, and of the one after it."""
         for number in range(len(self.of.runs)):
             before, after = (self.of.half(number, False, block) for block in (TEMPLATE - 1, TEMPLATE + 1))
             self.sequences.append((_first_sequence(before), _first_sequence(after)))
@@ -98,7 +102,8 @@ class _Copier:
         self.stands_for = dict(zip(self.of.module.graph.find_nodes(op="placeholder"), self.of.inputs, strict=True))
         self.fakes: dict[tuple[int, int], torch.Tensor] = {}
         self.origins: dict[tuple[fx.Node, str], int | None] = {}
-        """By node of the template and entry, the number of the operator in the block that it is from."""
+        """By a node of the template and an entry of its `meta`: the position, in the block, of the operator from which
+        the entry was taken over; None where there is none."""
 
     def copied(self) -> fx.GraphModule:
         """The joint graph of the whole model: that of the blocks which were traced, with a copy of a traced block's
@@ -125,7 +130,7 @@ class _Copier:
         return module
 
     def _keep(self, node: fx.Node) -> None:
-        """Add a node that is in the joint graph already."""
+        """Add a node that the joint graph has already."""
         mine = self.of.place.get(node)
 
         def source(read: fx.Node) -> fx.Node:
@@ -159,7 +164,7 @@ class _Copier:
         return self.graph.create_node(node.op, target, args, kwargs, name=name, type_expr=node.type)
 
     def _insert(self, run: int, *, backward: bool) -> None:
-        """Add a half of all missing blocks of a run: forwards in order, backwards from the last to the first."""
+        """Add the forwards of all missing blocks of a run, in order, or their backwards, from the last to the first."""
         missing = self.of.runs[run].missing
         steps = self.steps[run, backward]
         template = self.of.half(run, backward, TEMPLATE)
@@ -191,7 +196,8 @@ class _Copier:
         self.blocks[replace(mine, block=number)] = copy
 
     def _own_input(self, node: fx.Node, run: int, number: int) -> fx.Node:
-        """The input that takes the place of an input of the template's own in block `number`; else the node."""
+        """The input that block `number` reads in place of `node`, where that is an input of the template's own; else
+        `node` itself."""
         role = self.of.role.get(node)
         return node if role is None or role[0] != run else self.stands_for[self.of.runs[run].own[number][role[2]]]
 
@@ -218,13 +224,14 @@ class _Copier:
         return meta
 
     def _name(self, name: str, steps: Mapping[str, int] = MappingProxyType({}), times: int = 0) -> str:
-        """The name that the whole would have given to a node, or to the copy `times` steps behind it."""
+        """The name that a trace of all blocks would give to a node, or to the copy that comes `times` blocks after
+        it."""
         base, number = _parsed(name)
         number += self.grown[base] + times * steps.get(base, 0)
         return base.removesuffix("_") if base.endswith("_") and not number else f"{base}{number}"
 
     def _sequence(self, node: fx.Node, number: int = TEMPLATE) -> int:
-        """The number of a node in autograd's sequence in the whole, or of its copy in block `number`."""
+        """The `seq_nr` that a trace of all blocks would give to a node, or to its copy in block `number`."""
         found = sequence = int(node.meta["seq_nr"])
         backward, mine = node.meta.get("partitioner_tag") == "is_backward", self.of.place.get(node)
         order = None if backward else self.order.get(traced_from(node))
@@ -239,7 +246,8 @@ class _Copier:
         return found
 
     def _value(self, value: Any, mine: Place, number: int) -> Any:
-        """The value at a place in block `number`: tensors of the same kind, in that block's memory."""
+        """The value of the node at the place `mine` as block `number` has it: tensors of the same kind, in that block's
+        memory."""
         if isinstance(value, torch.Tensor):
             key = id(value), number
             if key not in self.fakes:
@@ -251,7 +259,8 @@ class _Copier:
         return value
 
     def _storage(self, tensor: torch.Tensor, mine: Place, number: int) -> torch.UntypedStorage | None:
-        """The storage in which a tensor at a place lies in block `number`; None for the one in which it lies here."""
+        """The storage in which a tensor of the node at the place `mine` lies in block `number`; None where it is the
+        one in which the tensor lies already."""
         maker, at = self.of.made_by(tensor)
         place, run = self.of.place.get(maker), self.of.runs[mine.run]
         here = run.standing[mine.block]
@@ -287,11 +296,11 @@ class _Copier:
 
 
 def _first_sequence(nodes: Sequence[fx.Node]) -> int:
-    """The smallest number in autograd's sequence; one larger than all where there is none."""
+    """The smallest `seq_nr` among the nodes; a number larger than any where there is none."""
     return min((node.meta["seq_nr"] for node in nodes if "seq_nr" in node.meta), default=sys.maxsize)
 
 
 def _parsed(name: str) -> tuple[str, int]:
-    """The base of a name that a graph has made unique, and its number; 0 for the first one."""
+    """A node's name without its number, and that number: 0 for the first node of the name, which has none."""
     match = _NAME.match(name)
     return (match[1], int(match[2])) if match else (f"{name}_", 0)

@@ -95,9 +95,9 @@ class SizeOutgrown(Exception):
 def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Observed, ...]:
     """Run a forward of `model` without gradients and return the results of its data-dependent operators in order.
 
-    Derivatives that the forward takes by `torch.autograd.grad` are zeros: theirs would hold its activations. The model,
-    random generators and the tensors, dictionaries and lists of the call are afterwards as before, also where the
-    forward raises.
+    Derivatives that the forward takes by `torch.autograd.grad` are zeros, since the true ones would need its
+    activations. The model, random generators and the tensors, dictionaries and lists of the call are afterwards as
+    before, also where the forward raises.
     """
     observer = Observer()
     kept = values_restored(tensors_in(call))
@@ -125,8 +125,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _StandIn(TorchFunctionMode):
-    """Reads each number of `tolist()` by `item()`, as Dynamo captures it, since torch itself runs no operator for it;
-    and has zeros for derivatives."""
+    """Reads each number of `tolist()` by `item()`, as Dynamo captures it, since torch itself runs no operator for it.
+    Returns zeros for `torch.autograd.grad`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].dtype in _WHOLE_NUMBERS:
@@ -147,7 +147,7 @@ def _zeros(
 
 
 def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:
-    """The larger result of each call, of two runs of the same operators; None where they ran others."""
+    """For each call the larger of its results in two runs; None where the runs called different operators."""
     if [call.op for call in one] != [call.op for call in other]:
         return None
     pairs = zip(one, other, strict=True)
@@ -215,9 +215,11 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
 
 
 def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mapping[str, int]) -> dict[str, int]:
-    """The most that those data-dependent sizes in `names` can be which count what a mask selects, or what is not zero:
-    all elements, where `largest` has the largest values of the symbols in their shapes. Masks of the forward select in
-    the backward, too, where no run of the forward shows how much."""
+    """Limits for those symbols in `names` that count what a mask selects, or which elements are not zero: the number of
+    all elements, with the values that `largest` has for the symbols in their shapes.
+
+    A mask of the forward selects in the backward, too, and no run of the forward shows how much.
+    """
     found: dict[str, int] = {}
     for node, symbols in new_symbols(graph):
         if node.target in _SELECTING and (counted := [name for name in symbols if name in names]):

@@ -18,7 +18,7 @@ from memopt.compat.operators import TorchDispatchMode, enters_autocast, leaves_a
 from memopt.compat.symbols import data_symbols_of, upper_bound
 
 SMALLEST_BYTES = 16 * 1024
-"""Smaller outputs are always returned: they are not worth a second look."""
+"""Outputs of at most this size are always returned: to defer them would save too little."""
 SMALL_SHARE = 1 / 64
 """Outputs that only a second forward could give are returned where they take less than this share of the parameters'
 bytes."""
@@ -41,12 +41,13 @@ class Piece:
 
     @property
     def draws(self) -> bool:
-        """Whether it may draw random numbers, and must run from the state in which the generators were."""
+        """Whether it may draw random numbers, and must run with the generators in the state in which the forward
+        began."""
         return self.taken is None
 
     def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs, for the values of `inputs` and of `taken`, which may be in another dtype than in the plain
-        forward."""
+        """The outputs, computed from the values of `inputs` and then that of `taken`, which may be in another dtype
+        than in the plain forward."""
         given = list(arguments)
         if self.taken is not None:
             given[-1] = given[-1].to(_example(self.taken).dtype)
@@ -69,7 +70,8 @@ class Group:
     head: Piece | None
     """Computes them from a value that the region returns in their place; None where only a second forward does."""
     forward: Piece | None
-    """Computes them by a second run of the forward; None where that would change something."""
+    """Computes them by a second run of the forward; None where that would change something, such as running
+    statistics."""
 
     @cached_property
     def is_static(self) -> bool:
@@ -86,12 +88,12 @@ class DeferredOutputs:
     returned: tuple[int, ...]
     """The positions, among the outputs of the model's call, of the outputs that the region does return."""
     taken: tuple[fx.Node, ...]
-    """The values that it returns after them, in place of others."""
+    """The values that the region returns after these, from which `Group.head` computes outputs."""
 
     @property
     def released(self) -> frozenset[int]:
-        """The positions, among the region's results, of values that are let go when the backward begins, since a second
-        forward gives the outputs as well."""
+        """The positions, among the region's results, of the values of `taken` that are freed when the backward begins,
+        since a second forward can compute their outputs as well."""
         needed = {group.head.taken for group in self.groups if group.head and not group.forward}
         first = len(self.returned)
         return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)

@@ -42,7 +42,8 @@ def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
 
 
 def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
-    """The forward of a region, to be run where gradients are disabled: derivatives that its code takes need them."""
+    """The forward of a region, to be called where gradients are disabled. It enables them where the region's code takes
+    derivatives itself."""
     return torch.enable_grad()(graph_module.forward) if takes_derivatives(graph_module) else graph_module.forward
 
 
@@ -54,13 +55,15 @@ def _calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.No
 
 
 def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> frozenset[int]:
-    """Replace the calls of `value.requires_grad_()` whose results nothing reads; returns the numbers of the inputs that
+    """Remove the calls of `value.requires_grad_()` whose results nothing reads; returns the numbers of the inputs that
     have such calls.
 
-    What is computed from an input before its call reads it without its gradient. An intermediate value goes on as a
-    leaf where derivatives are taken; gradients of parameters do not depend on the other calls. Raises `GraphBreak`
-    where the region returns an intermediate value, since its `.grad` can be read after the backward, unless the code
-    itself takes the derivative by it: it is returned as it was before the call then.
+    Where the value is an input, operators before the call read it detached. Where it is an intermediate value and
+    `derives` says that the region takes derivatives itself, operators after the call read a leaf in its place;
+    otherwise no gradient of a parameter depends on the call.
+
+    Raises `GraphBreak` where the region returns an intermediate value, since its `.grad` can be read after the
+    backward. If the code itself takes the derivative by that value, it is returned as it was before the call instead.
     """
     inputs = graph_module.graph.find_nodes(op="placeholder")
     found: set[int] = set()
@@ -88,7 +91,7 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
 
 
 def _read_apart(value: fx.Node, by: Callable[[torch.Tensor], torch.Tensor], users: Sequence[fx.Node]) -> None:
-    """Have these users of a value, in the order of the graph, read what a function makes of it."""
+    """Have `users` of a value, which are in the order of the graph, read `by(value)` in its place."""
     if not users:
         return
     with value.graph.inserting_before(users[0]):
@@ -122,7 +125,7 @@ def _replace_functions(graph_module: fx.GraphModule) -> None:
 
 
 def _body(inner: fx.GraphModule, node: Any) -> Any:
-    """The graph module that a node of a graph reads."""
+    """The graph module that a `get_attr` node of the graph module `inner` reads."""
     return inner.get_submodule(str(node.target))
 
 

@@ -32,7 +32,8 @@ from memopt.training_state import TrainingState
 
 
 class _Crossed:
-    """Stands for the gradients of outputs by others of their region, which end in a `CaptureError`."""
+    """Computes no gradients of outputs from which other outputs are computed: raises `CrossedByDerivative` where a dry
+    run needs one."""
 
     def gradient_by(self, *_: object) -> torch.Tensor:
         raise CrossedByDerivative(CROSSED)
@@ -42,9 +43,11 @@ class DryRun:
     """Records the runs of regions while a call's Python code runs once.
 
     Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
-    gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are.
-    With `forward_of`, the values come from the forward that it returns for a region: those by which the model's code
-    will choose its way, if the plan computes other ones.
+    gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are. With
+    `forward_of`, the values of a region come from the forward that it returns. A plan may compute other values than
+    Dynamo's graph, and the model's Python code branches by those of the plan.
+
+    `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class DryRun:
         """The `id`s of the parameters that get gradients from operators between regions."""
 
     def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
-        """Run a region on its inputs and record the run, unless no gradient flows through the region."""
+        """Run a region on its inputs and return its outputs. The run is recorded if an output requires a gradient."""
         if not region.differentiable:
             return region.graph_module(*inputs)
         run = RegionRun.of(region, inputs, self.real_ids)
@@ -89,8 +92,8 @@ class DryRun:
         return outputs
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """The inputs of a run that begins which lie in the memory of earlier runs' outputs; notes which of these are
-        held now."""
+        """`Passed.given` of a run that begins with these inputs. Notes also which outputs of earlier runs are held
+        now."""
         number = len(self._values)
         made = {
             id(storage): (run, position)
@@ -102,7 +105,7 @@ class DryRun:
         return {at: place for at, place in found if place is not None}
 
     def captured(self, reason: str) -> CapturedCall:
-        """The call that was recorded, once its step is over."""
+        """The call that was recorded; to be asked for after `differentiate`."""
         around = zip(self.runs, self.between.runs, self._values, strict=True)
         runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
         return CapturedCall(
@@ -117,7 +120,7 @@ class DryRun:
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
         """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
-        changes, and no hook that waits for one is called; but where parameters are gathered, theirs change."""
+        changes, and no hook that waits for one is called. Only where FSDP2 gathers parameters, their `.grad` is set."""
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
@@ -151,7 +154,7 @@ class _ValuesOfRun:
     outputs: tuple[Any, ...]
     """Weak references to the memory of each output; None for what has none of its own."""
     held_in: dict[int, int] = field(default_factory=dict)
-    """By the position of an output the last run that began while it was held."""
+    """Position of an output → the number of the last run that began while it was held."""
     forward_only: dict[int, int] = field(default_factory=dict)
     """`Passed.forward_only`."""
 
@@ -185,7 +188,7 @@ def _known_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    """A weak reference to the memory of an output; None for what is no tensor, or lies in the memory of an input."""
+    """A weak reference to the memory of an output; None where it is no tensor, or lies in the memory of an input."""
     if not isinstance(value, torch.Tensor):
         return None
     storage = value.untyped_storage()
@@ -203,9 +206,8 @@ def record_dry_run(
     """The captured call whose regions `run()` passes through; `run` must pass each of their runs to `dry_run`.
 
     The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
-    region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where
-    the run cannot be captured, fails on fakes, or contains no region; what the model itself raises on real values comes
-    through as it is.
+    region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured, fails on
+    fakes, or contains no region. What the model itself raises on real values is raised unchanged.
     """
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
@@ -231,8 +233,9 @@ def record_dry_run(
 
 
 def cut_off(call: Any) -> Any:
-    """The arguments of a call, with tensors that were computed with gradients cut off from their graphs, though no
-    leaves: the backward of a dry run does not go on to an earlier forward, and free what that has saved."""
+    """The arguments of a call, with each tensor that has an autograd history replaced by one that shares its memory,
+    but not its history; it is no leaf either. So the backward of a dry run does not go on into an earlier forward, and
+    free what that has saved."""
     if not any(map(has_node, tree_leaves(call))):
         return call
     cut: Any = _CutOff.apply
@@ -252,9 +255,11 @@ class _CutOff(torch.autograd.Function):
 
 
 def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:
-    """Capture a call with the regions that its later runs will pass through: `capture` is called a second time where
-    Dynamo may choose other compilations then, and the second capture is returned if its regions are others. Where they
-    are the same, both captures are planned for: a model may keep a value of its first call and hold more in the second.
+    """Capture a call with the regions that its later runs will pass through.
+
+    Where Dynamo may choose other compilations the next time, `capture` is called a second time. If the second capture
+    has other regions, it is returned. If they are the same, both captures are planned for: a model may keep a value of
+    its first call and hold more in the second.
 
     `backend` recorded the regions. The model must be the same before and after `capture`.
     """
@@ -285,8 +290,8 @@ RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unpla
 
 
 def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
-    """The error for a user whose model's forward cannot be captured; a reason that names no line gets the forward's.
-    `further` is added to the reason."""
+    """The message for a user whose model's forward cannot be captured. If `reason` names no line of code, the first
+    line of the forward is added to it. `further` follows the reason."""
     if "storage of Sparse" in reason:
         reason = f"it makes a sparse tensor, as the gradient of an embedding with sparse=True is ({reason})"
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)

@@ -24,10 +24,11 @@ _EAGER = "held_bytes", "after_bytes", "returning_bytes"
 
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
-    """A call with the runs of both captures, in the order of both, so that each of them leaves out some of its runs.
+    """One call to plan for two captures of a call: the runs of both, in the order of both. Each capture may leave out
+    some of them.
 
-    A run that has other sizes in `further` is planned for the larger ones, with a margin. Runs of `known` are dropped
-    where `further` has runs of other regions on the same parameters in their place: a forward takes one of these ways
+    A run that has other sizes in `further` is planned for the larger ones, times `margin`. Runs of `known` are dropped
+    where `further` has runs of other regions on the same parameters in their place: a forward runs one or the other,
     and not both.
     """
     if _numbered(known) != _numbered(further):
@@ -56,12 +57,14 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
 
 
 def _numbered(call: CapturedCall) -> list[tuple[object, Passed]]:
-    """The place of each run and what it passes on: runs of calls in which these are equal have the same numbers."""
+    """For each run, its place and what it passes on. Where these are equal in two calls, a number stands for the same
+    run in both."""
     return [(run.place, run.passed) for run in call.runs]
 
 
 def _without_numbers(runs: Sequence[RegionRun]) -> tuple[RegionRun, ...]:
-    """The runs of a call whose numbers may change: what is passed on names no other run."""
+    """The runs of a call without references to other runs by number (`Passed.without_runs`), as these numbers may
+    change."""
     return tuple(replace(run, passed=run.passed.without_runs()) for run in runs)
 
 
@@ -86,8 +89,8 @@ def with_eager_bytes(call: CapturedCall, factor: float) -> CapturedCall:
 
 
 def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
-    """The run to plan for two runs in the same place: that of the region with symbols for the sizes that differ, for
-    the sizes of both."""
+    """The run to plan in place of two at the same place: the one whose region has symbols for the sizes that differ,
+    for the sizes of both."""
     if len(other.region.changing) > len(run.region.changing):
         needed = _sizes_for(other, run)
         return replace(other, most=tuple(math.ceil(margin * size) for size in needed))
@@ -104,13 +107,14 @@ def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
 
 
 def _as_observed(chosen: RegionRun, run: RegionRun, other: RegionRun) -> RegionRun:
-    """The one of two runs that is planned, for the larger ones of the sizes that were observed in both."""
+    """`chosen`, the one of two runs that is planned, with the larger of the results observed in both; its own where the
+    runs called different operators."""
     return replace(chosen, observed=most_observed(run.observed, other.observed) or chosen.observed)
 
 
 def _sizes_for(run: RegionRun, other: RegionRun) -> Sizes:
-    """The sizes of a run, so much larger that they are enough for the inputs of `other`, whose region has numbers for
-    them."""
+    """The changing sizes of a run, all multiplied by the factor that its input shapes need to reach those of `other`, a
+    run of another region."""
     pairs = zip(run.shapes, other.shapes, strict=False)
     ratios = (theirs / max(1, ours) for one, two in pairs for ours, theirs in zip(one, two, strict=False))
     growth = max([1.0, *ratios])
@@ -192,7 +196,11 @@ def _by_name(call: Call, model: nn.Module) -> dict[str, Any]:
 
 
 def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor, dict[int, int | None]]]:
-    """The tensors that have changing sizes: their dimensions, and the largest size of each."""
+    """The tensors in `given` that have changing sizes: their dimensions, and the largest size of each.
+
+    `path` names this part of `dynamic` in errors. Raises `ValueError` where it is not nested as `given` is, or names
+    what `given` does not have.
+    """
     if dynamic is None:
         return
     if isinstance(given, torch.Tensor):
@@ -215,7 +223,10 @@ def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor
 
 
 def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int | None]:
-    """The changing dimensions of one tensor, with the largest size of each if it has one."""
+    """The changing dimensions of one tensor, with the largest size of each if it has one.
+
+    Raises `ValueError` for a dimension that the tensor does not have, and for a largest size below its own.
+    """
     sizes = dynamic.items() if isinstance(dynamic, Mapping) else enumerate(dynamic)
     found: dict[int, int | None] = {}
     for dimension, dim in sizes:

@@ -39,7 +39,7 @@ _numbers = itertools.count()
 def training_call(
     model: nn.Module, loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None
 ) -> Callable[..., Any]:
-    """The function to capture: the model's own call with its hooks, or its loss on `(inputs, targets)`.
+    """The function to capture: the model's own call with its hooks, or the loss as `loss_call` computes it.
 
     It has a code object of its own, because Dynamo keeps and counts compilations by code object. `floats` is as for
     `loss_call`.
@@ -58,8 +58,12 @@ def loss_call(
     call: Callable[..., Any] | None = None,
 ) -> Any:
     """The function called in training: the model's call, or with `loss_fn` the loss of its output or of the model and
-    the batch. `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` what runs the model; a loss
-    function that calls it itself is to be run where nothing stands in for its calls (`plain_loss_call`)."""
+    the batch.
+
+    `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` runs the model in place of `model` itself.
+    A loss function that is given the model calls it itself. It is then to be run in a block `called_plainly`, as
+    `plain_loss_call` does.
+    """
     run = model if call is None else call
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +97,8 @@ def plain_loss_call(
     floats: torch.dtype | None = None,
     call: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`loss_call`, in eager mode: where the loss function calls the model itself, nothing stands in for its calls."""
+    """As `loss_call`, for eager mode: where the loss function calls the model itself, that is the model's own call and
+    not memopt's."""
     run = loss_call(model, loss_fn, floats, call)
 
     def run_plainly(*args: Any, **kwargs: Any) -> Any:
@@ -178,11 +183,12 @@ def may_run_other_regions(backend: Backend) -> bool:
 def compile_call(
     call: Callable[..., Any], backend: Backend, *, whole: bool, symbols: bool = False
 ) -> Callable[..., Any]:
-    """`call`, compiled region by region with `backend`, or with `whole` as one region; the result raises `GraphBreak`
-    where that is impossible.
+    """`call`, compiled region by region with `backend`, or with `whole` as one region. What is returned raises
+    `GraphBreak` where that is impossible.
 
     With `symbols`, sizes that differ between calls become symbols of one region, else each set of shapes makes another
-    one. It also raises what `backend` raises, and `TooManyShapes`.
+    one. What is returned also raises what `backend` raises, and `TooManyShapes` where there are more sets of shapes
+    than Dynamo compiles for.
     """
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 

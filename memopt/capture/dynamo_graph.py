@@ -1,4 +1,5 @@
-"""Dynamo's graph of a region, before it is traced: what is put in its place, and where tracing departs from eager."""
+"""Changes of Dynamo's graph of a region before it is traced, and notes on where the traced form departs from eager
+mode."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from memopt.compat.tensors import is_sharded
 from memopt.errors import CaptureError
 
 AUTHOR_CHECKPOINT = "memopt_author_checkpoint"
-"""The entry of `node.meta["custom"]` of what the author computes under `torch.utils.checkpoint`."""
+"""The entry of `node.meta["custom"]` that marks what the author computes under `torch.utils.checkpoint`."""
 _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")
 """Parts of the names of functions that draw random numbers."""
 
@@ -104,7 +105,7 @@ def _inline(graph_module: fx.GraphModule, call: fx.Node) -> None:
 
 
 def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) -> str:
-    """The name under which a graph module has an attribute of one of its regions too."""
+    """Give a graph module the attribute `name` of one of its regions, under a name that is free; returns that name."""
     value = getattr(region, name)
     number, free = 0, name
     while getattr(graph_module, free, value) is not value:

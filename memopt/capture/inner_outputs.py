@@ -1,5 +1,8 @@
-"""Outputs of a region from which other outputs of it are computed. Its captured backward does not stop at them: what
-comes through the others to a gradient that is asked for there, or read by a hook, is computed apart from it."""
+"""Inner outputs of a region: those from which other outputs of it are computed.
+
+The captured backward does not compute the gradient of an inner output: what comes to it through the others goes
+straight on to the region's inputs. Where that gradient is asked for, or a hook reads it, it is computed separately.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from memopt.errors import UnplannedGradientError
 
 
 def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
-    """For the results of a region's graph from which others are computed with a gradient, by position: the positions of
-    these others."""
+    """Position of an inner output among the results of a region's graph → the positions of the results that are
+    computed from it with a gradient."""
     (results,) = graph_module.graph.output_node().args
     at = {position: node for position, node in enumerate(results) if isinstance(node, fx.Node) and _requires_grad(node)}  # type: ignore[arg-type]
     outputs = set(at.values())
@@ -60,8 +63,8 @@ def _writes(node: fx.Node) -> bool:
 def run_from(
     graph_module: fx.GraphModule, position: int, arguments: Sequence[Any]
 ) -> tuple[Sequence[Any], torch.Tensor]:
-    """The results of a region's graph, differentiable from the one at `position` on, and the leaf that stands for it
-    there."""
+    """Run a region's graph on `arguments`, with a leaf in place of the result at `position`. Returns the results, of
+    which those that are computed from the leaf are differentiable by it, and the leaf."""
     run = _RunFrom(graph_module, position)
     outputs = run.run(*arguments)
     return outputs, run.leaf
@@ -106,14 +109,14 @@ class GradientSource(Protocol):
 
 
 class InnerOutputs:
-    """The outputs of a forward that waits for its backward from which others of its outputs are computed.
+    """The inner outputs of a forward that waits for its backward.
 
     To autograd, the outputs of a region do not depend on each other. So hooks of an inner output are called from the
     backward of the outputs' nodes, once it is known which gradients arrive.
     """
 
     def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: GradientSource) -> None:
-        """`outputs` as the caller has them, and `feeds` as `feeding` gives them."""
+        """`outputs` as the caller has them, and `feeds` as `feeding` gives them; `source` computes gradients."""
         self.source = source
         self._ends = {
             at: (weakref.ref(output.grad_fn), output.output_nr) for at, output in enumerate(outputs) if has_node(output)
@@ -122,17 +125,20 @@ class InnerOutputs:
             at: _Inner(outputs[at], others & self._ends.keys()) for at, others in feeds.items() if at in self._ends
         }
         self._asked: set[int] = set()
-        """The positions of those whose gradients the backward that began last was asked for."""
+        """The positions of the inner outputs whose gradients the latest backward was asked for as it began."""
         self._backward = -1
         self._given: dict[int, torch.Tensor] = {}
-        """The gradients that have arrived in that backward, by the positions of the outputs."""
+        """The gradients that have arrived in the backward `_backward`, by the positions of the outputs."""
         self._past: set[int] = set()
-        """The `id`s of the nodes that it has come to."""
+        """The `id`s of the nodes that this backward has come to."""
         gradients_asked(self)
 
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
-        """By the number of each of the `inputs`, whose gradients are asked for, that is an inner output to which the
-        backward from `starts` comes through others: what those others add to its gradient."""
+        """Called when a backward from `starts` begins that is asked for the gradients of `inputs`.
+
+        Returns, by the number of an input, what autograd does not find of its gradient. There is an entry for each
+        input that is an inner output and that the backward would reach through other outputs.
+        """
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():
@@ -161,8 +167,8 @@ class InnerOutputs:
         return Addition(list(reached.values()), total)
 
     def arrived(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Have the hooks of inner outputs called where a backward has come to a node of outputs with these gradients;
-        returns those with which it goes on."""
+        """Called when a backward comes to `node`, the autograd node of outputs, with their gradients; returns the
+        gradients with which it goes on. Calls the hooks of each inner output whose gradient is complete by then."""
         others = self._inner.keys() - self._asked
         awaited = {position: self._inner[position] for position in others if self._inner[position].is_awaited}
         if not awaited:
@@ -217,8 +223,11 @@ class _Inner:
         return len(self.hooks) > 1 or self.retaining is not None  # the first one is memopt's own
 
     def take(self, gradient: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-        """Call the hooks with the gradient, which they must not change, as the backward has gone on without it, and
-        keep it where it is to be retained. `own` is that part of it which has arrived at the output itself."""
+        """Call the hooks with the gradient, keep it where `retain_grad()` asks for it, and return it. `own` is the part
+        of it that has arrived at the output itself.
+
+        Raises `UnplannedGradientError` where a hook changes the gradient, as the backward has gone on without it.
+        """
         for hook in self.hooks.own:
             version, result = gradient._version, hook(gradient)
             if not (result is None or result is gradient) or gradient._version != version:
@@ -242,7 +251,8 @@ class _Inner:
         return own
 
     def _retain(self, gradient: torch.Tensor, *, arrived: bool) -> None:
-        """Have `retain_grad()` keep the gradient in place of the part that has `arrived`, if one has."""
+        """Add the gradient to the `.grad` of the output where `retain_grad()` was called on it. If a part of it has
+        `arrived` at the output, autograd has added that part already, and the whole takes its place."""
         if (output := self.retaining) is not None:
             before = self.before if arrived else output.grad
             output.grad = gradient.clone() if before is None else before + gradient
@@ -250,6 +260,6 @@ class _Inner:
 
 
 def _note_retained(inner: weakref.ref[_Inner], gradient: torch.Tensor | None) -> None:
-    """Note what `retain_grad()` has kept of an output whose own gradient arrives: autograd adds it after this."""
+    """Note the `.grad` that an inner output has before autograd adds the gradient that arrives at the output itself."""
     if (found := inner()) is not None:
         found.before = None if found.retaining is None else found.retaining.grad

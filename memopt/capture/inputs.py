@@ -66,7 +66,7 @@ def spreads_batch(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
-    """The parameters of a function; none where it does not tell."""
+    """The parameters of a function; none for a module, and where `inspect` finds no signature."""
     if function is None or isinstance(function, nn.Module):
         return []
     try:

@@ -41,14 +41,15 @@ class JointGraph:
     released: frozenset[int] = frozenset()
     """The positions of the forward's results that its caller holds to the end of the forward only."""
     trace: Any = field(default=None, repr=False, compare=False)
-    """The `RegionTrace` from which its halves are compiled; None for a graph that is only planned."""
+    """The `RegionTrace` from which its forward and backward are compiled; None for a graph that is only planned."""
     differentiated: bool = True
     """Whether there is a backward. Without one, `module` is the region's forward and nothing is planned."""
     places: tuple[int, ...] = ()
     """By the number of each input of the region, the number of the `primals_*` that stands for it; empty where these
     are equal. A sharded parameter is several inputs here: its shard, and the mesh that it is spread over."""
     gradient_places: tuple[int, ...] = ()
-    """By the number of each input of the region, the position among the gradients of its own; empty as `places`."""
+    """By the number of each input of the region, the position of its gradient among the gradients; empty where `places`
+    is."""
 
     @cached_property
     def receivers(self) -> dict[int, int]:
@@ -77,7 +78,8 @@ class JointGraph:
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the `primals_*` that have other values once the forward is over, or that callers change."""
+        """The numbers of the `primals_*` that have other values once the forward is over, or that callers were seen to
+        change before a backward."""
         aot = getattr(self.trace, "aot", None)
         if aot is None:
             return frozenset()
@@ -85,8 +87,9 @@ class JointGraph:
 
     @cached_property
     def statistics(self) -> frozenset[int]:
-        """The numbers of the region's inputs to which a batch normalisation writes its statistics: its kernels do not
-        count that as a change of the tensor (`Tensor._version`), as autograd saves them but does not read them."""
+        """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels do not
+        count that as a change of the tensor (`Tensor._version`): autograd saves these tensors, but in training mode the
+        backward does not read them."""
         written = {
             node.args[0]
             for node in self.module.graph.nodes
@@ -128,10 +131,11 @@ class JointGraph:
         trace: Any = None,
     ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd gives it to a partitioner, after the passes that `decide`
-        returns. Raises `CaptureError`, `PassError`.
+        returns.
 
         With `reinplace`, operands that die in the backward are overwritten, unless the graph is `fused`: such a backend
-        reuses their memory itself.
+        reuses their memory itself. The other arguments become the fields of their names. Raises `CaptureError` where
+        the graph lacks facts about a call, and `PassError` where a pass fails.
         """
         module, passed = _canonical(traced), None
         if decide is not None:
@@ -157,7 +161,8 @@ class JointGraph:
 
     @cached_property
     def decisions(self) -> frozenset[fx.Node]:
-        """The forward's nodes that decide, by values that kernels may round otherwise when they compute them again."""
+        """The forward's nodes that decide (`passes/graphs/decisions.py`): indices, masks and roundings, computed from
+        values that kernels may round otherwise when they compute them again."""
         return find_decisions(self.module.graph)
 
     @property
@@ -172,8 +177,9 @@ class JointGraph:
 
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:
-        """Result position → number of the `primals_*` input whose gradient it is, for parameter gradients that may be
-        handed over at once: nothing else in the graph reads them, and each is one result only."""
+        """Result position → number of the `primals_*` input whose gradient it is, for parameter gradients that may
+        reach `.grad` as soon as they are computed: nothing else in the graph reads them, and each is one result
+        only."""
         results = self.module.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         times = Counter(result for result in results if isinstance(result, fx.Node))
@@ -193,8 +199,9 @@ class JointGraph:
 
     @cached_property
     def partial_gradients(self) -> dict[int, frozenset[int]]:
-        """Position among the gradients → the outputs that it comes from, counted among those that have a gradient, for
-        gradients that do not come from all of them. A backward may reach none of those."""
+        """Position among the gradients → the numbers of the outputs that the gradient comes from, counted among the
+        outputs that have a gradient. A backward may reach none of these; gradients that come from all outputs, or from
+        none, are left out."""
         if self.tangents < 2:
             return {}
         sources: dict[fx.Node, frozenset[int]] = {}
@@ -214,7 +221,7 @@ class JointGraph:
     @cached_property
     def own_gradients(self) -> frozenset[int]:
         """The positions in `parameter_gradients` of gradients that fill memory made in the backward, in which no other
-        result lies. None where kernels are `fused`: their memory is used again."""
+        result lies. Empty where kernels are `fused`, which use that memory again."""
         if self.fused:
             return frozenset()
         storages = find_storages(self.module.graph, reuses=self.reuses)

@@ -93,8 +93,9 @@ def capture_on_fakes(
 ) -> CapturedCall:
     """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 
-    With `narrowed`, parameters and inputs are captured in another dtype than they have.
-    Where the forward breaks into regions, its Python code runs on fakes. Raises `CaptureError`.
+    With `narrowed`, parameters and inputs are captured in another dtype than they have. `differentiate_all` is as for
+    `RecordedRegion.record`. Where the forward breaks into regions, its Python code runs on fakes. Raises `CaptureError`
+    where the call cannot be captured.
     """
     mode = new_fake_mode()
     floats = narrowed.dtype if narrowed else None
@@ -134,7 +135,7 @@ def _capture_regions(
     reason: str,
     mode: FakeTensorMode,
 ) -> CapturedCall:
-    """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code."""
+    """The regions of a call on fakes whose forward, for the `reason` given, is not one graph; runs its Python code."""
     args, kwargs = call
     cpu = HOST  # fakes draw from no generator of another device
     dry_run: DryRun

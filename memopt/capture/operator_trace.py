@@ -30,9 +30,11 @@ _VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "un
 
 
 def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str = "") -> fx.GraphModule:
-    """The region as an operator graph, with its inputs in the same order under readable names.
+    """The region as an operator graph, with its inputs in the same order under readable names. Autocast casts as on the
+    device type `planned_for`.
 
-    It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable`.
+    It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where
+    the graph would mean something else than the region.
     """
     mode, fakes = fresh_fakes(inputs)
     modes = AuthorModes(mode, planned_for)
@@ -98,9 +100,11 @@ class _Interpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inline the author's activation checkpoints; trace other higher-order operators as one opaque node. Raises
-        `Untraceable` under autocast and `no_grad`, and for hooks: of a value that is cast, they would see a part of the
-        gradient."""
+        """Inline the author's activation checkpoints; trace other higher-order operators as one opaque node.
+
+        Raises `Untraceable` for those under autocast or `no_grad`, and for hooks: the hook of a value that is cast
+        would see only a part of its gradient.
+        """
         if is_checkpoint(target):
             # The plan decides what is recomputed, so the author's checkpoint is inlined.
             inner, *rest = args

@@ -82,7 +82,8 @@ class Rewriting:
     replaces_autocast: bool = False
     """Whether the caller's autocast is disabled inside the model, because these passes choose the dtypes."""
     needed: str = ""
-    """The label of a decision that must have passes to run, or empty: without any, `NothingToRewrite` is raised."""
+    """The label of the decision that must have passes to run; empty for none. `NothingToRewrite` is raised where it has
+    none."""
     reinplace: bool = False
     """Whether results of the backward overwrite operands that die there."""
     levers: tuple[str, ...] = ()
@@ -98,7 +99,8 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """The decision that must have passes to run has none for a region; `notes` give its reasons."""
+    """The decision that must have passes to run (`Rewriting.needed`) has none for a region; `notes` give its
+    reasons."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))
@@ -122,7 +124,7 @@ class Operators:
 
     @property
     def exact(self) -> frozenset[str]:
-        """Names of the nodes whose types are somebody's wish, in any decision."""
+        """Names of the nodes whose dtypes somebody asked for, in any decision."""
         return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property
@@ -142,8 +144,8 @@ class Operators:
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def spans(self) -> Iterator[tuple[tuple[str, ...], Mapping[str, str], fx.GraphModule, fx.GraphModule]]:
-        """Names of passes, the reasons for them, and the graphs before and after: for each labelled decision as a
-        whole, else for each pass by itself."""
+        """Names of passes, the reasons for them, and the graphs before and after. A decision whose pipeline has a label
+        is one item with all its passes; of other decisions each pass is an item."""
         start = 0
         for decision in self.decisions:
             names = [inner[-1] for inner in _names(decision.pipeline)]
@@ -202,7 +204,7 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
-    """Run passes on a joint graph and keep the graph before and after each. Raises `PassError`."""
+    """Run passes on a joint graph and keep the graph before and after each. Raises `PassError` where one fails."""
     stages = [joint]
 
     def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:

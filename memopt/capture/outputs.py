@@ -1,4 +1,5 @@
-"""The outputs of a captured region: which of them are differentiated, and which forwards wait for their backward."""
+"""The outputs of a captured region: which of them are differentiated, and how a forward that waits learns of its
+backward."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | None]) -> fx.GraphModule:
     """A copy of a graph which casts its outputs to these dtypes, for where it runs under autocast; None is for any.
 
-    They go to code that runs as its author wrote it: outside of autocast, most operators refuse operands of two dtypes,
-    and losses sum in the dtype of their input.
+    The outputs go to code that runs as its author wrote it: outside of autocast, most operators refuse operands of two
+    dtypes, and losses sum in the dtype of their input.
     """
     copied = copy_graph_module(graph_module)
     output = copied.graph.output_node()
@@ -94,23 +95,24 @@ class _Awaited(Protocol):
     """A forward whose backward has not run yet."""
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
-        """Called before the backward of a region with these leaves runs from these gradients; it raises to prevent
-        it."""
+        """Called before the backward of a region that reads these leaves runs from these gradients of its outputs; may
+        raise to prevent it."""
 
     def after_backward(self) -> None:
         """Called when the forward's saved values are no longer needed."""
 
 
 class _Replays(GradientSource, Protocol):
-    """A second forward of a region, which gives the gradients of outputs that the region does not differentiate, and
-    those that outputs have by others."""
+    """A second forward of a region. It gives the gradients that follow from outputs which the region does not
+    differentiate, and the gradients of inner outputs (`memopt.capture.inner_outputs`)."""
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
         """The region's inputs that require gradients; empty where there is no second forward."""
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of `leaves` for these gradients of outputs, by position. Raises `UnplannedGradientError`."""
+        """The gradients of `leaves`, in their order. `of` holds gradients of outputs, by the positions of these. Raises
+        `UnplannedGradientError` where no second forward gives them."""
 
     def release(self) -> None:
         """Free what it needs: the forward's backward has run."""
@@ -126,8 +128,9 @@ def hand_out(
     """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if one arrives, `replay` computes what follows from it. `feeds` is as `feeding` gives it: `replay` computes
-    what gradients of such outputs lack in the backward, where somebody looks at them. It is needed for both.
+    model. If a gradient arrives at one, `replay` computes those that follow from it. `feeds` is as `feeding` gives it:
+    where somebody looks at the gradient of such an output, `replay` computes what it lacks in the backward. Both need a
+    `replay`.
     """
     handed = list(outputs)
     handled = [
@@ -222,7 +225,8 @@ def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tupl
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
-    """The leaf tensors that the regions behind these outputs read."""
+    """The leaf tensors that regions read whose outputs the autograd node `hand_out`, one of `_HandOut`, has handed
+    out."""
     regions = {edge for edge, _ in hand_out.next_functions if edge is not None}
     edges = [edge for region in regions for edge, _ in region.next_functions]
     return [edge.variable for edge in edges if hasattr(edge, "variable")]

@@ -86,14 +86,15 @@ class RecordedRegion:
     ) -> RecordedRegion:
         """Record a region, in Dynamo's backend.
 
-        Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of
-        `requires_grad_` are replaced, and unless `differentiate_all`, all outputs but the loss are detached, and large
-        ones deferred.
+        Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, and calls of
+        `requires_grad_` are replaced (`prepare_derivatives`). Unless `differentiate_all`, all outputs but the loss are
+        detached, and large ones are not returned but computed on demand (`defer_outputs`).
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
-        fake parameter to that of the model's own. With `narrowed`, the dtype that a lever casts an fp32 model to, what
-        it computes in that is returned in fp32. Raises `GraphBreak` where derivatives would be lost, and `CaptureError`
-        where a value that is spread over ranks comes in or goes out, or one is sparse, nested or quantised.
+        fake parameter to that of the model's own. `narrowed` is the dtype that a lever casts an fp32 model to, if any:
+        results that the region computes in it are returned in fp32. Raises `GraphBreak` where derivatives would be
+        lost, and `CaptureError` where a value that is spread over ranks comes in or goes out, or one is sparse, nested
+        or quantised.
         """
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)
@@ -142,14 +143,14 @@ class RecordedRegion:
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
-        """The graph to run under autocast that the model does not have: it returns what goes to other code in the
-        dtypes that it has in the plain model."""
+        """The graph to run where a plan puts the region under autocast, and its author did not: it casts its results to
+        the dtypes that they have in the plain model."""
         return keeping_dtypes(self.graph_module, self.result_dtypes)
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """For each result, the dtype that the plain model gives it; None for what is no floating-point tensor, and for
-        values that outputs are computed from on demand, which may have any."""
+        """For each result, the dtype that the plain model gives it. None for what is no floating-point tensor, and for
+        values from which deferred outputs are computed, which may have any dtype."""
         (results,) = self.graph_module.graph.output_node().args
         examples = list(map(example_of, results))  # type: ignore[arg-type]
         returned = len(examples if self.deferred is None else self.deferred.returned)
@@ -159,7 +160,8 @@ class RecordedRegion:
         )
 
     def plain_dtype(self, traced: torch.dtype) -> torch.dtype | None:
-        """The floating dtype that the plain model gives a result for the one that was traced; None for others."""
+        """The dtype that the plain model gives a floating-point result that was traced in the dtype `traced`; None for
+        other dtypes."""
         if not traced.is_floating_point:
             return None
         return torch.float32 if traced == self.narrowed else traced
@@ -210,7 +212,8 @@ class RecordedRegion:
         return self._assumed.hold(sizes)
 
     def forbids(self, sizes: Sizes) -> dict[str, str]:
-        """Symbol → the line of the model that insists, for sizes for which the region's graphs are not valid."""
+        """Why the region's graphs are not valid for these sizes, for which `allows` is false: the symbol of a size →
+        the line of the model's code that sets a condition which does not hold."""
         return self._assumed.broken(sizes)
 
     @cached_property
@@ -260,7 +263,7 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
 
 
 def parameter_numbers(inputs: Sequence[Any], trains: bool = True) -> frozenset[int]:
-    """Numbers of a region's inputs that are trainable parameters; of those that are not trained without `trains`."""
+    """Numbers of a region's inputs that are parameters: with `trains` the trainable ones, else the others."""
     return frozenset(
         number
         for number, value in enumerate(inputs)
@@ -293,7 +296,7 @@ class RegionRun:
     eager: EagerBytes = field(default_factory=EagerBytes)
     """The bytes that eager code holds around the run."""
     passed: Passed = field(default_factory=Passed)
-    """What the run passes on to other code."""
+    """The outputs, gradients and inputs that the run shares with other code."""
     observed: tuple[Observed, ...] = ()
     """The results of its operators whose sizes depend on data, where it ran on values."""
 
@@ -324,8 +327,8 @@ class RegionRun:
         return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
 
     def sizes_in(self, graph: fx.Graph) -> DataSizes:
-        """`data_sizes` with those that depend on data within the region and have no limit, as they were observed, or as
-        their operators limit them; `graph` is the region's joint graph."""
+        """`data_sizes` and, beside them, those sizes in the region's joint graph `graph` that depend on data and have
+        no limit: as they were observed, with a margin, or as the operators that make them limit them."""
         unlimited = without_limit(graph)
         seen = (match(graph, self.observed) if unlimited and self.observed else None) or {}
         observed = {name: size for name, size in seen.items() if name in unlimited}
@@ -343,7 +346,7 @@ class CapturedCall:
     held_bytes: int = 0
     """The bytes that eager code between the regions holds after the forward."""
     after_bytes: int = 0
-    """The most that it holds after the last backward of a region."""
+    """The most bytes that eager code holds after the last backward of a region."""
     returned_bytes: int = 0
     """The bytes that a call in several regions returns, which the last region need not have made; 0 for one region."""
     returning_bytes: int = 0
@@ -365,7 +368,7 @@ class CapturedCall:
 
     @property
     def split(self) -> bool:
-        """Whether it reads parameters that are split over ranks."""
+        """Whether a region of the call reads parameters that are split over ranks."""
         return any(is_sharded(run.region.inputs[number]) for run in self.runs for number in run.region.wrapped)
 
     @property
@@ -394,7 +397,7 @@ class CapturedCall:
     def of(
         cls, region: RecordedRegion, sizes: DataSizes | None = None, input_bytes: tuple[int, ...] = ()
     ) -> CapturedCall:
-        """A call that is one region, of changing sizes where `sizes` are given."""
+        """A call that is one region. With `sizes` its sizes change, and `input_bytes` is as for the field."""
         run = RegionRun(region, region.parameter_ids)
         return cls((run,), sizes=sizes or DataSizes(), input_bytes=input_bytes)
 
@@ -410,13 +413,15 @@ class CapturedCall:
 
     @property
     def places(self) -> tuple[tuple[object, ...], ...]:
-        """The place in the model's code of each run, in the order of the forward."""
+        """`RegionRun.place` of each run, in the order of the forward."""
         return tuple(run.place for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
-        """For each run, the numbers of the parameters whose gradients it may add to `.grad` itself: those that no hook
-        waits for (`hooked` holds `id`s), that are not passed on, and that no other run reads, since autograd sums the
-        gradients of several runs before it accumulates them."""
+        """For each run, the numbers of the inputs that are parameters whose gradients it may add to `.grad` itself.
+
+        These are parameters that no hook waits for (`hooked` holds `id`s), whose gradients are not passed on, and that
+        no other run reads: autograd sums the gradients of several runs before it accumulates them.
+        """
         readers = Counter(parameter for run in self.runs for parameter in set(run.parameter_ids.values()))
         return tuple(
             frozenset(

@@ -38,7 +38,8 @@ def run_sample(
 
     The regions and operator graphs are those that planning captures for the same call. Where the forward breaks into
     regions, its Python code runs once between them. Buffers, random generators, inputs and module attributes are
-    restored afterwards. Raises what the model and `run_region` raise, and `CaptureError`.
+    restored afterwards. Raises what the model and `run_region` raise, and `CaptureError` where the forward cannot be
+    captured.
     """
     sample = _Sample(run_region, rewriting, differentiate_all=differentiate_all)
     args, kwargs = call

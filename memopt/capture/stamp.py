@@ -1,8 +1,8 @@
 """The joint graph of a module with runs of equal blocks, traced with five blocks of each run; the others are copies.
 
 The module is traced without the missing blocks and with all inputs, so that AOTAutograd's facts about inputs and
-outputs are those of the whole. Where the blocks that it was traced with do not prove what the missing ones are, the
-whole is traced.
+outputs are those of the whole module. Where the five blocks do not prove what the missing ones are, the whole module is
+traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from memopt.compat.joint_trace import AotTrace, trace_region
 
 
 def trace_blocks_once(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int]) -> AotTrace:
-    """As `trace_region`, which traces the whole; `written` are the numbers of the inputs that the module writes to."""
+    """AOTAutograd's trace of a module, as `trace_region` gives it, but with only five blocks of each run traced where
+    that is possible. `written` are the numbers of the inputs that the module writes to."""
     inlined = not [*module.parameters(), *module.buffers()]
     runs = find_runs(module, inputs, written) if inlined else ()
     if not runs:

@@ -1,4 +1,5 @@
-"""The blocks of runs that a joint graph was traced with, and whether they prove what the missing ones are.
+"""The standing blocks of runs of equal blocks, and whether they prove what the missing blocks are. The standing ones
+are those that a joint graph was traced with.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
 from. The blocks in the middle prove the step from one block to the next: their nodes are equal, and what the one reads
@@ -32,12 +33,13 @@ class Place:
     block: int
     """The number of the block among the standing ones."""
     number: int
-    """The number of the node in its half of the block."""
+    """The number of the node in the forward, or the backward, of the block."""
 
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A joint graph with the standing blocks of runs, which prove what the missing ones are."""
+    """A joint graph with the standing blocks of runs. In what `standing_blocks` returns, they prove what the missing
+    ones are."""
 
     joint: fx.GraphModule
     forward_outputs: int
@@ -46,7 +48,8 @@ class Standing:
     runs: tuple[Run, ...]
     place: dict[fx.Node, Place] = field(default_factory=dict)
     pieces: dict[tuple[int, bool, int], list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
-    """The nodes of a half of a standing block, by the run, whether it is the backward, and the block."""
+    """The nodes of the forward or the backward of a standing block, by the run, whether it is the backward, and the
+    block."""
     inputs: tuple[fx.Node, ...] = ()
     """The inputs of the joint graph that stand for those of the module, in order."""
     role: dict[fx.Node, tuple[int, int, fx.Node]] = field(default_factory=dict)
@@ -55,7 +58,8 @@ class Standing:
     """By storage the first node whose value lies in it, and the number of that tensor in its value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
-        """The nodes of a half of a standing block."""
+        """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is a number in
+        `runs`, `block` the number of the block among the five standing ones."""
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
@@ -66,7 +70,8 @@ class Standing:
 def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[Run, ...]
 ) -> Standing | None:
-    """The standing blocks of a joint graph that was traced without the missing ones; None where they prove nothing."""
+    """The standing blocks of a joint graph that was traced without the missing ones; None where they do not prove what
+    these are."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")
@@ -90,10 +95,13 @@ def standing_blocks(
 
 
 def _set_places(found: Standing) -> bool:
-    """Find the place of each node of the joint graph; false where a half of a block is not in one piece, or they come
-    in another order. A sum of gradients belongs to what made the last of them, arithmetic on sizes that other code
-    reads, too, to no block: false where it begins in the first block behind the missing ones, which is another one in
-    the whole."""
+    """Find the place of each node of the joint graph. A node that tells no operator, such as a sum of gradients,
+    belongs to the block of the node before it. Arithmetic on sizes that other code reads, too, belongs to no block.
+
+    Returns false where the forward or backward of a block is not in one piece, and where blocks come in another order.
+    Also where such arithmetic begins in the first block traced behind the missing ones: with all blocks, it would begin
+    in another.
+    """
     owner = {
         node.name: (number, block)
         for number, run in enumerate(found.runs)
@@ -126,8 +134,9 @@ def _set_places(found: Standing) -> bool:
 
 
 def _take_sizes_out(found: Standing, key: tuple[int, bool, int]) -> bool:
-    """Leave numbers that a half of a block makes, and that other blocks or other code read, without a place; false for
-    the half that is traced first behind the missing blocks."""
+    """Take the place from each node of `key`, the forward or backward of a block, that computes no tensor and that
+    other blocks or other code read. Returns false where there is one in the forward or backward that is traced first
+    behind the missing blocks."""
     run, backward, block = key
     own = {*found.half(run, False, block), *found.half(run, True, block)}
     numbers = [node for node in found.pieces[key] if not list(tensors(node.meta.get("val")))]
@@ -148,7 +157,7 @@ class _Proof:
     of: Standing
 
     def holds(self) -> bool:
-        """Whether they do, for all runs."""
+        """Whether the standing blocks show what the missing ones are, for all runs."""
         return all(map(self._steps, range(len(self.of.runs)))) and self._others() and self._gradients()
 
     def _steps(self, run: int) -> bool:
@@ -164,7 +173,7 @@ class _Proof:
         )
 
     def _equal(self, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> bool:
-        """Whether the nodes of a block are those of the block before it, moved on by one block."""
+        """Whether `other`, the nodes of a block, are `one`, those of the block before it, moved on by one block."""
         return len(one) == len(other) and all(
             self._alike(node, later) and self._reads_alike(node, later) for node, later in zip(one, other, strict=True)
         )
@@ -180,7 +189,8 @@ class _Proof:
         return node.op, target, arguments, value_kind(node.meta.get("val")), frozenset(node.meta)
 
     def _reads_alike(self, node: fx.Node, later: fx.Node) -> bool:
-        """Whether what `later` reads is what `node` reads, moved on by one block; their values lie in memory alike."""
+        """Whether what `later` reads is what `node` reads, moved on by one block, and the memory in which its value
+        lies, too."""
         read = zip(sources_of(node), sources_of(later), strict=True)
         if not all(self._moved(one, other) for one, other in read):
             return False
@@ -191,7 +201,8 @@ class _Proof:
         return True
 
     def _moved(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether a node takes the place of another one block later; of other code, each only takes its own."""
+        """Whether `other` takes the place of `one` in the next block. Nodes of other code take no place but their
+        own."""
         for known in (self.of.place, self.of.role):
             if one in known or other in known:
                 if one not in known or other not in known:
@@ -200,8 +211,9 @@ class _Proof:
         return one is other
 
     def _others(self) -> bool:
-        """Whether nodes read values of a run, and lie in its memory, only from next to the block that made them, and
-        inputs that are a block's own only in that block."""
+        """Whether values are read, and lie in memory, only near what made them. An input that is a block's own is read
+        in that block only, a block's value in that block and its neighbours. Other code reads values of the first and
+        the last block only."""
         for node in self.of.joint.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
@@ -221,8 +233,11 @@ class _Proof:
         return True
 
     def _gradients(self) -> bool:
-        """Whether the results of the graph are of the first and the last block of a run, but for gradients of inputs
-        that are a block's own, which that block's backward makes."""
+        """Whether each further block would return what the middle blocks do.
+
+        Gradients of inputs that are a block's own must come from that block's backward, in each middle block from the
+        node of the same number. All other results must come from the first or last block, or from other code.
+        """
         results: Any = self.of.joint.graph.output_node().args[0]
         missing = {own for run in self.of.runs for number in run.missing for own in run.own[number].values()}
         given = self.of.module.graph.find_nodes(op="placeholder")

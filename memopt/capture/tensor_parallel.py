@@ -47,7 +47,8 @@ GATHER_SHARDS = _operator("gather_shards", _repeated)
 SCATTER_SUMS = _operator("scatter_sums", _cut)
 """The values of all cards are summed, and each card gets its part along `dim`."""
 GATHER_COPIES = _operator("gather_copies", _repeated)
-"""As `GATHER_SHARDS`, of a result that all cards read alike: each card takes its part of one gradient."""
+"""As `GATHER_SHARDS`, for a result that all cards read alike: they have the same gradient, and each takes its part of
+it."""
 TAKE_PART = _operator("take_part", _cut)
 """Each card takes its part along `dim` of a value that all cards have; nothing is exchanged but gradients."""
 SUM_SHARDS = _operator("sum_shards", _whole)
@@ -105,10 +106,10 @@ class TensorParallel:
 
     @classmethod
     def of(cls, model: nn.Module, cards: int, plan: Mapping[str, str] | None) -> TensorParallel:
-        """The styles of a model's layers by a plan from patterns of paths ("layers.*.attention.wq") to styles; without
-        one by the model's own, as models of transformers have it.
+        """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
+        it, the model's own plan is taken, as models of transformers have it.
 
-        Raises `ValueError` where there is none, where it names no layer, and where a size does not divide.
+        Raises `ValueError` where there is no plan, where it names no layer, and where a size does not divide.
         """
         own = plan if plan is not None else own_tp_plan(model)
         if not own:
@@ -227,8 +228,8 @@ def _part(parameter: torch.Tensor, cards: int, dim: int) -> nn.Parameter:
 
 
 def _regions(styles: Mapping[str, str]) -> list[str]:
-    """The modules whose input is gathered: the parents of layers that are split by columns, which read one input; a
-    layer outside of blocks by itself."""
+    """The paths of the modules whose input is gathered: the parents of layers that are split by columns, which read one
+    input; a layer outside of blocks by itself."""
     found: dict[str, None] = {}
     for path, style in styles.items():
         if style != ROWS:
@@ -249,7 +250,8 @@ def _blocks(model: nn.Module, regions: list[str]) -> list[str]:
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call with the first floating-point tensor among them changed."""
+    """The arguments of a call with the first positional one changed; where there is none, the first floating-point
+    tensor among the keywords."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.is_floating_point())

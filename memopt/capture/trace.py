@@ -55,8 +55,8 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
 
 
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
-    """Take the mark of the backward from operators that an output of the forward needs: where a pass of inductor's
-    replaces an operator by an equal one (`x - zeros` by `x`), that one may have got it."""
+    """Mark all operators that an output of the forward needs as the forward's. Where a pass of inductor's replaces an
+    operator by an equal one (`x - zeros` by `x`), the mark of the backward may have come to that one."""
     results: Any = graph.output_node().args[0]
     needed = [result for result in results[:forward_outputs] if isinstance(result, fx.Node)]
     seen = set(needed)
@@ -69,9 +69,11 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
 
 
 def lay_out_again(graph: fx.Graph) -> None:
-    """Correct the stored values of calls that read a tensor with gaps, and of what reads those. On a CUDA card inductor
-    pads matrix products whose kernels are faster then (`shape_padding`), and takes from the result a slice in the place
-    of the product, but leaves the values behind it as they were."""
+    """Correct the stored values (`meta["val"]`) of calls that read a tensor with gaps, and of what reads those.
+
+    On a CUDA card inductor pads matrix products whose kernels are faster then (`shape_padding`), and puts a slice of
+    the result in the place of the product. The stored values of what reads it stay as they were.
+    """
     changed: set[fx.Node] = set()
     with on_stored_values(graph):
         for node in graph.nodes:
@@ -118,7 +120,7 @@ INDUCTOR = "inductor"
 
 @dataclass(frozen=True, eq=False)
 class RegionTrace:
-    """The source of a region's joint graph, from which its halves are compiled."""
+    """The source of a region's joint graph, from which its forward and backward are compiled."""
 
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
@@ -165,9 +167,8 @@ def differentiate(
     forward as it is (`JointGraph.differentiated` is false).
 
     `operators` are the rewriting's stages where that module is an operator graph, else None; `decide` and `reinplace`
-    are as for `JointGraph.of`.
-
-    Raises `CaptureError`, `PassError`.
+    are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where the traced graph lacks facts about a
+    call, and where a region that reads split parameters returns several losses. Raises `PassError` where a pass fails.
     """
     region = traced.region
     with traced.active():
@@ -209,8 +210,8 @@ def _traced(module: fx.GraphModule, region: RecordedRegion) -> AotTrace:
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:
-    """The results that a second forward can replace: none where inductor draws other random numbers than the plain
-    forward does."""
+    """The positions of the forward's results that a second forward can replace: none where inductor draws other random
+    numbers than the plain forward does."""
     draws = any(is_random(node) or "inductor_seed" in str(node.target) for node in joint.graph.nodes)
     if region.deferred is None or (backend == INDUCTOR and draws):
         return frozenset()
@@ -231,7 +232,7 @@ def sizes_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
 
 def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[int]:
     """The `id`s of the parameters that get gradients: from the runs that have a joint graph in `trace_call`'s result,
-    or from eager code between regions. A region may read others for outputs that are not differentiated."""
+    or from eager code between regions. A region may read other parameters, for outputs that are not differentiated."""
     runs = zip(joints, differentiated_runs(joints, captured), strict=True)
     return captured.eager.union(
         *(
@@ -242,9 +243,11 @@ def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[i
 
 
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
-    """The bytes of eager code around the runs that have a joint graph, those around the others with them; at the end,
-    as `before`, `during` and `before_backward`, those after the last backward, after the forward, and between the last
-    region and the end of the forward."""
+    """The bytes of eager code around each run that has a joint graph, which include those around the runs without one.
+
+    The last entry is for the end of the step. Its `before` is the most after the last backward, `during` what is held
+    after the forward, and `before_backward` the most between the last region and the end of the forward.
+    """
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerBytes] = []
     skipped = EagerBytes()
@@ -272,8 +275,8 @@ def accumulating(
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for: autograd hands those over. So it does with
-    gradients of wrappers, which AOTAutograd makes from the graph's results.
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for: these gradients are returned to autograd. So
+    are the gradients of wrappers (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's results.
     """
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)

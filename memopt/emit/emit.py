@@ -23,8 +23,8 @@ from memopt.planning.schedule_parts import RegionSchedule
 def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:
     """The one region of a planned call as a function.
 
-    `accumulation` says in each backward whether gradients may be added to `.grad` one by one. Raises `CaptureError`
-    where inductor fails to compile the region.
+    `accumulation` says, in each backward, how gradients reach `.grad`. Raises `CaptureError` where inductor fails to
+    compile the region.
     """
     captured = plan.captured
     assert captured is not None, "a plan from a file has no graphs to emit"
@@ -44,11 +44,12 @@ def emit_region(
     adds: bool = True,
     limit_bytes: int | None = None,
 ) -> Emitted:
-    """One region as a function of its inputs, differentiable through the halves into which its schedule partitions it.
-    With `adds`, its backward adds gradients to `.grad` where `accumulation` allows it. While compiled kernels are
-    timed, torch's allocator for CUDA holds at most `limit_bytes`.
+    """One region as a function of its inputs, differentiable, which runs the forward and backward that its schedule
+    gives. With `adds`, its backward adds gradients to `.grad` where `accumulation` allows it. While compiled kernels
+    are timed, torch's allocator for CUDA holds at most `limit_bytes`.
 
-    Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`.
+    Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`, which maps
+    symbols to sizes.
     """
 
     exchanges = 0
@@ -69,8 +70,9 @@ def emit_region(
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
-    """A region that gets its inputs at these positions without their autograd history. Otherwise the backward would
-    visit their nodes with no gradient: hooks would be called with None, and DDP would find the parameters used."""
+    """A region that gets its inputs at these positions without their autograd history. With it, the backward would
+    visit the nodes of these inputs with no gradient: hooks would be called with None, and DDP would find the parameters
+    used."""
     if not positions:
         return run
 
@@ -81,9 +83,11 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
 
 
 def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
-    """The region with its halves as plain ATen operators; `accumulation` is told of a backward that has no memory left.
+    """The region with the forward and backward that `cut` returns, run as plain ATen operators. `accumulation.failed`
+    is called where an allocation fails in the backward.
 
-    It must be called in the context of the region's trace."""
+    It must be called in a block `joint.trace.active()`.
+    """
 
     versions = _Versions(joint.statistics)
 
@@ -97,15 +101,17 @@ def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> 
 
 
 class _Versions:
-    """Has the forward of a region write to inputs with these numbers as kernels do that do not count it: AOTAutograd
-    counts each write, and a backward that has saved such an input would be refused after a second forward."""
+    """Sets the version counters (`Tensor._version`) of a region's inputs with these numbers back after its forward.
+    These are the statistics of batch normalisations, whose eager kernels do not count that they write to them.
+    AOTAutograd counts each write, and autograd would refuse a backward that has saved such an input after a second
+    forward."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = sorted(numbers)
         self._before: list[tuple[torch.Tensor, int]] = []
 
     def noted_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A region that notes the versions of these inputs when it begins."""
+        """`run`, a region, with the counters of these inputs noted when it begins."""
 
         def noting(*inputs: Any) -> Any:
             self._before = [(inputs[number], inputs[number]._version) for number in self._numbers]
@@ -117,7 +123,8 @@ class _Versions:
         return noting if self._numbers else run
 
     def kept_by(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """The forward of the region, at whose end they have these versions, before autograd saves any."""
+        """`forward`, the region's forward, which at its end sets the counters to those noted, before autograd saves any
+        input."""
 
         def keeping(arguments: list[Any]) -> Any:
             results = forward(arguments)

@@ -42,14 +42,17 @@ class Outputs:
     number: int
     """The number of outputs, which are the first results of the forward."""
     released: Collection[int] = ()
-    """Those that are let go when the backward begins."""
+    """Those that are freed when the backward begins."""
     held: Collection[int] = ()
     """Those that are held to the end of the step, whatever the caller does."""
 
 
 def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
-    """The bytes that both halves hold in a dry run. The caller keeps the outputs until the backward ends; on a card,
-    the calls are also those of a caller who drops them before."""
+    """The bytes that the forward and the backward hold in a dry run.
+
+    The caller keeps the outputs until the backward ends. Where blocks come from a caching allocator and outputs are
+    large, its calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward.
+    """
     found, large = _dry_run(forward, backward, outputs, dropped=False)
     if not large:
         return found
@@ -57,8 +60,8 @@ def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
 
 
 def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) -> tuple[Footprint, bool]:
-    """The bytes that both halves hold, and whether an output that the caller may drop is large, on a card. `dropped`:
-    the caller drops these before the backward."""
+    """The bytes that forward and backward hold in a dry run. Also whether an output that the caller may drop is large,
+    where a caching allocator is used. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = next((value.device for value in given if isinstance(value, torch.Tensor)), HOST)
@@ -102,8 +105,8 @@ def _fresh(value: Any, mode: FakeTensorMode) -> Any:
 
 
 class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
-    """Counts and lists the storages that inductor's code makes, as the allocator of `device` hands them out, and the
-    workspaces of the operators that it calls, on a card with that `chip`."""
+    """Counts and lists the storages that inductor's code makes, in blocks as large as the allocator of `device` gives
+    them. With them, the workspaces of the operators that it calls, on a card with that `chip`."""
 
     supports_higher_order_operators = True
 
@@ -162,7 +165,7 @@ def dry_run(source: str, inputs: list[Any], mode: FakeTensorMode, held_blocks: _
 
 
 def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
-    """The `call` that the source defines, with kernels that do nothing."""
+    """The function `call` that the source defines, with kernels that do nothing."""
     module = ast.parse(source)
     module.body = [kept for statement in module.body if (kept := _without_kernel(statement)) is not None]
     names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": _NoKernel()}

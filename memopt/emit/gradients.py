@@ -22,7 +22,7 @@ Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
 
 
 class _Exchange(Protocol):
-    """Exchanges gradients between ranks while the backward runs."""
+    """Exchanges gradients between the ranks of DDP while the backward runs."""
 
     views: bool
     """Whether a gradient that is ready becomes a view of a bucket at once."""
@@ -39,21 +39,22 @@ class Accumulation:
     """How gradients reach `.grad` in the backwards of a model."""
 
     allowed: bool = True
-    """Whether they may be added to `.grad` one by one. They may not while several forwards wait for their backward:
-    autograd then sums their gradients first, and adding them singly would round differently."""
+    """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
+    backward: autograd then sums their gradients first, and adding them singly would round differently."""
     exchange: _Exchange | None = None
-    """Exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
-    of them, at the end of a region's backward, or there is one rank."""
+    """Exchanges the gradients of the backward to come as soon as each is complete. None where nothing is exchanged
+    while the backward runs, as with one rank."""
     failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
     """Called when the device has no memory left in a backward; returns the error to raise."""
     region: tuple[int, int] | None = None
-    """The backward pass, and the autograd node of a region in it, to which the receivers belong."""
+    """The number of the running backward pass, and the `id` of the autograd node of a region in it, to which the
+    receivers belong."""
     receivers: list[Receiver | None] = field(default_factory=list)
-    """The parameters among the inputs of that region, with what autograd does with their gradients. No other input is
-    held when the backward is over."""
+    """For each tensor input of that region: the parameter that it is, and what autograd does with its gradient. None
+    for other inputs, none of which may be held when the backward is over."""
 
     def enter(self, region: tuple[int, int]) -> None:
-        """Note the receivers of the region whose backward runs."""
+        """Set the receivers to those of `region`, whose backward runs."""
         found = receivers()
         self.receivers = [(leaf, fate) if isinstance(leaf, nn.Parameter) else None for leaf, fate in found]
         self.region = region
@@ -66,7 +67,8 @@ class AccumulateGradient(nn.Module):
     `.grad`, too, and is exchanged while the backward goes on.
 
     The parameter is input `position` (counted among tensors) of the call whose backward runs, because one region serves
-    calls with different parameters.
+    calls with different parameters. With `own_memory`, no other result of the backward shares memory with the gradient.
+    The gradient is dropped also where `reached`, if given, returns False in the running backward.
     """
 
     def __init__(
@@ -102,8 +104,9 @@ class AccumulateGradient(nn.Module):
         return None
 
     def receiver(self) -> Receiver:
-        """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
-        the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
+        """The parameter in the running backward, and what autograd does with its gradient. None and `RETURNED` where
+        the input is not a leaf; None and `DROPPED` where the backward reaches no output from which the gradient
+        comes."""
         if self.reached is not None and not self.reached():
             return None, Fate.DROPPED
         accumulation = self.accumulation
@@ -113,7 +116,7 @@ class AccumulateGradient(nn.Module):
 
     def _exchange_first(self, exchange: _Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
-        it; returns whether it was done."""
+        it. Returns whether this was done."""
         if (
             not (exchange.views or self.own_memory)
             or not exchange.takes(parameter)
@@ -140,7 +143,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether a hook waits for the parameter's gradient; with `stepped`, a hook other than the one that steps it."""
+    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the parameter in the
+    backward does not count."""
     if not has_hooks(parameter):
         return False
     late = len(post_accumulate_hooks(parameter))
@@ -206,10 +210,11 @@ def accumulate_in_place(
 ) -> None:
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
-    `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
-    Positions in `steps` get a `_StepParameter` instead, after all nodes that `steps` names: those that read the
-    parameter, which has its new value from then on. No other result shares memory with those at `own_memory`.
-    `reached` tells of gradients that are zeros unless it returns True.
+    All keys and `own_memory` are positions among the backward's results. `inputs` gives the position, among tensors, of
+    the input whose gradient a result is. Results in `steps` get a `_StepParameter` instead, after all nodes that
+    `steps` names: those that read the parameter, which has its new value from then on. Results in `own_memory` share
+    memory with no other result. `reached` gives functions that return False where the running backward drops the
+    gradient.
     """
     graph = backward.graph
     output = graph.output_node()
@@ -271,7 +276,8 @@ def is_reached(tangents: Collection[int], number: int) -> bool:
 
 
 def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
-    """A compiled backward that returns None for the gradients that come from no output that a backward reaches."""
+    """A compiled backward as `backward`, but with None in place of each gradient that comes only from outputs which the
+    running backward does not reach."""
     partial = joint.partial_gradients
     if not partial:
         return backward
@@ -285,8 +291,8 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """A compiled backward that calls `accumulation.failed` where an allocation fails in it, and raises what that
-    returns."""
+    """A compiled backward as `backward`. Where an allocation fails in it, it raises what `accumulation.failed` returns
+    for the error."""
 
     def run(arguments: list[Any]) -> Any:
         try:

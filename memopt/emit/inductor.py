@@ -1,4 +1,5 @@
-"""The "inductor" backend: halves compiled by torch.compile's own backend, with the bytes that they then hold."""
+"""The "inductor" backend: forward and backward compiled by torch.compile's own backend, and the bytes that they then
+hold."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ from passes import copy_graph_module, format_graph
 def compile_by_backend(
     joint: JointGraph, cut: Cut, accumulation: Accumulation, limit_bytes: int | None = None
 ) -> Emitted:
-    """The region with its halves compiled by inductor. It fuses elementwise operators, so that values between fused
-    operators are never materialised, and it chooses the order of the kernels. `accumulation` is told of a backward that
-    has no memory left. In the first run, in which kernels are timed, torch's allocator for CUDA holds at most
-    `limit_bytes`.
+    """The region with the forward and backward that `cut` returns, compiled by inductor. It fuses elementwise
+    operators, so that values between fused operators are never materialised, and it chooses the order of the kernels.
 
-    It must be called in the context of the region's trace. Raises `CaptureError` where inductor fails.
+    `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
+    timed, torch's allocator for CUDA holds at most `limit_bytes`. It must be called in a block `joint.trace.active()`.
+    Raises `CaptureError` where inductor fails.
     """
     halves = _Halves(cut, joint, accumulation, limit_bytes)
     module, inputs = joint.trace.module, joint.trace.region.inputs
@@ -49,7 +50,8 @@ def compile_by_backend(
 
 @dataclass
 class _Halves:
-    """Collects the halves of one compilation, as partitioned and as compiled."""
+    """The two halves of one compilation, the forward and the backward, as they are partitioned and as inductor compiled
+    them."""
 
     cut: Cut
     joint: JointGraph
@@ -61,7 +63,8 @@ class _Halves:
     hash: str = ""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        """The halves as planned. The joint graph that inductor passes is the planned one, traced again."""
+        """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes is the
+        planned one, traced again."""
         assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
         self.handing = _Handing(backward)
@@ -103,7 +106,7 @@ class _Halves:
 
 
 def _outputs(joint: JointGraph) -> Outputs:
-    """How long the region's results are held: values that outputs are computed from on demand are let go when the
+    """How long the region's results are held. Values from which deferred outputs are computed are freed when the
     backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
     deferred = joint.trace.region.deferred
     first = joint.forward_outputs if deferred is None else len(deferred.returned)
@@ -112,7 +115,8 @@ def _outputs(joint: JointGraph) -> Outputs:
 
 
 def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:
-    """A compiled half whose first run, in which its kernels are timed, is held to a limit."""
+    """A compiled forward or backward in whose first run, which times its kernels, torch's allocator for CUDA holds at
+    most `limit_bytes`."""
     timed = False
 
     def run(arguments: list[Any]) -> Any:

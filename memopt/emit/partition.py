@@ -36,15 +36,16 @@ class Emitted:
 
     run: Callable[..., Any] = field(repr=False)
     footprint: Footprint | None = None
-    """The bytes that its compiled halves hold; None where these are the plan's own figures."""
+    """The bytes that its compiled forward and backward hold; None where the plan's own figures are used."""
     exchanges: int = 0
-    """Equal on two ranks if the region's halves run the same collectives in the same order; 0 if they run none."""
+    """A digest of the collectives that its forward and backward run: equal on two ranks that run the same ones in the
+    same order, 0 where there are none."""
 
 
 def partition(
     joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region, with operands overwritten where the graph says so
+    """The forward and backward modules of a region. Operands are overwritten where the graph says so
     (`JointGraph.reuses`). With `accumulation`, gradients are added to `.grad` in place, and parameters are stepped
     where the schedule says so."""
     scheduled = scheduled_graph(joint, schedule)
@@ -94,11 +95,12 @@ def _is_backward(node: fx.Node) -> bool:
 def nodes_before_steps(
     joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
 ) -> dict[int, set[str]]:
-    """Position of a gradient among the backward's results → names of the backward's nodes that read the storage of the
-    parameter or of the gradient through any alias, recomputed nodes included.
+    """Position of a gradient among the backward's results → names of the backward's nodes that must run before the
+    parameter is stepped: the one that makes the gradient, and those that read the storage of either through any alias,
+    recomputed nodes included.
 
-    `numbers` are those of the inputs to step. `backward` is the half extracted from the scheduled graph. The names come
-    from the scheduled graph alone, so that an error of the planner cannot go unnoticed.
+    `numbers` are those of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The names
+    come from that graph alone, so that an error of the planner cannot go unnoticed.
     """
     if not numbers:
         return {}

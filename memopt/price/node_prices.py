@@ -100,8 +100,9 @@ def price_nodes(
 
 
 def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
-    """The price of a node on a GPU: with each block that it allocates, if it is written in Python or a library's, or
-    allocates its results in another order than it returns them."""
+    """The price of a node on a GPU. It has the allocator's calls within the node (`NodePrice.calls`) for operators that
+    are written in Python, those of a library, and those that allocate their results in another order than they return
+    them."""
     call, device = op_call(node), device_of(card)
     dry_run = None if call is None else op_dry_run(call, device.type, card.chip) or device.library_run(call, card.chip)
     if dry_run is None:
@@ -121,9 +122,9 @@ def _timed(modelled: Mapping[fx.Node, float], device: torch.device) -> dict[fx.N
 
 
 _REGION_SECONDS = 2.5e-3
-"""The time of a region: its guards, the check of what the device holds, autograd's node."""
+"""Seconds of a region: its guards, the check of what the device holds, autograd's node."""
 _GRADIENT_SECONDS = 40e-6
-"""The time of an input with a gradient: its guard, its place among the inputs, its gradient handed out."""
+"""Seconds of an input with a gradient: its guard, its place among the inputs, the return of its gradient."""
 
 
 def host_seconds(regions: int, gradients: int) -> float:

@@ -41,9 +41,11 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 _KEEPS_ALL = PassedOn(frozenset())
 PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
-"""The names of the ops to which results live that one of several regions passes on."""
+"""The names of ops that stand for other code in one of several regions. Outputs and gradients that the region passes on
+live until the first two; the third makes the inputs that are outputs of earlier regions."""
 RETURN_OUTPUTS = "return_outputs"
-"""The name of the op that keeps results which the caller lets go when the backward begins."""
+"""The name of the op at the end of the forward until which results live that the caller drops when the backward
+begins."""
 
 
 def price(
@@ -71,20 +73,20 @@ class _Pricer:
     reduced: dict[fx.Node, list[tuple[Reduction, frozenset[int]]]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
-    """Storages of the gradients that a parameter step frees."""
+    """Storages of gradients that a parameter's step reads last and frees."""
     kept: set[int] = field(default_factory=set)
     """Storages that live to the end of the step."""
     lent: set[int] = field(default_factory=set)
     """Storages of outputs that are passed on."""
     forward_only: dict[int, int] = field(default_factory=dict)
-    """Position of an output that is held in the forward only → its storage of the graph."""
+    """Position of an output that is held in the call's forward only → the number of its storage in the graph."""
     given_on: set[int] = field(default_factory=set)
     """Storages of gradients that live to the end of the backward."""
     tangents: set[int] = field(default_factory=set)
     """Storages of the outputs' gradients of one of several regions, which live to the end of its backward."""
     listed: list[Storage] = field(default_factory=list)
     number: dict[int, int] = field(default_factory=dict)
-    """Position in `listed` of a storage of the graph."""
+    """Number of a storage in the graph → its position in `listed`."""
     ops: list[Op] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
@@ -153,14 +155,18 @@ class _Pricer:
         return PricedGraph(problem, *columns, steps, read, given, tuple(sorted(self.use.hosted)))
 
     def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
-        """The storage of each of the results at these positions that lies in one of some storages."""
+        """Position → number of a storage, for those of the results at these positions that lie in a storage of
+        `among`."""
         nodes = ((position, self.results[position]) for position in positions)
         found = ((at, self.storages.of.get(node, ())) for at, node in nodes if isinstance(node, fx.Node))
         return {at: index for at, indices in found for index in indices if index in among}
 
     def add_given(self, numbers: Collection[int]) -> dict[int, int]:
-        """Append the op that stands for the regions whose outputs are the inputs of these numbers, if there are any;
-        return the storage of each, which has no bytes: it says which ops read the input."""
+        """Append the op that stands for the regions whose outputs are the inputs of these numbers, if there are any.
+
+        It makes a storage without bytes for each such input, which the ops that read the input read: so a schedule
+        tells where it is needed. Returns number of an input → position of that storage in `listed`.
+        """
         nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         indices = ((number, index) for number in numbers for index in self.storages.of.get(nodes[number], ()))
         linked = {number: index for number, index in indices if index not in self.mutated}
@@ -175,8 +181,8 @@ class _Pricer:
         return {number: self.number[index] for number, index in linked.items()}
 
     def add_hosted(self) -> None:
-        """Append an op for each input that lies on the host, which stands for its being there, and one for the moment
-        in which the step begins: what is read first is brought then."""
+        """Append an op for each input that lies on the host, which stands for its being there, and one named "begin"
+        for the moment in which the step begins: inputs that are read first are copied to the device then."""
         nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         for number in sorted(self.use.hosted):
             (index,) = self.storages.of[nodes[number]]
@@ -190,14 +196,15 @@ class _Pricer:
             self.append(Op("begin", 0.0, (), (), recomputable=False))
 
     def passed_on_among(self, positions: Collection[int]) -> set[int]:
-        """Storages of the results at these positions that are passed on, and of none that is kept."""
+        """The storages of those results at these positions that are passed on to other code, without those that live to
+        the end of the step."""
         passed_on = (self.use.passed_on or _KEEPS_ALL).results.intersection(positions)
         nodes = [self.results[position] for position in passed_on]
         found = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         return found - self.kept - self.resident
 
     def add_end(self, name: str, storages: set[int]) -> None:
-        """Append an op to which storages are held, where there are any."""
+        """Append an op that reads these storages, so that they live until then; no op where none of them is listed."""
         if reads := tuple(self.number[index] for index in sorted(storages) if index in self.number):
             self.append(Op(name, 0.0, reads, (), recomputable=False))
 
@@ -272,7 +279,8 @@ class _Pricer:
         self.modules.append(path)
 
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
-        """List a storage of the graph, with `surplus_bytes` beyond what its shape says; return its number."""
+        """List a storage of the graph, with `surplus_bytes` beyond what its shape says; return its position in
+        `listed`."""
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
@@ -293,7 +301,8 @@ class _Pricer:
         return next((node.name for node in nodes if self.storages.of.get(node) == (index,)), "")
 
     def add_generator_state(self, node: fx.Node) -> None:
-        """Append the op that saves the generator's state for a random op: keeping it is the schedule's choice."""
+        """Append the op that saves the generator's state for a random node that may be recomputed. It is the schedule's
+        choice how long the state is kept."""
         if not self.recomputable(node):
             return
         state_bytes = self.rounded(_device(node).generator_state_bytes)
@@ -302,7 +311,8 @@ class _Pricer:
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_return(self) -> None:
-        """Append the op that keeps released results to the end of the forward, where there are any."""
+        """Append the op that holds the released results (`GraphUse.released`) until the end of the forward, where there
+        are any."""
         nodes = (self.results[position] for position in self.use.released)
         held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):

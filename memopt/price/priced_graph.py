@@ -32,7 +32,7 @@ class ParameterSteps:
 
 
 class MemoryUses:
-    """Which nodes of a joint graph read which storages, scheduled or not."""
+    """Which nodes of a joint graph read which storages, whether a schedule names these nodes or not."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         self.storages = storages
@@ -66,8 +66,9 @@ class MemoryUses:
 
 
 def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dict[int, int]:
-    """Of the inputs with these numbers, those that may lie on the host, with their bytes, in the order in which they
-    are read first: the graph reads them and neither writes to them nor returns their memory."""
+    """Number of an input → its bytes, for those of the inputs `numbers` that may lie on the host, in the order in which
+    they are read first. The graph must read them, and neither write to them nor return their memory; smaller ones than
+    `least_bytes` are left out."""
     storages = find_storages(graph)
     uses = MemoryUses(graph, storages)
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -84,7 +85,7 @@ def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dic
 
 @dataclass(frozen=True)
 class PlacedParameterStep:
-    """A parameter's step, behind the first node after which it may run."""
+    """The optimiser's step of a parameter, with what must come before it."""
 
     position: int
     """The position of the gradient among the results."""
@@ -169,8 +170,9 @@ class NodePrice:
 
 
 def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
-    """The allocator's calls within a node, whose results' blocks are numbered as it returns them, as an op has them: by
-    their place among the storages that it makes. A result that is written over an operand has no block of its own.
+    """The allocator's calls within a node, renumbered from blocks as the node returns them to blocks as an op has them
+    (`Op.calls`): by their place among the storages that it makes. A result that is written over an operand has no block
+    of its own.
 
     Args:
         results: the storage of each of the node's results.
@@ -187,11 +189,12 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
 
 @dataclass(frozen=True)
 class PassedOn:
-    """Of one of the regions of a call, the results that other code takes and the inputs that are outputs of others."""
+    """What one of several regions of a call shares with other code: results that this code takes, and inputs that are
+    outputs of earlier regions."""
 
     results: frozenset[int]
-    """Positions, among all results of its joint graph, of outputs that are held until its backward begins at most, and
-    of gradients that belong to others once it ends."""
+    """Positions, among all results of its joint graph, of outputs that are held at most until its backward begins, and
+    of gradients that belong to other code once that backward ends."""
     forward_only: Collection[int] = ()
     """Those of the outputs that nobody holds any more once the call's forward is over."""
     given: Collection[int] = ()
@@ -221,11 +224,13 @@ class PricedGraph:
     steps: Mapping[int, PricedParameterStep] = field(default_factory=lambda: MappingProxyType({}))
     """The parameter steps, by the number of their op; read-only."""
     outputs: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Of one of several regions, position of an output that is held in the call's forward only → its storage."""
+    """For one of several regions, position of an output that is held in the call's forward only → the number of its
+    storage in the problem."""
     given: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Number of an input that is an output of another region → a storage of no bytes, read by the ops that read it."""
+    """Number of an input that is an output of another region → the number of a storage of no bytes, which the ops that
+    read the input read."""
     hosted: tuple[int, ...] = ()
-    """The numbers of the inputs that lie on the host, and are brought before they are read."""
+    """The numbers of the inputs that lie on the host, and are copied to the device before they are read."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +258,8 @@ class GraphUse:
     overwritten: Collection[int] = ()
     """The numbers of the inputs that are written over when the forward is done: what reads one is not recomputed."""
     reductions: Collection[Reduction] = ()
-    """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last one is made, and
-    of which one card's share takes the place."""
+    """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last gradient is made.
+    One card's share of the result then takes the place of the gradients."""
     decisions: frozenset[fx.Node] = frozenset()
     """Nodes of the forward that are never recomputed, since a second evaluation might decide otherwise."""
     hosted: Collection[int] = ()
@@ -269,9 +274,9 @@ ALONE = GraphUse()
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) -> PricedGraph:
     """The priced region `number` of a call with what eager code holds around its forward and around its backward.
 
-    The most that it holds before a half of the region is the workspace of an op; what it holds while the half runs is a
-    storage that lives as long as that half. After the last region's forward there is one for what is held until its
-    backward begins.
+    The most that such code holds before the forward or the backward is the workspace of an op. What it holds while one
+    of them runs is a storage that lives as long. After the last region's forward there is a storage for what is held
+    until its backward begins.
 
     Args:
         eager: the bytes around each region; at the end those after the last backward, after the forward, and between

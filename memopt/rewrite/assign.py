@@ -154,7 +154,8 @@ class _Walk:
         return Choice(torch.float32, "the model casts to fp32")
 
     def _before_widening(self, node: fx.Node) -> _State:
-        """Returns the state of a value before the model widened it and computed with it; LOW if that is not visible."""
+        """Returns the state of the value from which `node`, an fp32 value, was computed before the model widened it;
+        LOW if that is not visible."""
         pending, seen = [node], {node}
         while pending:
             node = pending.pop(0)
@@ -194,7 +195,8 @@ class _Walk:
         return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
 
     def _as(self, state: _State, reason: str) -> Choice | None:
-        """Returns the choice that leaves a value in its state; None for fp32 parameters and inputs, which need none."""
+        """Returns the choice that leaves a value in its state; None for fp32 parameters, inputs and what follows them,
+        which need none."""
         if state is _State.MASTER:
             return None
         return Choice(self.decider.low if state is _State.LOW else torch.float32, reason)
@@ -208,7 +210,7 @@ def only_read_by(
 ) -> bool:
     """Returns whether something reads a value, and only the operators in `readers` do.
 
-    They may read it behind casts, calls that follow their input, and the operators in `behind`.
+    These may also read what casts, calls that follow their input, and the operators in `behind` make of it.
     """
     for reader in node.users:
         passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in behind

@@ -1,4 +1,5 @@
-"""The cost of choosing fp32 (label 0) or 16 bits (label 1) for the calls of a graph, as terms of pairs of labels."""
+"""The cost of choosing fp32 (label 0) or 16 bits (label 1) for the calls of a graph, as a sum over pairs of labels: a
+pair is paid where the first label is 0 and the second is 1."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from passes.graphs.op_kinds import (
 
 
 class Amounts(NamedTuple):
-    """Seconds of the step, bytes saved for the backward, and error in squared unit roundoffs."""
+    """Seconds of the step, bytes saved for the backward, and error in squared unit roundoffs: each of one pair, or a
+    sum."""
 
     seconds: float = 0.0
     nbytes: float = 0.0
@@ -46,7 +48,8 @@ class Amounts(NamedTuple):
 
 @dataclass
 class _LabelTerms:
-    """Terms over numbered labels. A cast or a saved copy that several readers share has a label that they demand."""
+    """Pairs of numbered labels with their amounts. A cast or a saved copy that several readers share has a label of its
+    own, which is that of the copy's dtype where a reader demands the copy, else the other one."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
     amounts: list[Amounts] = field(default_factory=list)
@@ -82,7 +85,8 @@ class _LabelTerms:
         self.add(*((source, thing) if low else (thing, source)), amounts)
 
     def problem(self, byte_price: float) -> LabelProblem:
-        """Returns the problem with costs in seconds, `byte_price` of them for a byte, and errors as tolls."""
+        """Returns the problem for a minimum cut. Costs are in seconds, a saved byte counts as `byte_price` seconds, and
+        errors are tolls."""
         demands = [
             (thing, label) if low else (label, thing) for thing, all_ in self._demands.items() for label, low in all_
         ]
@@ -105,7 +109,7 @@ class _LabelTerms:
         return self._sum(range(len(self.pairs)), labels)
 
     def flipping(self, label: int, labels: Flags) -> Amounts:
-        """Returns the additional amounts of giving one label the other value."""
+        """Returns by how much the sums grow if one label gets the other value."""
         things = self._demanded[label]
         near = sorted({pair for part in (label, *things) for pair in self._touching[part]})
         other = labels.copy()
@@ -149,7 +153,7 @@ _NOTHING = OpPrice()
 
 @dataclass
 class _Readers:
-    """The labels of the calls that read a value or its views, and the bytes of it that their backwards read."""
+    """The labels of the calls that read a value or its views, and what of it their backwards read."""
 
     low: list[int] = field(default_factory=list)
     """Labels of calls that read a 16-bit copy where their label is 1 and the value's is 0."""
@@ -158,7 +162,7 @@ class _Readers:
     widening: list[int] = field(default_factory=list)
     """Labels of calls that read 16 bits and return fp32 without a copy, so that only the gradient is cast."""
     saved: list[tuple[int, Saved, Saved]] = field(default_factory=list)
-    """For each call its label, and the bytes of the value that it saves in fp32 and in 16 bits."""
+    """For each call its label, and what it saves of the value if it computes in fp32 and if in 16 bits."""
 
     @property
     def rounded(self) -> bool:
@@ -170,9 +174,9 @@ class GraphTerms:
     """The terms of one graph. `label_of` has, by name, the labels of the calls whose dtype the cut decides.
 
     Calls that only move data have the label of their input. A value is cast once for all its readers in the other
-    dtype, and so is its gradient. It is saved once in every dtype in which the backward reads it, except for inputs and
-    parameters, which are held anyway (copies of them are cast again). Every rounding adds an error of its value's
-    weight: of 16-bit results and their gradients, at casts, and of values that are saved in bf16.
+    dtype, and so is its gradient. A value is saved once in every dtype in which the backward reads it, except for
+    inputs and parameters, which are held anyway (copies of them are cast again). Every rounding adds an error of its
+    value's weight: that of 16-bit results and their gradients, that of casts, and that of values saved in bf16.
     """
 
     def __init__(

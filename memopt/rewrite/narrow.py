@@ -55,8 +55,8 @@ def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
 
-    Left alone are values that are held anyway, as inputs or outputs, values that the backward reads through several
-    views, widened 16-bit values, and all that the author or the user wants in fp32.
+    Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
+    views, widened 16-bit values, small ones, and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)
     values = sole_values(graph, forward_outputs)
@@ -66,7 +66,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
     """Returns the values that the forward computes and the backward reads, without inputs and outputs.
 
-    Storages of which the backward reads more than one view are left out.
+    Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
     backward = backward_nodes(graph)
     results = graph.output_node().args[0]
@@ -99,7 +99,7 @@ def tolerated(
     exact: frozenset[str] = frozenset(),
     tolerant: frozenset[str] = _TOLERATE_BF16,
 ) -> bool:
-    """Returns whether only `tolerant` operators of the backward read a value, behind views too.
+    """Returns whether only `tolerant` operators of the backward read a value, also through views.
 
     By default these are the ones that may read it in bf16. What is traced from a node in `exact` tolerates nothing.
     """
@@ -128,7 +128,8 @@ def has_units(card: Hardware, scaling: str = "current") -> bool:
 
 @dataclass(frozen=True)
 class DecideFp8:
-    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, gradients by their scaling.
+    """Decides which linear layers of a region compute in 8 bits: e4m3 in the forward, gradients in the format that
+    `scaling` has for them.
 
     Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
     those are chosen that the time model predicts to be faster; on others all that are possible, since they save half as
@@ -182,7 +183,7 @@ class DecideFp8:
         return has_units(self.card, self.scaling)
 
     def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
-        """Returns a layer with a reason if it is not to be rewritten."""
+        """Returns a layer, with the reason if it is not to be rewritten."""
         node = next(other for other in graph.module.graph.nodes if other.name == layer.name)
         reason = layer.reason
         if node.name in graph.author_typed:
@@ -209,7 +210,8 @@ class DecideFp8:
 
 
 def _seconds(layer: FoundLinear, rate: str, card: Hardware) -> float:
-    """Returns the seconds of the products of a layer and its gradients at a rate of the card, with 16-bit results."""
+    """Returns the seconds of a layer's product and the two products of its gradients, with 16-bit results, at a `rate`
+    of the card."""
     size = 2 if rate == "bfloat16" else 1
     rows, inner, columns = layer.rows, layer.inner, layer.columns
     flops, operands = 2 * rows * inner * columns, (rows * inner, inner * columns, rows * columns)

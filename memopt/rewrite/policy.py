@@ -1,7 +1,7 @@
 """What the user asks of precision, and the decision that is made of it.
 
-A policy means a dtype on a device, which need not be present; rules set those of operators, modules or nodes. The plan
-has a dtype and a reason for each operator.
+A policy stands for a dtype on a device, which need not be present; rules set the dtypes of operators, modules or nodes.
+The plan has a dtype and a reason for each operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Choice:
     dtype: torch.dtype
     reason: str
     wished: bool = False
-    """Whether the user, or a measurement on sample data, asks for it: then nothing of it is saved rounded."""
+    """Whether the user, or a measurement on sample data, asks for it. Then none of its values is saved rounded."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ def searches(policy: Policy) -> bool:
 
 
 def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
-    """Returns the dtype that a policy, or the default of rules, means. Raises ValueError if the device lacks it."""
+    """Returns the dtype that a policy, or the default among a user's rules, stands for on a device. Raises ValueError
+    for fp16 where the device does not compute in it."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
     if name == "auto":
         return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)

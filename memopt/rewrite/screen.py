@@ -64,7 +64,7 @@ Ranges: TypeAlias = Mapping[str, Range]
 class Screening(fx.Interpreter):
     """Runs an operator graph on real values, unchanged, and records the range of every value.
 
-    Without gradients, and each value is freed after its last use. What a graph writes to its inputs, it writes.
+    It runs without gradients and frees each value after its last use. What the graph writes to its inputs is written.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -126,7 +126,7 @@ def _rows(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def looking_bytes(device_type: str) -> int:
-    """Returns the bytes that finding a range takes: copies and masks of a block, and results for its rows."""
+    """Returns the bytes that finding a range takes at most: copies and masks of a block, and results for its rows."""
     return 24 * _largest_block(device_type)
 
 
@@ -164,8 +164,8 @@ def _floats(value: Any) -> Iterator[torch.Tensor]:
 def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut], PrecisionPlan]) -> KeptOut:
     """Returns the operators that must not compute in fp16, with reasons.
 
-    `decide` returns the plan with some operators kept out; their readers may then be in fp32 without a reason of their
-    own. It is called until no value in fp16 leaves the range.
+    `decide` returns the plan with some operators kept out of fp16; their readers may then be in fp32 without a reason
+    of their own. It is called until no value in fp16 leaves fp16's range.
     """
     kept: dict[str, str] = {}
     while True:

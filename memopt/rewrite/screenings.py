@@ -1,4 +1,5 @@
-"""The ranges of values that a model's regions had on sample batches, and which operators fp16 may compute by them."""
+"""The ranges of values that a model's regions had on sample batches, and which operators may therefore compute in
+fp16."""
 
 from __future__ import annotations
 
@@ -36,12 +37,14 @@ class _NotRun(Exception):
 
 
 class Screenings:
-    """The ranges of values by region, as first observed; later captures of a region use the same ones."""
+    """The ranges of values by region, as observed when it was first run; later captures of a region use the same
+    ones."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, Ranges] = {}
         self._lines: dict[str, dict[str, Range]] = {}
-        """By the printed inputs of a region, then by printed node; other rewritings share some of them."""
+        """By the text of a region's inputs, then by the text of a node, the range of its value: graphs that other
+        rewritings make of the region have some of these nodes."""
         self._looked: set[str] = set()
         """Signatures of calls that have been run, with the state of autocast."""
         self._why_not = NO_VALUES
@@ -60,7 +63,7 @@ class Screenings:
 
         It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
         `room_bytes` (None: any) beside the model and the call. If it would hold more, if there are no values, or if it
-        fails, the plan says so.
+        fails, the plan says why fp16 was not screened. `differentiate_all` is as for `RecordedRegion.record`.
         """
         signature = f"{call_signature(call)} {autocast_state()}"
         if signature in self._looked:
@@ -90,11 +93,12 @@ class Screenings:
                         lines.setdefault(format_node(node), ranges[node.name])
 
     def _is_not_of(self, decide: Decide) -> bool:
-        """Returns whether a decider does not hold these screenings."""
+        """Returns whether a decider decides without these screenings."""
         return getattr(decide, "screenings", None) is not self
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
-        """Returns the plan of `decide` without operators that leave fp16's range, and a note on them."""
+        """Returns the plan that `decide` makes if operators whose values leave fp16's range are kept out of fp16, and a
+        note on them."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
             ranges = self._in_part(graph.module)
@@ -161,7 +165,7 @@ class _Look:
 def held_bytes(module: fx.GraphModule) -> int:
     """Returns the peak bytes, beside its inputs, of running an operator graph without gradients and recording ranges.
 
-    Found on fake tensors.
+    Found on fake tensors. Raises `_NotRun` where sizes depend on data.
     """
     if any(True for _ in new_symbols(module.graph)):
         raise _NotRun("sizes depend on data, so that what its forward would hold is not known")

@@ -103,9 +103,9 @@ def _needs_all_bits(value: fx.Node) -> bool:
 
 
 def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float) -> Flags:
-    """Returns the labels, which say what is computed in 16 bits, that take the least time among those whose error is at
-    most `most_error` times that of the `given` ones and which save no more bytes for the backward than `before` has;
-    the given ones where none takes less."""
+    """Returns the labels, which say what is computed in 16 bits, of the least cost in time and saved bytes among those
+    whose error is at most `most_error` times that of the `given` ones, and which save no more bytes for the backward
+    than `before` has; the given ones where none costs less."""
     price = terms.forward_seconds(given) / before.nbytes
     for _ in range(_DOUBLINGS):
         problem = terms.terms.problem(price)
@@ -120,7 +120,8 @@ def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float)
 
 
 def _reason(saves: Amounts, low: torch.dtype, is_low: bool) -> str:
-    """Returns the reason for a label, by the bytes and seconds that it saves: `cut: saves 12 MB and 0.03 ms`."""
+    """Returns the reason for a label: `cut: saves 12 MB and 0.03 ms`. `saves` is what its value saves beside the other
+    one."""
     if is_low:
         return f"cut: saves {_gains(saves)}"
     gains, losses = _texts(Amounts(-saves.seconds, -saves.nbytes))
@@ -162,7 +163,7 @@ def differentiated(graph: fx.Graph, parameter_inputs: Collection[int]) -> frozen
 
 
 def influence(graph: fx.Graph, differentiated: frozenset[fx.Node]) -> Influence:
-    """Models `(gradient · rounding)²`, the first-order error (design, section 7), without data.
+    """Models `(gradient · rounding)²`, the first-order error, without data.
 
     Values are assumed to have variance 1, as normalised activations, biases 0, and sums that of their operands
     together: a residual stream grows by 1 with each block. A relative error of a sum's operand becomes one of the sum

@@ -37,10 +37,10 @@ _MOST_TRACES = 256
 
 
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
-    """Run the passes that the deciders return for a graph.
+    """Run the passes that the deciders return for a graph, one decider after the other.
 
-    Raises `PassError`, and `ValueError` where no decision has the label `needed`; `NothingToRewrite` as soon as the one
-    that has turns out to have no passes.
+    `needed` is as for `Rewriting`. Raises `NothingToRewrite` as soon as the decision of that label has no passes,
+    `ValueError` where no decision has that label, and `PassError` where a pass fails.
     """
     stages, decisions = [graph.module], []
 
@@ -65,7 +65,8 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     """The joint graph of a region, rewritten as `rewriting` says; for a region without gradients its forward
     (`JointGraph.differentiated` is false).
 
-    Raises `PassError`, and `NothingToRewrite` where the needed decision has no passes.
+    Raises `PassError` where a pass fails, `NothingToRewrite` where the needed decision has no passes, and
+    `CaptureError` as `differentiate`.
     """
     with region.autocast.restored():
         operators = _rewritten_operators(region, rewriting)
@@ -84,10 +85,8 @@ def trace_call(
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
 
-    `traces` holds those that were traced before.
-
-    Raises `CaptureError` where no gradient flows to any parameter, `PassError`, and `NothingToRewrite` where the
-    needed decision has no passes in any region.
+    `traces` holds those that were traced before. Raises `CaptureError` where no gradient flows to any parameter,
+    `NothingToRewrite` where the needed decision has no passes in any region, and otherwise as `trace`.
     """
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     backend = backend if captured.whole else "aten"
@@ -103,7 +102,7 @@ def trace_call(
 
 
 class Traces:
-    """The joint graphs of regions that were traced last, so that a region is traced once however many calls have it."""
+    """The joint graphs of regions that were traced last, so that a region of several calls is traced once."""
 
     def __init__(self) -> None:
         self._joints: LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = LruCache(_MOST_TRACES)
@@ -164,8 +163,9 @@ def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
 
 
 def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:
-    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under: none where its
-    author's code fails under autocast, or takes derivatives."""
+    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under. That is None where
+    the rewriting has none or the caller's autocast is on, and where the author's code fails under autocast or takes
+    derivatives."""
     low = rewriting.autocast
     if autocast_is_on() or low is None or region.takes_derivatives or _fails_under_autocast(region, low):
         return region.graph_module, None
