@@ -15,7 +15,7 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True)
 class _LinkRate:
-    """One kind of link, as the rates of one card that sends and receives at the same time."""
+    """A kind of link, by the rates at which one card sends and receives at the same time."""
 
     bytes_per_second: float
     """In one direction."""
@@ -86,7 +86,7 @@ class _Interconnect:
 def interconnect_named(name: str) -> _Interconnect:
     """The interconnect of a name such as "nvlink4+ib-ndr", or "nvlink4" for a single node.
 
-    Raises `TypeError`, and `ValueError` for an unknown name.
+    Raises `TypeError` for what is no text, and `ValueError` for an unknown name.
     """
     if not isinstance(name, str):
         raise TypeError(f"interconnect must be a name such as 'nvlink4+ib-ndr', not {name!r}")
@@ -132,11 +132,11 @@ class Ring:
     interconnect: _Interconnect
 
     def gather_seconds(self, nbytes: int) -> float:
-        """Seconds to gather `nbytes` on each card, of which each card has its share; as long as to scatter the sum of
-        `nbytes` that each card has.
+        """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before. A
+        reduce-scatter of `nbytes` on each card takes as long.
 
-        Every node receives what it has not through the adapters of its cards, every card what it has not through its
-        own links, and a ring takes one step for each other card.
+        What a node lacks comes in through the network adapters of its cards, what a card lacks through its links within
+        the node; the slower of both counts. The ring takes one step for each other card.
         """
         if self.cards == 1:
             return 0.0
@@ -152,7 +152,7 @@ class Ring:
         return BEGIN_SECONDS + steps + moved
 
     def sum_seconds(self, nbytes: int) -> float:
-        """Seconds to sum `nbytes` over all cards, on all cards (an all-reduce): a scatter and a gather."""
+        """Seconds of an all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
         return 2 * self.gather_seconds(nbytes)
 
 
@@ -186,7 +186,9 @@ class Cluster:
 def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> Cluster | None:
     """The arguments `mesh` and `interconnect` as a `Cluster`; None where neither is given.
 
-    Raises `TypeError` or `ValueError` for what they cannot mean.
+    Raises `TypeError` for values of other types. Raises `ValueError` where only one of both is given, for unknown
+    names, and for sizes that are below 1, make a mesh of one card, need a network that is not named, or do not fit the
+    nodes.
     """
     if mesh is None and interconnect is None:
         return None
