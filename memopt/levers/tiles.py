@@ -1,4 +1,4 @@
-"""The lever that runs what treats rows apart on some rows after the others."""
+"""The lever that runs operators which treat each row by itself on some of the rows at a time."""
 
 from __future__ import annotations
 
