@@ -88,7 +88,8 @@ def explain(job: Job, op: str | None) -> None:
 
 
 def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
-    """Sentences and tables: the peak, the largest values, what the levers did and at what price, and the notes."""
+    """What `memopt explain` prints of a plan: the peak, the largest values, what the levers did and at what price, and
+    the notes."""
     from memopt.show.report import bytes_table, headline, receipt_table
     from memopt.units import size
 
@@ -104,7 +105,7 @@ def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
 
 
 def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
-    """What is known of each lever of the receipt."""
+    """For each lever of the receipt, what is known of it, as figures for JSON."""
     from memopt import LEVERS
 
     used = dict.fromkeys([*(row.lever for row in plan.receipt), *plan.levers, *plan.proposals])
@@ -188,7 +189,8 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
 
 
 def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
-    """Print the plan, and the file that was written of it: as JSON with `figures`, else with its size and `more`."""
+    """Print the plan and the name of the file that was written: as JSON with further `figures`, else with the file's
+    size and the text `more`."""
     from memopt.show.report import headline
     from memopt.units import size
 
