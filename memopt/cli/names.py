@@ -110,8 +110,8 @@ def on_meta(build: Factory) -> tuple[nn.Module, Any]:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """A loss function: a name of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
-    `file.py:function`. Raises `UsageError`."""
+    """A loss function by its name: one of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
+    `file.py:function`. Raises `UsageError` where there is none of that name."""
     if ":" not in name:
         found = getattr(torch.nn.functional, name, None)
         if not callable(found):

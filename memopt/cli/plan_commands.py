@@ -160,7 +160,8 @@ def _show_stage(lines: StageDiff, stage: str, job: Job) -> None:
 
 
 def _coloured(line: str) -> str:
-    """The line in green where it is added, in red where it is taken away; click drops colours outside a terminal."""
+    """A line of a diff, in green if it is added and in red if it is taken away; click drops colours outside a
+    terminal."""
     colour = {"+": "green", "-": "red"}.get(line[:1])
     return click.style(line, fg=colour) if colour else line
 

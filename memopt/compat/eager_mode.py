@@ -1,8 +1,9 @@
 """What eager mode does and tracing by itself would not: its kernels, which torch replaces by Python functions that give
 other bits, and the choices that transformers makes by values.
 
-A mask that masks nothing is not made in eager mode: attention runs by another kernel then, which is told `is_causal`,
-and several heads share keys that are else repeated. Transformers gives this choice up while Dynamo traces.
+In eager mode transformers makes no attention mask that would mask nothing. Attention then runs by another kernel, which
+is given `is_causal`, and heads that share keys need no repeated ones. While Dynamo traces, transformers makes the mask
+always.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def eager_kernels() -> Iterator[None]:
 
 
 def dead_draws_kept() -> AbstractContextManager[None]:
-    """Context in which random operators without readers are left in traced graphs: they advance the generator.
+    """Context in which random operators without readers are left in traced graphs, since they advance the generator.
 
-    While it traces, torch takes this setting of inductor's to say so, whatever the backend.
+    Torch reads inductor's setting `fallback_random` for this while it traces, whatever the backend.
     """
     import torch._inductor.config as inductor_config
 

@@ -45,9 +45,10 @@ def compile_by_inductor(
     afterwards.
 
     `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, inputs,
-    is_backward)` is called with each compiled half, which has its `source_code`, and the placeholders of its graph;
-    what it returns runs in place of the half. Both halves are compiled at once. AOTAutograd's cache of whole regions is
-    off, since a hit there would skip the partition; inductor's cache of graphs has `plan_hash()` in its key.
+    is_backward)` is called with the compiled forward and with the compiled backward, which have their `source_code`,
+    and with the placeholders of the graph; what it returns runs in place of them. Both are compiled at once.
+    AOTAutograd's cache of whole regions is off, since a hit there would skip the partition; inductor's cache of graphs
+    has `plan_hash()` in its key.
 
     Raises what `partition` raises, and `InductorFailed` where inductor fails.
     """

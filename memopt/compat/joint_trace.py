@@ -53,7 +53,8 @@ PRIVATE_NAMES = (
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-"""Makes a half of the joint graph, with example inputs, a function that takes a list of arguments and empties it."""
+"""Compiles a forward or backward, given with example inputs, to a function that takes a list of arguments and empties
+it."""
 
 
 _disable: Any = torch.compiler.disable

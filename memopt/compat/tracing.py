@@ -1,4 +1,5 @@
-"""Graphs of a region: its operators before any is decomposed or differentiated, and the halves of its joint graph."""
+"""Graphs of a region: its operators before any is decomposed or differentiated, and its joint graph cut into forward
+and backward."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class _LinkRate:
     """A kind of link, by the rates at which one card sends and receives at the same time."""
 
     bytes_per_second: float
-    """In one direction."""
+    """The rate in one direction, as its maker states it."""
     step_seconds: float
     """The latency of one step of a ring through this link."""
     efficiency: float
@@ -35,7 +35,7 @@ class _LinkRate:
 # src/graph/tuning.cc.
 _NVLINK_STEP, _PCIE_STEP, _NETWORK_STEP = 3.4 * _MICRO, 5.7 * _MICRO, 9.6 * _MICRO
 BEGIN_SECONDS = 8.4 * _MICRO
-"""What a collective takes beside the steps of its ring: `baseLat` of the same table."""
+"""Seconds that a collective takes beside the steps of its ring: `baseLat` of NCCL's model."""
 # A bus bandwidth of 230 to 250 GB/s of 300 is reported for all-reduce on eight A100 with NVSwitch, and 350 to 390 of
 # 450 on eight H100 without reductions in the switch: about 0.8. On a network what is left is the frames' overhead and
 # what switches lose: an assumption.

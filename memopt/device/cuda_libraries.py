@@ -53,7 +53,8 @@ def start_libraries(device: torch.device) -> None:
 
 
 def _wait_for(storages: Sequence[WeakStorage]) -> None:
-    """Wait until some storages are freed: autograd's thread holds them a moment longer than its caller."""
+    """Wait until some storages are freed, a second at most: autograd's thread holds them a moment longer than its
+    caller."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while any(storage.address for storage in storages) and time.monotonic() < end:
         time.sleep(1e-4)
@@ -139,7 +140,7 @@ Given tensors on the card there, they would end the process."""
 
 
 def _seed_on_host(argument: Any) -> Any:
-    """The argument, on the host where it is a seed or an offset."""
+    """The argument; if it is a seed or an offset (a 0-dimensional integer tensor), a zero on the host."""
     is_seed = isinstance(argument, torch.Tensor) and argument.dim() == 0 and not argument.is_floating_point()
     return argument.cpu().zero_() if is_seed else argument
 

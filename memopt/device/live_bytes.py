@@ -66,8 +66,8 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
     Storages that an operator was given and no counted operator made do not count, but for states of the CPU's random
-    generator and what `torch.tensor` makes of numbers. Subclasses say how an operator is
-    run (`run`) and what its kernel holds beside its arguments and results (`workspace_bytes`).
+    generator and what `torch.tensor` makes of numbers. Subclasses say how an operator is run (`run`) and what its
+    kernel holds beside its arguments and results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
     memory lives on, so that the next tensor on it would count as new. Counts would differ from run to run.
@@ -142,8 +142,8 @@ class LiveBytes(TorchDispatchMode):
         self.raise_peak(0)
 
     def count_state(self, state: torch.Tensor) -> None:
-        """Count a state of the CPU's random generator until it is freed. The peak is raised by what runs meanwhile:
-        Dynamo holds some while it compiles."""
+        """Count a state of the CPU's random generator until it is freed. It does not raise the peak by itself, since
+        Dynamo holds some while it compiles; operators that run meanwhile do."""
         if self._device_type in (None, HOST.type):
             self._known.add(storage := state.untyped_storage())
             self._count(storage)
@@ -259,7 +259,8 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 NOTABLE = 1024**2
-"""Workspace blocks of fewer bytes have a pool of their own, and make no holes in which larger ones would lie."""
+"""Torch's caching allocator gives out blocks of fewer bytes from a pool of their own: as workspace they make no holes
+among larger ones."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class GraphChange:
     """Whether the lever promises a shorter step on a device. If so, it is tried first of all, even if the step fits
     without it."""
     needs_low: bool = False
-    """Whether the step must be in 16 bits."""
+    """Whether the lever works only in a step in 16 bits."""
     exclusive: str = ""
     """What only one lever may do: levers with the same text exclude each other. It ends the sentence "allow names … and
     …, which …" of the error; empty for a lever that excludes no other."""

@@ -14,7 +14,8 @@ LABEL = "tiles"
 
 @dataclass(frozen=True)
 class _Tile:
-    """Decides which segments of a region run in tiles: those with the most bytes inside."""
+    """Decides which segments of a region run in `tiles` parts, one after the other: those that hold the most bytes
+    inside."""
 
     tiles: int
 

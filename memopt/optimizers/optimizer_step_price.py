@@ -34,7 +34,8 @@ class Stepping:
     temporaries: tuple[tuple[Kind, int], ...]
     """For each kind of parameter, the most bytes alive at once among those that its step makes and frees."""
     left: frozenset[int] = frozenset()
-    """Numbers of the inputs that are stepped at the backward's end, although an earlier step is possible."""
+    """Numbers of the region's inputs (parameters) that are stepped at the backward's end, although they could be
+    stepped earlier."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:

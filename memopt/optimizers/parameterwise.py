@@ -130,7 +130,8 @@ class Parameterwise(optim.Optimizer):
                     self.step_parameter(group, parameter)
 
     def step_parameter(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Step one parameter by the options of its group."""
+        """Step one parameter, which has a gradient, by the options of its group. Raises `ValueError` for a sparse
+        gradient."""
         assert parameter.grad is not None
         if parameter.grad.layout != torch.strided:
             raise ValueError(
@@ -257,7 +258,7 @@ def check_inner(inner: Any, title: str) -> None:
 
 
 def refuse_closure(closure: Any, title: str) -> None:
-    """Raise `ValueError` for a closure."""
+    """Raise `ValueError` if a closure is given to `step`; `title` names the optimizer in the message."""
     if closure is not None:
         raise ValueError(f"{title} steps without a closure; call backward() first, then step()")
 
