@@ -166,8 +166,8 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
-    """The given autograd nodes, and those that a backward reaches from them on edges between nodes that were made since
-    `next_node_number` returned `number`; without the nodes of leaves."""
+    """The given autograd nodes, and the nodes made since `next_node_number` returned `number` that a backward from them
+    reaches through such nodes only. Nodes of leaves are not among them."""
     return list(_reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number))
 
 

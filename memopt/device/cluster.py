@@ -107,15 +107,16 @@ class _Mesh:
     """The sizes of a mesh of cards, named as torchtitan names its dimensions, the outermost first."""
 
     dp_replicate: int = 1
-    """Groups of cards that each hold all of the model and average their gradients (HSDP)."""
+    """The number of groups of cards that each hold all of the model and average their gradients (HSDP)."""
     dp_shard: int = 1
-    """Cards over which `fully_shard` spreads parameters, gradients and the optimiser's state."""
+    """The number of cards over which `fully_shard` spreads parameters, gradients and the optimizer's state."""
     tp: int = 1
-    """Cards that split heads, widths and sequences among them (tensor and sequence parallelism); neighbours."""
+    """The number of neighbouring cards that split heads, widths and sequences among them (tensor and sequence
+    parallelism)."""
 
     @property
     def cards(self) -> int:
-        """The number of cards."""
+        """The number of cards in all."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     def __str__(self) -> str:

@@ -75,7 +75,7 @@ class Hardware:
     host_bytes: int | None = None
     """Room on the host for offloaded values; None for twice the device's memory."""
     device_type: str = "cuda"
-    """The type of torch device that it is, which says what else holds of it (`memopt.device.devices.device_of`)."""
+    """The type of torch device that the entry is for, by which `memopt.device.devices.device_of` finds its kind."""
 
     @property
     def link(self) -> Link:

@@ -112,8 +112,8 @@ def _cuda_masked_index_put(call: OpCall) -> int:
 
 
 def _cuda_norm_backward(call: OpCall, chip: Chip) -> int:
-    """Bytes of a layer norm's backward. Where there are many rows and few columns, it holds the gradients of weight and
-    bias of each part of the rows, which are then summed.
+    """Bytes of a layer norm's or RMS norm's backward. Where there are many rows and few columns, it holds the gradients
+    of weight and bias of each part of the rows, which are then summed.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
     """
@@ -147,8 +147,8 @@ def _cuda_batch_norm_backward(call: OpCall) -> int:
 
 
 def _cudnn_batch_norm(call: OpCall) -> int:
-    """Bytes of cuDNN's batch norm, which were not measured: the most that torch's own kernels for channels last
-    allocate."""
+    """Bytes of cuDNN's batch norm or its backward, which were not measured: the most that torch's own kernels for
+    channels last allocate."""
     return 2 * 128 * 4 * first(call).size[1] + _copies_of_images(call)
 
 

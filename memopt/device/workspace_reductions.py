@@ -73,8 +73,8 @@ def _accumulator_bytes(call: OpCall) -> int:
 
 
 def _in_order(spec: TensorSpec, over: frozenset[int]) -> list[_Dimension]:
-    """The dimensions as torch's iterator has them: the reduced ones first, by their strides; then the others, the last
-    one first, since results are contiguous."""
+    """The dimensions in the order of torch's iterator: those reduced (`over`) first, by their strides; then the others,
+    the last one first, since results are contiguous."""
     width = spec.dtype.itemsize
     all_of = [
         _Dimension(size, stride * width, number in over)
@@ -86,7 +86,7 @@ def _in_order(spec: TensorSpec, over: frozenset[int]) -> list[_Dimension]:
 
 
 def _coalesced(dims: Iterable[_Dimension]) -> list[_Dimension]:
-    """The dimensions with neighbours joined that lie in memory as one."""
+    """The dimensions, with neighbours merged where one stride leads through both."""
     found: list[_Dimension] = []
     for dim in dims:
         if found and found[-1].reduced == dim.reduced and found[-1].size * found[-1].stride == dim.stride:

@@ -92,7 +92,7 @@ class OptimizerInBackward(Parameterwise):
         self._stepped: set[int] = set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which has no hooks: it steps in `step()`."""
+        """Restore a copy or a pickle. It has no hooks, so that all its parameters are stepped in `step()`."""
         super().__setstate__(state)
         if "_handles" not in self.__dict__:
             self._forget_hooks()
