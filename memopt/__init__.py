@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 
 def _imports() -> dict[str, str]:
-    """The module that defines each public name, read from the imports above as they are compiled: they run for type
-    checkers only, and an installation may be without sources."""
+    """The module that defines each public name, read from the compiled imports above. These run for type checkers only,
+    and an installation may be without sources."""
     frame: Any = inspect.currentframe()
     found: dict[str, str] = {}
     module = ""
@@ -80,7 +80,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module of that name. Raises `ImportError` with all names that memopt misses in this version of torch."""
+    """The module of that name. If it cannot be imported since torch lacks a name, raises the `TorchNamesError` that has
+    all names which memopt misses in this torch."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -106,7 +107,8 @@ def _version() -> str:
 
 
 def _check_passes() -> None:
-    """Raises `ImportError` if memopt's second package, `passes`, is missing or hidden by another one of that name."""
+    """Raises `ImportError` if memopt's second package, `passes`, is missing, or another package of that name comes
+    before it."""
     home = Path(__file__).resolve().parents[1]
     spec = find_spec("passes")
     found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)

@@ -1,4 +1,5 @@
-"""What users call. `optimize` reads as the road: check, capture and plan, then take over the training calls."""
+"""What users call. `optimize` reads as the order of the work: check the options, capture and plan, then take over the
+training calls."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unp
 
 
 def _planned(model: nn.Module, options: Options) -> Session:
-    """The call of a model that is only planned: that of one card's part where it is planned for a cluster."""
+    """The session of a model that is only planned; planned for a cluster, that of one card's part of the model."""
     check_torch()
     return Session(model if options.cluster is None else options.cluster.one_card(model), options)
 

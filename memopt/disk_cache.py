@@ -1,5 +1,5 @@
-"""The cache folder on disk, files that several processes may read and write at once, and the values in them: frozen
-dataclasses as JSON and back, checked as data, under a digest of the whole."""
+"""The cache folder on disk; files that several processes may read and write at once; and values as JSON: frozen
+dataclasses that are written with a digest of the whole, and checked when they are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PART = ".part"
 _PART_SECONDS = 600
-"""The age in seconds from which a temporary file is taken for what a killed process left behind."""
+"""The age in seconds from which a temporary file counts as left behind by a process that was killed."""
 
 
 def cache_folder() -> Path:
@@ -50,8 +50,8 @@ def read_json(path: Path) -> Any | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path` as `write_text` does, in a folder that is made if it is not there, and deletes what
-    killed processes left in the folder.
+    """Writes `value` to `path` as `write_text` does, in a folder that is made if it does not exist, and deletes
+    temporary files that killed processes have left in the folder.
 
     Raises `OSError` if the folder cannot be written to and `TypeError` if `value` is not JSON; the old file is then
     unchanged.
@@ -99,7 +99,7 @@ def warn_not_kept(what: str, reason: str) -> None:
 
 
 LIVE: Mapping[str, bool] = MappingProxyType({"live": True})
-"""Metadata of a field that is only there in the process that made the value, and is not saved."""
+"""Metadata for a field of a dataclass that exists only in the process that made the value, and is not saved."""
 DIGEST = "digest"
 _LARGEST = int(sys.float_info.max)
 
@@ -107,7 +107,7 @@ ValueT = TypeVar("ValueT")
 
 
 def as_json(value: DataclassInstance) -> dict[str, Any]:
-    """The fields of a frozen value that are not `LIVE`, as JSON has them."""
+    """The fields of a frozen dataclass as values for JSON, without those that are `LIVE`."""
     return {field.name: _plain(getattr(value, field.name)) for field in _saved(type(value))}
 
 
@@ -120,12 +120,12 @@ def _plain(value: Any) -> Any:
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with their digest, by which `opened` recognises a file that was changed or cut off."""
+    """The values with a digest of them, by which `opened` notices that a file was changed or cut off."""
     return {**values, DIGEST: _digest(values)}
 
 
 def opened(values: Any) -> dict[str, Any]:
-    """The values that `sealed` was given. Raises `ValueError` where they are others, or have no digest."""
+    """The values that were given to `sealed`. Raises `ValueError` if the digest is missing or does not fit them."""
     if not isinstance(values, dict):
         raise ValueError(f"a table of names and values is expected, not {type(values).__name__}")
     own = {name: value for name, value in values.items() if name != DIGEST}
@@ -139,10 +139,10 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def value_from(kind: type[ValueT], value: Any) -> ValueT:
-    """`value`, which came from JSON, as a value of the type `kind`: a dataclass whose fields are numbers, texts,
-    dataclasses, and tuples, mappings or literals of these.
+    """`value`, which was read from JSON, as a value of the type `kind`: a dataclass whose fields are numbers, texts,
+    dataclasses, literals, and tuples or mappings of these.
 
-    Types are taken strictly: True is no number, and a number is finite. Fields that a dataclass has a default for may
+    Types are taken strictly: True is no number, and a number is finite. Fields for which a dataclass has a default may
     be missing. Raises `ValueError` that names the place of the first value of another type.
     """
     result: ValueT = _read(kind, value, kind.__name__)
@@ -178,7 +178,7 @@ def _check(fits: bool, kind: Any, value: Any, place: str) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text can be printed; half of a surrogate pair, which JSON can hold, cannot."""
+    """Whether a text can be printed: half of a surrogate pair, which JSON can hold, cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -207,10 +207,10 @@ def _tuple(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=64)
 def _types(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, with texts resolved."""
+    """The types of a dataclass's fields, with annotations that are texts evaluated."""
     return get_type_hints(kind)
 
 
 def _saved(kind: type[DataclassInstance]) -> list[Field[Any]]:
-    """The fields of a dataclass that files have."""
+    """The fields of a dataclass that are saved: those that are not `LIVE`."""
     return [field for field in fields(kind) if not field.metadata.get("live")]

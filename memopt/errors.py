@@ -16,22 +16,22 @@ Refusal = TypeVar("Refusal", bound=BaseException)
 
 @dataclass(frozen=True)
 class Way:
-    """A change with which a refused step fits."""
+    """A change of options or settings with which a refused step fits."""
 
     type: str
-    """What to type, or to set."""
+    """What to type or set, as users write it."""
     peak_bytes: int
-    """The bytes of the smallest budget with it."""
+    """The smallest budget in bytes that works with the change."""
     changes: str
-    """What else it changes."""
+    """What else the change does, in words."""
     added_seconds: float | None = None
     """The seconds that it adds to a step, negative where it saves some; None where they were not estimated."""
     sentence: str = ""
-    """The same as one sentence."""
+    """All of this as one sentence."""
 
     @property
     def cost(self) -> tuple[bool, float]:
-        """Ways are named in this order: those that were not priced come last."""
+        """A key to sort by: the cheapest way comes first, those whose time was not estimated last."""
         return self.added_seconds is None, self.added_seconds or 0.0
 
 
@@ -52,9 +52,9 @@ class BudgetError(ValueError):
         further: the notes, and the ways as sentences.
         proposals: combinations of names for `allow` that would make this budget work, the fastest first.
         least: whether `smallest_gb` is the smallest budget that works.
-        untried: changes that may help and were not tried, as that takes too long beside a plan: what to type.
-        smallest_with: the smallest budget in bytes by combination of proposals, for those combinations that were
-            looked at: none, the allowed ones, and ones that might have helped.
+        untried: changes that may help and were not tried, since that takes too long while planning: what to type.
+        smallest_with: the smallest budget in bytes for each combination of levers on the optimizer that was looked at:
+            none, the allowed ones, and ones that might have helped.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class BudgetError(ValueError):
         return lines
 
     def adding(self, *further: str, smallest_bytes: int | None = None) -> BudgetError:
-        """The same error with further sentences, and with another smallest budget in bytes if one is given."""
+        """The same error with further notes, and with another smallest budget in bytes if one is given."""
         return BudgetError(
             self.budget_bytes,
             self.smallest_bytes if smallest_bytes is None else smallest_bytes,
@@ -125,8 +125,8 @@ class BudgetError(ValueError):
 
 
 def _row(peak: str, time: str, *texts: str) -> list[str]:
-    """The lines of a row of the table of ways, within 80 columns where words can be broken: `texts` below each other,
-    the first of them not broken, as it is to be copied."""
+    """The lines of a row of the table of ways. `texts` are below each other, broken at 80 columns, except the first,
+    which is to be copied."""
     head = f"  {peak:<12}{time:<13}"
     blank = " " * len(head)
     lines = [head + texts[0]]
@@ -140,18 +140,18 @@ class TorchNamesError(ImportError):
 
 
 class RankError(ValueError):
-    """Another rank of the same training cannot take the step."""
+    """Another rank of the same training cannot take the step, so no rank does."""
 
 
 class CaptureError(ValueError):
     """The model's forward, or a part of it, cannot be captured as a graph."""
 
     undone = True
-    """Whether the model, its inputs and the random generators are as they were before the call."""
+    """Whether the model, its inputs and the random generators are again as they were before the call."""
 
 
 class PlanFileError(ValueError):
-    """A file is no plan or frontier that this version of memopt wrote, or was changed or cut off since."""
+    """A file is no plan or frontier that this version of memopt wrote, or it was changed or cut off after that."""
 
 
 class UnplannedGradientError(ValueError):
@@ -163,13 +163,13 @@ class GradientMismatchError(ValueError):
 
 
 class StaleOutputError(ValueError):
-    """An output that is computed when it is looked at was first looked at after what it is computed from had changed,
-    as parameters do in `optimizer.step()`."""
+    """An output that is computed when it is first looked at was looked at too late: what it is computed from has
+    changed, as parameters do in `optimizer.step()`."""
 
 
 def without_frames(error: Refusal) -> Refusal:
-    """The error without the frames in which it was raised, nor those of the errors that it followed: they hold the
-    tensors of a forward."""
+    """The error without its traceback and those of the errors that caused it: their frames keep the tensors of a
+    forward alive."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None
@@ -178,22 +178,23 @@ def without_frames(error: Refusal) -> Refusal:
 
 
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
-    """The words for a change with which a step needs `needed_bytes`, which are within the budget.
+    """The words that follow a change with which a step needs `needed_bytes`, which are within the budget.
 
-    They name no smaller budget, since nobody asked for one; the spare share is rounded down."""
+    They name no smaller budget, since nobody asked for one; the share to spare is rounded down.
+    """
     return (
         f"this budget would do, with {max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10:.1f}% to spare"
     )
 
 
 def round_up(gb: float) -> str:
-    """The value with six digits, rounded up, so that the text works as a budget."""
+    """The value with six significant digits, rounded up, so that the text works as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)
 
 
 def as_text_has_it(nbytes: int) -> int:
-    """The bytes of the budget that a message names for `nbytes`: those of the figure that `round_up` gives, which is
-    what a user types. They are no fewer."""
+    """The bytes of the budget that a message names for `nbytes`: at least as many, as `round_up` gives the figure that
+    users type."""
     return int(float(round_up(nbytes / GIB)) * GIB)
 
 

@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _THRESHOLDS = 50_000, 50, 100
-"""How many new objects, and collections of younger ones, Python waits for before it looks for reference cycles. Nearly
-all that planning makes lives to its end: looking through it as often as by default takes a seventh of the time."""
+"""Thresholds for `gc.set_threshold`: the number of new objects, and those of collections of younger generations, after
+which Python looks for reference cycles. Nearly all that planning makes lives to its end, so that looking as often as by
+default takes a seventh of the time."""
 
 _lock = threading.Lock()
 _running: list[tuple[int, int, int]] = []
-"""The thresholds from before, once for each context that is running in any thread."""
+"""For each context that is active in any thread, the thresholds from before the first of them."""
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Context in which Python looks for reference cycles rarely, in all threads; not more often than before it.
+    """Context in which Python looks for reference cycles rarely, in all threads; never more often than before.
 
-    Where collections are turned off, they stay off. The last context to end brings the thresholds back.
+    Collections that are turned off stay off. When the last active context ends, the old thresholds are set again.
     """
     with _lock:
         _running.append(_running[0] if _running else gc.get_threshold())

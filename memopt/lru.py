@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 class LruCache(OrderedDict[Key, Value]):
-    """The values that were used last, `most` of them at most: the one not used for longest goes first. To iterate is no
-    use."""
+    """The `most` values that were used last: a further one replaces the one not used for longest. Not to be iterated
+    over, since reading a value changes the order."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

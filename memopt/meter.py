@@ -55,13 +55,14 @@ class PeakMeter:
 
     @property
     def allocated_bytes(self) -> int:
-        """The most bytes that were allocated inside the block and not freed yet, at least 0."""
+        """The most bytes that the block held at once beyond `resident_bytes`, at least 0."""
         return self._check_ended()
 
     listeners: ClassVar[list[Callable[[Sequence[int]], None]]] = []
-    """Called with the events of a meter of the CPU when its block ends: bytes allocated, or minus the bytes freed."""
+    """Functions that are called when the block of a meter of the CPU ends, with its events in order: bytes allocated,
+    or minus the bytes freed."""
     _running: ClassVar[list[PeakMeter]] = []
-    """Those that meter the CPU now, by a profiler that writes to the memory of `malloc`."""
+    """The meters that meter the CPU now. Their profiler writes its records to memory of `malloc`."""
 
     @classmethod
     def running(cls) -> PeakMeter | None:
@@ -70,8 +71,9 @@ class PeakMeter:
         return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
     def held_bytes(self) -> int:
-        """The bytes that tensors hold now, while the block runs on the CPU; in a backward, and where torch has only
-        kineto's profiler, those that were held at the latest call outside, or at entry."""
+        """The bytes that are allocated now, within the block of a meter of the CPU. In a backward, and where torch has
+        only kineto's profiler, the events since the latest call are not known: these are then the bytes of that call,
+        or of the entry."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())
         return self._now
@@ -174,7 +176,8 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 def largest_at(
     addresses: Collection[int], tensors: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """By the addresses of memory blocks the largest tensor in each, among tensors and their gradients."""
+    """For each of these addresses of memory blocks, the largest tensor in the block among the tensors and their
+    gradients."""
     found: dict[int, torch.Tensor] = {}
     with plain_tensors(), torch.no_grad():
         for tensor, address, _ in _blocks(tensors, device) if addresses else ():
@@ -184,7 +187,8 @@ def largest_at(
 
 
 def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Tensors and their gradients with the address and the bytes of each block that they hold on a device."""
+    """Each tensor or gradient with the address and the bytes of each block on the device that it lies in; what was
+    offloaded to the host is left out."""
     offloaded = host_memory(HOST.type).holds if device.type == HOST.type else None
     for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
         for storage in _storages(tensor, device):
@@ -195,7 +199,7 @@ def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[t
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """The objects of these classes, or of classes derived from them, that Python's garbage collector knows."""
+    """The objects of these classes, or of classes derived from them, that Python's garbage collector tracks."""
     wanted: dict[type, bool] = {}
     found = []
     for candidate in gc.get_objects():
@@ -218,8 +222,8 @@ def _with_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have a gradient. Autograd does not say of a view from a `no_grad` block whose base was
-    written to with gradients, and refuses the question: such a view has none."""
+    """Whether a tensor is a leaf, so that it may have a gradient. Autograd raises an error when asked about a view from
+    a `no_grad` block whose base was written to with gradients: such a view has none."""
     try:
         return tensor.is_leaf
     except RuntimeError:
@@ -246,8 +250,8 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 class _CountedMeters:
-    """The devices that are being metered by their allocator's statistics. A second meter would reset those that the
-    first one reads."""
+    """The devices whose allocator's statistics a meter reads now. A second meter on a device would reset those of the
+    first."""
 
     def __init__(self) -> None:
         self._active: set[torch.device] = set()

@@ -17,7 +17,7 @@ def as_microbatches(batch: Any, microbatches: int = 1) -> list[Any]:
         microbatches: the number of pieces to split one batch into.
 
     Raises:
-        TypeError: `batch` is neither of these.
+        TypeError: `batch` is none of these.
         ValueError: the batch is empty, or cannot be split into that many equal pieces.
     """
     if not is_series(batch):
@@ -97,7 +97,7 @@ def _sizes(batch: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
 
 
 def _cut(batch: Any, samples: slice) -> Any:
-    """The batch with only these samples of every tensor that is not a scalar. Mappings become dicts."""
+    """The batch with only these samples of every tensor that is not a scalar. Other mappings become dicts."""
     if isinstance(batch, torch.Tensor):
         return batch[samples] if batch.dim() else batch
     if isinstance(batch, Mapping):

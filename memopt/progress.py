@@ -1,4 +1,4 @@
-"""How far long work has come: one line that is kept up to date on a terminal, a line for each stage elsewhere."""
+"""How far long work has come: on a terminal in one line that is kept up to date, elsewhere in a line for each stage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from memopt.terminal import Column, Console, Progress, SpinnerColumn, TaskID, Te
 _console = Console(stderr=True)
 _log = logging.getLogger("memopt")
 _LOG_SECONDS = 10.0
-"""The least time between two lines about the progress of one stage."""
+"""The least seconds between two lines in the log about the progress of one stage."""
 _LONG_SECONDS = 1.0
-"""A stage that takes less leaves no line."""
+"""A stage that takes fewer seconds leaves no line."""
 
 
 @dataclass(eq=False)
@@ -24,10 +24,10 @@ class _Stage:
     name: str
     started: float
     said: float
-    """When the latest line about its progress was written."""
+    """When the latest line about its progress was written, by `time.perf_counter`."""
     detail: str = ""
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of the stages within it, by name."""
+    """Seconds of each stage within it that has ended, by name."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.detail}" if self.detail else self.name
@@ -36,19 +36,19 @@ class _Stage:
 _stages: list[_Stage] = []
 """The stages that are running, innermost last."""
 _shown: list[tuple[Progress, TaskID]] = []
-"""The line on the terminal, while there is one."""
+"""The progress line on the terminal and its task; empty while there is none."""
 _line_of: list[Callable[[str], None]] = []
-"""Where lines about stages go beside the log, innermost last."""
+"""Functions that write lines about stages elsewhere than to the log; the last one is called."""
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
     """Context of a stage of long work; its value is a function that reports how far the stage has come.
 
-    On a terminal the outermost running stage and the innermost one share a line with the seconds so far. A stage that
-    ends after a second or more leaves a line with its seconds: on a terminal the outermost one only, with the seconds
-    of its parts; in the log "memopt" each one, at level INFO (shorter ones at DEBUG). What a stage reports is in the
-    log at most every ten seconds.
+    On a terminal the outermost running stage and the innermost one share a line with the seconds so far. When a stage
+    ends after a second or more, a line with its seconds is written: to the log "memopt" for each stage, at level INFO
+    (shorter ones at DEBUG), and to a terminal for the outermost one only, with the seconds of the stages within it.
+    What a stage reports is in the log at most every ten seconds.
     """
     now = time.perf_counter()
     running = _Stage(name, now, now)
@@ -63,14 +63,14 @@ def stage(name: str) -> Iterator[Callable[[str], None]]:
 
 
 def say(detail: str) -> None:
-    """Report how far the innermost running stage has come; nothing without one."""
+    """Report how far the innermost running stage has come; does nothing if none is running."""
     if _stages:
         _say(_stages[-1], detail)
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line into the log "memopt". Outside of stages, and where stderr is no terminal, a line at level INFO also
-    goes to stderr, unless the program has set up logging or given that logger a higher level."""
+    """Write a line to the log "memopt". A line of level INFO or above also goes to stderr, unless it is a terminal, a
+    stage is running, the program has set up logging, or that logger's level is higher."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
     if not (heard or _stages or _line_of or _console.is_terminal):
@@ -79,7 +79,8 @@ def tell(text: str, level: int = logging.INFO) -> None:
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Context in which lines that the log gets at level INFO are also written to stderr, unless it is a terminal."""
+    """Context in which the lines about stages that the log gets at level INFO are also written to stderr, unless that
+    is a terminal."""
     _line_of.append(lambda text: None if _console.is_terminal else _print(text))
     try:
         yield
@@ -101,7 +102,8 @@ def _say(running: _Stage, detail: str) -> None:
 
 
 def _leave_line(running: _Stage) -> None:
-    """Write the line of a stage that has ended."""
+    """Write the line about a stage that has ended, if it took long, and add its seconds to those of the outermost
+    stage's parts."""
     seconds = time.perf_counter() - running.started
     outer = _stages[0]
     if running is not outer:
@@ -123,7 +125,8 @@ def _write(text: str) -> None:
 
 @contextmanager
 def _line() -> Iterator[None]:
-    """Context with the line on the terminal, for the outermost stage; nothing for others, and elsewhere."""
+    """Context with the progress line, for the outermost stage on a terminal; for other stages it only updates the
+    line."""
     if len(_stages) > 1 or not _console.is_terminal:
         _show()
         yield

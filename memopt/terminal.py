@@ -1,5 +1,5 @@
-"""What memopt uses of rich. Its import draws from the generator of Python's `random`, which a script may have seeded,
-so it is done here alone, and the generator set back."""
+"""The names of rich that memopt uses. Importing rich draws from the generator of Python's `random`, which a script may
+have seeded, so it is imported here only, and the generator is set back."""
 
 from __future__ import annotations
 

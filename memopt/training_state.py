@@ -1,4 +1,4 @@
-"""The state that a forward and backward change, saved so that a second one can start from the same state."""
+"""The state that a forward and backward change, saved so that a second run can start from the same state."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The gradients, buffers and random states of a model at one moment, without its parameters
-    (`parameters_restored`)."""
+    """The gradients, buffers and random states of a model at one moment. Its parameters are not saved (see
+    `parameters_restored`)."""
 
     model: nn.Module
     device: torch.device
     gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
     buffers: tuple[tuple[nn.Module, dict[str, torch.Tensor | None], dict[str, list[torch.Tensor]]], ...]
-    """Each module with its table of buffers and with copies of their values in host memory, of sparse and nested ones
-    those of the tensors inside."""
+    """Each module with its table of buffers, and with copies of their values in host memory; for sparse and nested
+    buffers, copies of the tensors inside."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
-    """The magnitudes that 8-bit layers with delayed scaling remember."""
+    """The histories of largest magnitudes that 8-bit layers with delayed scaling keep."""
 
     @classmethod
     def of(cls, model: nn.Module) -> TrainingState:
@@ -57,7 +57,7 @@ class TrainingState:
         )
 
     def restore(self) -> None:
-        """Sets buffers and generators back to this state, and all gradients to None."""
+        """Sets buffers, generators and the histories of 8-bit layers back to this state, and all gradients to None."""
         for parameter, _ in self.gradients:
             parameter.grad = None
         self.undo_forward()
@@ -80,7 +80,7 @@ class TrainingState:
             parameter.grad = gradient
 
     def kept(self) -> list[torch.Tensor]:
-        """The tensors that this state holds in memory: its gradients, and its copies of the buffers."""
+        """The tensors that this state keeps in memory: its gradients, and its copies of the buffers."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
         return gradients + [part for *_, values in self.buffers for parts in values.values() for part in parts]
 
@@ -95,7 +95,8 @@ class TrainingState:
 
 
 def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tensors with a buffer's values, but for those on "meta"; one of oneDNN's is never written to in place."""
+    """The tensors that hold a buffer's values and may be written to in place: none on "meta", and none in oneDNN's
+    layout."""
     if buffer is None or is_wrapper(buffer):
         return [] if buffer is None else [buffer]
     with torch.no_grad():
@@ -103,9 +104,12 @@ def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 class Attributes:
-    """The attributes of all modules of a model, to be restored after they were set to others: also what is in their
-    dictionaries, lists, queues and sets, as parameters, buffers and hooks are, and the states of random generators.
-    Other values that are written in place are not restored, but for `tensors`, which `values_restored` takes."""
+    """The attributes of all modules of a model, to be restored after others were set. That includes the elements of the
+    modules' dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random
+    generators.
+
+    Other values that are written to in place are not restored; the block `values_restored` does so for `tensors`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(vars(one)): vars(one) for one in model.modules()}
@@ -116,7 +120,7 @@ class Attributes:
         self._generators = [(one, _state_of(one)) for one in values.values() if isinstance(one, _GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors among them that are neither parameters nor buffers."""
+        """The plain tensors among the attributes and their elements, without parameters and buffers."""
         tables = [values for _, values in self._tables]
         own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
         for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):
@@ -125,8 +129,8 @@ class Attributes:
                     yield value
 
     def have_changed(self) -> bool:
-        """Whether, since this object was made, an attribute of a module was set, added or deleted, or an element of one
-        of its containers. Objects are compared by identity, so that values written in place do not count."""
+        """Whether an attribute of a module, or an element of one of its containers, was set, added or deleted since
+        this object was made. Objects are compared by identity, so that values written in place do not count."""
         tables = [(table, values) for table, values in self._tables]
         tables += [(container, values) for container, values in self._contents if isinstance(container, dict)]
         others = [(container, values) for container, values in self._contents if not isinstance(container, dict)]
@@ -134,7 +138,7 @@ class Attributes:
         return not (same and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in others))
 
     def restore(self) -> None:
-        """Set all of them to what they were."""
+        """Set all attributes, elements and generators to what they were."""
         for table, values in self._tables:
             table.clear()
             table.update(values)
@@ -144,11 +148,12 @@ class Attributes:
 
 
 Contents: TypeAlias = list[tuple[Any, Any]]
-"""Containers, each with a copy of what it held."""
+"""Containers, each with a copy of it that has what it held."""
 
 
 def contents_of(value: Any) -> Contents:
-    """The dictionaries and lists within nested ones, such as the batch of a call, with what they hold now."""
+    """The dicts, lists, sets and queues within nested containers, such as the batch of a call, each with what it holds
+    now."""
     if isinstance(value, UserDict):
         return contents_of(value.data)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -157,7 +162,7 @@ def contents_of(value: Any) -> Contents:
 
 
 def refill(contents: Contents) -> None:
-    """Have all containers hold again what they held."""
+    """Have all containers hold again what their copies hold."""
     for container, values in contents:
         container.clear()
         container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
@@ -194,43 +199,46 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """Tensors before they may be written to, by which those that were written to get their values again. They are not
-    kept alive: the forward may replace what a module remembers, and the old tensor may be a view of a large one.
+    """Tensors with copies of their values, by which those that are written to later get their old values again. The
+    tensors are not kept alive: the forward may replace what a module remembers, and the old tensor may be a view of a
+    large one.
 
-    On the CPU the copies lie outside of torch's memory, so that they are no part of the step; on other devices they
-    lie on the device, and the account has those of a `CallState` (`undo_bytes`).
+    On the CPU the copies lie outside of torch's memory, so that they are no part of the step. On other devices they lie
+    on the device, where the account has those of a `CallState` (`undo_bytes`).
     """
 
     tensors: tuple[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None], ...]
-    """Each with its version, and a copy if there is one."""
+    """Each tensor with its version counter (`Tensor._version`) at that time, and a copy of its values or None."""
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> _Values:
-        """The present versions of tensors, each given with a copy of its values, or None where it has none."""
+        """Tensors at their present versions; each is given with a copy of its values, or None for no copy."""
         return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors]))
 
     def with_written(self, tensors: Iterable[torch.Tensor]) -> _Values:
-        """These, and tensors without copies that the forward is known to write to, also where that is not counted."""
+        """These values, and further tensors without copies that always count as written to, since the forward is known
+        to write to them, perhaps by kernels that do not raise the version."""
         return _Values((*self.tensors, *((weakref.ref(tensor), _NEVER, None) for tensor in tensors)))
 
     def copies(self) -> dict[int, torch.Tensor]:
-        """The copies, by the `id`s of those of these tensors that are there."""
+        """The copies, by the `id` of their tensor, of those tensors that are still alive."""
         return {id(tensor): kept for one, _, kept in self.tensors if kept is not None and (tensor := one()) is not None}
 
     def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """The numbers of the tensors that are there and were written to since then, with tensor and copy."""
+        """The tensors that are still alive and whose version has changed since this object was made: their positions,
+        the tensors, and their copies or None."""
         for number, (reference, version, kept) in enumerate(self.tensors):
             tensor = reference()
             if tensor is not None and tensor._version != version:
                 yield number, tensor, kept
 
     def can_be_undone(self) -> bool:
-        """Whether all of these tensors that were written to since then have copies."""
+        """Whether every tensor that was written to since this object was made has a copy."""
         return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
-        """Give those that were written to their values again; returns False where one has no copy. Some kernels, such
-        as that of batch normalisation, write without counting it."""
+        """Give tensors that were written to their old values again; returns False where one has no copy. Values are
+        compared too, since some kernels, such as that of batch normalisation, write without raising the version."""
         with torch.no_grad():
             for reference, version, kept in self.tensors:
                 if kept is None or (tensor := reference()) is None:
@@ -242,24 +250,26 @@ class _Values:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned,
-    and the values of its inputs.
+    """The attributes, buffers and random states of a model before a forward, and the values of its inputs, to be
+    restored if the forward is abandoned.
 
-    Tensors above `_COPIED_BYTES` are not copied, but for inputs that are known to be written to: a forward that writes
-    to one cannot be undone.
+    Tensors above `_COPIED_BYTES` are not copied, except inputs and parameters that are known to be written to: a
+    forward that writes to another large one cannot be undone.
     """
 
     model: nn.Module
     device: torch.device
     attributes: Attributes
     values: _Values
-    """The values of buffers, of other tensors that are attributes of modules, and of inputs."""
+    """The values of buffers, of other tensors that are attributes of modules, of parameters that the forward is known
+    to write to, and of inputs."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
-        """The current state of `model` and its inputs, of which those with the numbers `written` are written to."""
+        """The current state of `model` and its inputs. The inputs at the positions `written` are known to be written
+        to."""
         attributes = Attributes(model)
         found = [(one, _set_aside(one)) for one in (*model.buffers(), *filter(_has_version, attributes.tensors()))]
         found += [(one, _apart(one)) for one in written_parameters(model)]
@@ -270,7 +280,7 @@ class ForwardState:
         return cls(model, device, attributes, _Values.of(found), generator_states(device), histories_state(model))
 
     def can_be_undone(self) -> bool:
-        """Whether all of these tensors that were written to since then have copies."""
+        """Whether every one of these tensors that was written to since this state was taken has a copy."""
         return self.values.can_be_undone()
 
     def undo(self) -> None:
@@ -283,9 +293,11 @@ class ForwardState:
 
 @dataclass(frozen=True, eq=False)
 class CallState:
-    """The random states, small buffers and other small tensors of a model before a training call, to be undone if an
-    allocation fails. A call that has written to its inputs cannot be undone. It is made at each training call, so that
-    attributes of other kinds, and tensors in lists and dictionaries, are left out."""
+    """The random states, small buffers and other small tensors of a model before a training call, to be restored if an
+    allocation fails. A call that has written to its inputs cannot be undone.
+
+    It is taken at each training call, so attributes of other kinds, and tensors in lists and dicts, are left out.
+    """
 
     model: weakref.ref[nn.Module]
     device: torch.device
@@ -295,8 +307,8 @@ class CallState:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], *, copying: bool = True) -> CallState:
-        """The current state of `model` before a call with these tensors. Without `copying`, a call that has written to
-        a buffer cannot be undone either."""
+        """The current state of `model` before a call with these tensors as inputs. Without `copying`, a call that has
+        written to a buffer cannot be undone either."""
         found = [(one, _set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
@@ -307,19 +319,19 @@ class CallState:
 
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
-        """The copies on a device, other than the CPU, of what can be undone now in `model`."""
+        """The copies that lie on a device other than the CPU, of all states of `model` that are still alive."""
         states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
-        """Set these tensors and generators back to this state; returns False where one was written to that has no
+        """Set these tensors and generators back to this state; returns False where a tensor was written to that has no
         copy."""
         set_generators(self.generators, self.device)
         return self.values.undo()
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
-    """The bytes that the copies in a `CallState` take on a GPU, in blocks of `block_bytes`."""
+    """The bytes that the copies in a `CallState` take on a device, each in blocks of `block_bytes`."""
     copied = [one.nbytes for one in _beside_parameters(model) if one.nbytes <= _COPIED_BYTES]
     return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
 
@@ -332,14 +344,15 @@ def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a tensor, if it is small: on the CPU in memory of numpy's."""
+    """A copy of a tensor on its device, if it is small and plain, else None; on the CPU in memory of numpy's."""
     if special_kind(tensor) or tensor.nbytes > _COPIED_BYTES:
         return None
     return _apart(tensor) if is_on_host(tensor) else tensor.detach().clone()
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor in host memory: of one on the CPU in memory of numpy's, so that it is no part of a step."""
+    """A copy of a tensor in host memory; that of a tensor on the CPU lies in memory of numpy's, so that it is no part
+    of a step."""
     bits = _BITS.get(tensor.itemsize)
     if not is_on_host(tensor) or bits is None or tensor.is_conj() or tensor.is_neg():
         return on_host(tensor)
@@ -349,14 +362,14 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 _CONTAINERS = {dict, OrderedDict, list, set, deque}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NEVER = -1
-"""The version of no tensor."""
+"""A version that no tensor has."""
 _COPIED_BYTES = 64 * 1024
 
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A block after which plain tensors that were written to in it have their values again, and their numbers are added
-    to `written`. Copies are kept in host memory meanwhile."""
+    """A block after which those plain tensors that were written to in it have their old values again. Their positions
+    are added to `written`. Copies of all of them are kept in host memory during the block."""
     numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
     before = _Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
     try:
@@ -368,7 +381,7 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
 
 
 _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""By model the names of the parameters that its forward was seen to write to."""
+"""For each model, the names of the parameters that its forward was seen to write to."""
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -379,9 +392,12 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def parameters_restored(model: nn.Module) -> Iterator[None]:
-    """A block after which parameters that the forward has written to have their values again; `written_parameters` has
-    them from then on. Copies are kept in host memory meanwhile: of all, or where that takes more than half of what is
-    free, of those that are not trained, or of none."""
+    """A block after which parameters that the forward has written to have their old values again; `written_parameters`
+    returns them from then on.
+
+    Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
+    free, of those that are not trained; of none if even these are too large.
+    """
     named = {
         name: one for name, one in model.named_parameters() if _has_version(one) and one.untyped_storage().nbytes()
     }
@@ -401,15 +417,15 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Restores parameters, buffers, random generators and the attributes of all modules after the block, tensors among
-    them with their values."""
+    """A block after which parameters, buffers, random generators and the attributes of all modules are as before,
+    tensors among them with their values."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 
 
 @contextmanager
 def undone_but_parameters(model: nn.Module) -> Iterator[None]:
-    """As `undone`, for a block that leaves the parameters alone."""
+    """As `undone`, for a block that does not change the parameters."""
     state, attributes = TrainingState.of(model), Attributes(model)
     with values_restored(attributes.tensors()):
         try:
@@ -420,7 +436,7 @@ def undone_but_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _has_version(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one with values that counts how often it is written to."""
+    """Whether a tensor is a plain one that has values and counts how often it is written to."""
     if special_kind(tensor):
         return False
     return type(tensor) in (torch.Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference())
@@ -432,7 +448,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of Python, numpy and torch (the host's, and that of another device).
+    """The states of the generators of Python and numpy, and of torch's on the host and on `device`.
 
     That of torch's CPU generator is a copy of the generator: its state as a tensor would be memory of the step.
     """

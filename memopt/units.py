@@ -23,5 +23,5 @@ def duration(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """The value with three significant digits, and more before the point if it is larger: never "1e+03"."""
+    """The value with three significant digits; a larger one keeps all digits before the point, as in "1,234"."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""Checks a plan's account against a training step that really runs: predicted and measured bytes of each row."""
+"""Checks a plan's account against a training step that really runs: each row's predicted and measured bytes."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class AccountCheck:
 
     @property
     def worst(self) -> AccountRow:
-        """The row with the largest difference in bytes."""
+        """The row whose predicted and measured bytes differ most."""
         return max((*self.rows, self.total), key=lambda row: abs(row.difference_bytes))
 
     def row(self, name: str) -> AccountRow:
-        """The row of that name; raises `KeyError`."""
+        """The row of that name. Raises `KeyError` where there is none."""
         return {row.name: row for row in (*self.rows, self.total)}[name]
 
     def table(self) -> str:
@@ -163,7 +163,8 @@ def _checked_step(
 
 
 def predicted_rows(plan: Plan) -> Rows:
-    """The bytes of each row as a plan predicts them; the peak without the bytes that no allocator counts.
+    """The bytes of each row as a plan predicts them. The peak is without what torch's allocator does not count, what
+    lies on the device beside the step, and the tolerance.
 
     The plan must have been made in this process, not loaded.
     """
@@ -189,7 +190,7 @@ def predicted_rows(plan: Plan) -> Rows:
 def _measure(
     call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call, elsewhere: int
 ) -> Rows:
-    """The bytes of each row in one metered step, which begins with the optimizer's state present; `elsewhere` are the
+    """The bytes of each row, measured in one step that begins with the optimizer's state present. `elsewhere` is the
     bytes on the device beside the step."""
     device = next(model.parameters()).device
     parameters = list(model.parameters())
@@ -223,7 +224,8 @@ def _measure(
 def _train(
     call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a forward, its backward and the optimizer's step, while the outputs are held as training loops do."""
+    """Run a forward, its backward and the optimizer's step, and hold the outputs meanwhile, as training loops do.
+    `end_phase` is called after each of the three."""
     output = call()
     loss = scalar_loss(output)
     end_phase()

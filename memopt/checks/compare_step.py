@@ -30,13 +30,15 @@ from passes.graphs.node_facts import backward_nodes
 REFERENCES = ("auto", "float64", "fp32")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ROUNDING = 1e-4
-"""The error of a plan that computes in the model's own dtype, of the loss and of all gradients as one vector: other
-kernels and other orders of sums are below it by far."""
+"""The largest relative error, of the loss and of all gradients as one vector, that `verify` accepts of a plan that
+computes in the model's own dtype. Other kernels and other orders of sums stay far below it."""
 OF_AUTOCAST, SIXTEEN_BITS, EIGHT_BITS = 2.0, 1e-2, 0.3
-"""The errors of plans that compute in 16 bits, in multiples of autocast's error or at all, and in 8 bits."""
+"""The largest errors that `verify` accepts of other plans. In 16 bits: this multiple of autocast's error, or
+`SIXTEEN_BITS` if that is more. With 8-bit layers: `EIGHT_BITS`."""
 SHARE = 1e-2
-"""The part of the error allowed for all gradients that a single parameter may have, without casts. With them, the
-gradient of a bias before a normalisation, which is zero but for rounding, is off by as much as all others."""
+"""The part of the accepted error that a single parameter's gradient may have where nothing is cast. With casts it may
+have all of it: the gradient of a bias before a normalisation, which is zero but for rounding, is off by as much as all
+others."""
 
 
 def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Comparison:
@@ -103,8 +105,9 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
 def _runs(
     planned: Session, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
 ) -> tuple[list[MeasuredStep], MeasuredStep, MeasuredStep | None]:
-    """Steps of the optimised model, a measured one and its first, which is not; measured steps of the plain model, and,
-    given a dtype `low`, of that under autocast."""
+    """The steps to compare: those of the optimised model (a measured one, and its first, which is not measured, where
+    its gradients are finite); a measured one of the plain model; and, given a dtype `low`, one of that model under
+    autocast."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     tensors = list(tensors_in(call))
     with values_restored(tensors), containers_restored(call):
@@ -124,7 +127,8 @@ def _runs(
 
 
 def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
-    """Whether all bits of two steps are the same, where they ran with the same loss scale."""
+    """Whether two steps have bitwise the same gradients and buffers; also true where they ran with different loss
+    scales."""
     pairs = (([first.gradients], later.gradients), ([first.buffers], later.buffers))
     return first.run.loss_scale != later.run.loss_scale or all(
         found.bitwise for pair in pairs for found in differences_of(*pair)
@@ -132,7 +136,8 @@ def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
 
 
 def _checked(model: nn.Module, reference: str) -> Session:
-    """The planned call of the model. Raises `ValueError` where it cannot be compared."""
+    """The session of the model. Raises `ValueError` for an unknown `reference`, and where the model cannot be
+    compared."""
     if reference not in REFERENCES:
         raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
     planned = optimised(model)
@@ -154,9 +159,10 @@ def _exact(
     reference: str,
     notes: list[str],
 ) -> Exact | None:
-    """The loss and gradients in float64; None, with a note that says why, where the plain step is the reference.
+    """The loss and gradients in float64; None, with a further note that says why, where the plain step is the
+    reference.
 
-    Raises `ValueError` where float64 was asked for and does not run.
+    Raises `ValueError` where float64 was asked for and the model does not run in it.
     """
     if reference == "fp32":
         return None
@@ -193,7 +199,7 @@ def _accuracies(
 
 
 def _furthest(losses: Sequence[float], plain: float) -> float:
-    """The loss that is furthest from the plain model's; the first one where all are equal to it."""
+    """The loss that is furthest from the plain model's; the first one if all are equal to it."""
     others = [loss for loss in losses if loss != plain and not (math.isnan(loss) and math.isnan(plain))]
     return max(others, key=lambda loss: math.inf if math.isnan(loss) else abs(loss - plain), default=losses[0])
 
@@ -225,8 +231,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
 
 
 def wrong_gradients(accuracy: Accuracy, limit: float, share: float) -> dict[str, float]:
-    """Parameter → relative error, for gradients that are wrong where all of them together may be off by `limit`, and
-    one by that `share` of it."""
+    """The relative error of each gradient that is wrong, by the parameter's name. All of them together may be off by
+    `limit`, as a fraction of the norm of all gradients, and one by `share` of that. If only the sum is too large, it is
+    there as "all parameters together"."""
     return {
         error.name: error.relative
         for error in accuracy.gradients
@@ -262,10 +269,10 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """Of these parameters the one that the forward reads last, with the operator that reads it and its source line;
-    None where the plan has no graphs or the graphs read none of them.
+    """Of the parameters with these names, the one that the forward reads last, and the operator that reads it with its
+    source line; None where the plan has no graphs or the graphs read none of them.
 
-    The backward computes its gradient first of all that are wrong, so that what is wrong lies behind this operator.
+    Of all wrong gradients the backward computes this one first, so that what is wrong lies behind this operator.
     """
     captured = plan.captured if plan is not None else None
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}

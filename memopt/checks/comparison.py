@@ -27,7 +27,8 @@ class Run:
     peak_bytes: int
     seconds: float
     loss_scale: float = 1.0
-    """The factor by which the loss was multiplied for the backward, and gradients divided afterwards; fp16 needs it."""
+    """The factor by which the loss was multiplied for the backward, and gradients divided after it, as fp16 needs
+    it."""
 
     @property
     def peak_gb(self) -> float:
@@ -37,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a tensor between the optimised and the plain run.
+    """How far a tensor of the optimised run differs from that of the plain run.
 
     `absolute` is the largest difference of two elements; `relative` divides it by the largest element of the plain
     tensor. Both are infinite where only one of the two tensors exists or is finite.
@@ -62,7 +63,8 @@ class Difference:
 
 
 def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
-    """The largest difference of each tensor of the optimised model in several runs."""
+    """For each tensor, the largest of its differences from the plain run in several runs of the optimised model
+    (`ours`)."""
     names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
     return tuple(
         max(
@@ -87,9 +89,9 @@ class Comparison:
     plain: Run
     optimized: Run
     gradients: tuple[Difference, ...]
-    """A difference for each parameter that has a gradient in either run."""
+    """The differences of the gradients, one for each parameter that has a gradient in either run."""
     buffers: tuple[Difference, ...]
-    """A difference for each buffer, as it is after the step."""
+    """The differences of the buffers after the step."""
     budget_bytes: int
     autocast: Run | None = None
     """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None where the plan computes in fp32."""

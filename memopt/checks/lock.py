@@ -22,7 +22,8 @@ from memopt.show.report import as_text, new_table
 from memopt.units import duration, size
 
 TOLERANCE = 0.01
-"""The share by which a figure may grow; the added time by this share of the step."""
+"""The share of its locked value by which a figure may grow; the added time may grow by this share of the step's
+time."""
 _NAMES = {
     "plain": "peak of the plain step",
     "planned": "peak of the planned step",
@@ -33,7 +34,7 @@ _PACKAGES = ("memopt", "torch")
 _ROOM = 1.02
 _SHOWN = 6
 _NOTABLE = 0.1
-"""Lines are named that make at least this share of what the one makes that makes most."""
+"""A line is named if it makes at least this share of what the line makes that grew most."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,24 @@ class MemoryLock:
     model: str
     device: str
     plain: int
-    """Peak of the step as the plain model runs it, in bytes; as captured, where that cannot be counted."""
+    """Peak in bytes of the step as the plain model runs it; where that cannot be counted, of the captured step."""
     planned: int
     smallest: int
     added: float
     seconds: float
     """Seconds of the step with nothing recomputed."""
     versions: Mapping[str, str]
-    """Of torch, memopt, and the packages whose code makes rows."""
+    """The versions of torch, memopt, and the packages whose code makes rows."""
     files: Mapping[str, str]
-    """Digests of the other files whose code makes rows."""
+    """Digests of the user's own files whose code makes rows."""
     rows: tuple[LockedRow, ...]
 
 
 def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
     """The lock of a training step as `memopt.plan` plans it: nothing runs, and the model may live on "meta".
 
-    Raises `BudgetError` where the step does not fit; with `enlarged`, the budget is then as much larger as it must be.
+    Raises `BudgetError` where the step does not fit; with `enlarged`, it is planned for the smallest budget that works
+    and 2% more instead.
     """
     check_torch()
     session = Session(model, options)
@@ -89,14 +91,14 @@ def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarg
 
 @dataclass(frozen=True)
 class Culprit:
-    """A line of code by which a step grew, in modules that differ in their numbers only."""
+    """A line of code that made a step grow, and the modules that it is run by, which differ in their numbers only."""
 
     modules: tuple[str, ...]
     operators: tuple[str, ...]
     source: str
     code: str
     grown: str
-    """How much more it makes than before, in words."""
+    """How much more the line makes than before, in words."""
 
     def __str__(self) -> str:
         where = self.modules[0] or "(model)"
@@ -109,7 +111,8 @@ class Culprit:
 
 @dataclass(frozen=True)
 class LockCheck:
-    """A lock beside what the same step holds now. `str` is a table of the figures, and below it what made them grow."""
+    """A lock beside what the same step holds now. `str` gives a table of the figures, and below it the lines that made
+    them grow."""
 
     locked: MemoryLock
     now: MemoryLock
@@ -129,7 +132,7 @@ class LockCheck:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The packages of other versions, and the files with other contents."""
+        """The packages whose versions are others now, and the user's files whose contents are."""
         old, new = self.locked, self.now
         versions = [f"{name} {old.versions.get(name, 'none')} → {now}" for name, now in new.versions.items()]
         files = [f"{name} (your code)" for name, digest in new.files.items() if old.files.get(name) != digest]
@@ -138,8 +141,8 @@ class LockCheck:
     @property
     def culprits(self) -> tuple[Culprit, ...]:
         """The lines that make the step hold more, in the order of the step: those that make more bytes than before or
-        are no longer under activation checkpoints; where there are none, those of which more is
-        alive at the first peak that grew, or is recomputed."""
+        are no longer under activation checkpoints. If there are none, the lines of which more is alive at the first
+        peak that grew, or, for the added time, is recomputed."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:
@@ -160,7 +163,8 @@ class LockCheck:
 
 
 def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[Culprit]:
-    """The culprits of a figure that grew; see `LockCheck.culprits`."""
+    """The lines because of which the figure `grown` grew, from the rows before (`old`) and now (`new`); see
+    `LockCheck.culprits`."""
     before, after = _sums(old), _sums(new)
     more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
     free = {key: after[key]["made"] for key, change in more.items() if change["checkpointed"] < 0 <= change["made"]}
@@ -187,12 +191,13 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
 
 
 def _line(row: LockedRow) -> tuple[object, ...]:
-    """Equal for rows that one line makes alike, wherever it stands in its file."""
+    """A key by which a line of code is known again when it has moved in its file: the operator, the text and what it
+    makes."""
     return row.operator, row.code, row.made, row.checkpointed
 
 
 def _sums(rows: Iterable[LockedRow]) -> defaultdict[tuple[str, str], Counter[str]]:
-    """The figures by module and operator. Lines are left out, as they are edited."""
+    """The figures summed by module and operator. Lines are no part of the key, since users edit them."""
     found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
         for module in row.modules:
@@ -201,7 +206,7 @@ def _sums(rows: Iterable[LockedRow]) -> defaultdict[tuple[str, str], Counter[str
 
 
 def _package(file: str) -> str:
-    """The package that a file was installed with; "" for the user's own."""
+    """The installed package that a file belongs to; "" for the user's own."""
     return file.rpartition("site-packages/")[2].partition("/")[0] if "site-packages/" in file else ""
 
 

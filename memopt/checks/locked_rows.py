@@ -19,17 +19,17 @@ from passes.graphs.node_facts import is_tangent, module_path
 @dataclass(frozen=True)
 class LockedRow:
     """What one line of code makes by calls of one operator, in all modules where it makes the same; bytes and seconds
-    are those of one module. Parameters and inputs stand at the line that reads them first."""
+    are those in one module. Parameters and inputs are listed at the line that reads them first."""
 
     modules: tuple[str, ...]
-    """Paths that differ in their numbers; "" for what belongs to no module."""
+    """Paths of the modules, which differ in their numbers only; "" for what belongs to no module."""
     operator: str
-    """The operator, or the row of the account for what no operator makes."""
+    """The operator's name; for bytes that no operator makes, the row of the account."""
     source: str = ""
-    """The line as "file:line"; "" where none is known."""
+    """The line of code as "file:line"; "" where none is known."""
     code: str = ""
     made: int = 0
-    """Bytes that it makes in the captured step."""
+    """Bytes that the line makes in the captured step."""
     plain: int = 0
     """Bytes that are alive at the peak of the captured step with nothing recomputed."""
     planned: int = 0
@@ -37,30 +37,31 @@ class LockedRow:
     smallest: int = 0
     """Bytes that are alive at the peak within the smallest budget."""
     added: float = 0.0
-    """Seconds in which it is recomputed."""
+    """Seconds of recomputing it."""
     checkpointed: int = 0
-    """How many of its calls lie under `torch.utils.checkpoint`."""
+    """The number of its calls that lie under `torch.utils.checkpoint`."""
 
     @property
     def pattern(self) -> str:
-        """The path of its modules, with * for numbers."""
+        """The path of the modules, with * for numbers."""
         return re.sub(r"(?<![^.])\d+(?![^.])", "*", self.modules[0])
 
 
 _OWN = {"parameters": "parameters", "inputs": "inputs", "buffers": "inputs", "optimizer state": "optimizer state"}
-"""The rows of the account that the user's code makes, as locks name them: of the others, such as gaps between blocks,
-there may be more at one peak than at another."""
+"""The rows of the account that the user's code makes, with their names in locks. Only these count as made: of the
+others, such as gaps between blocks, there may be more at one peak than at another."""
 FIGURES = ("made", "plain", "planned", "smallest", "added", "checkpointed")
-"""The fields of a row that are numbers."""
+"""The names of a row's fields that are numbers."""
 
 
 def locked_rows(plan: Plan) -> tuple[LockedRow, ...]:
-    """The rows of a plan with its graphs, in the order of the step. The bytes of each peak add up to it."""
+    """The rows of a lock, in the order of the step, from a plan with its graphs. At each peak their bytes add up to
+    that peak."""
     return tuple(_alike(_rows(plan, step_of(plan))))
 
 
 def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
-    """A row for each module, operator and line."""
+    """A row for each combination of module, operator and line."""
     memories = {"plain": step.plain, "planned": step.planned, "smallest": smallest_memory(plan, step)}
     alive = {figure: _alive(memory) for figure, memory in memories.items()}
     checkpointed = _checkpointed(plan)
@@ -91,7 +92,7 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
 
 
 def _alive(memory: StepMemory) -> Counter[int]:
-    """The bytes that are alive at a step's peak, by the number of the op that makes them."""
+    """The bytes that are alive at a step's peak, by the number in `Step.ops` of the op that makes them."""
     held: Counter[int] = Counter()
     for kept in memory.live(memory.peak):
         held[kept.op] += kept.nbytes
@@ -102,8 +103,8 @@ def _alive(memory: StepMemory) -> Counter[int]:
 
 
 def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
-    """The parameters and the other inputs of the graphs: the row of the account, the module and the line that reads
-    it first, and its bytes."""
+    """For each parameter and other input of the graphs: the row of the account that it is in; the module, line and code
+    that read it first; and its bytes."""
     for number, region in enumerate(plan.solved[0].traced.regions):
         graph = region.module.graph
         facts = GraphFacts(graph, number)
@@ -116,7 +117,7 @@ def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
 
 
 def _checkpointed(plan: Plan) -> set[str]:
-    """The names in `Step.ops` of what lies under the author's checkpoints."""
+    """The names in `Step.ops` of the operators that the model's author has put under activation checkpoints."""
     regions = plan.solved[0].traced.regions
     return {
         f"{number}." * (len(regions) > 1) + node.name
@@ -127,7 +128,7 @@ def _checkpointed(plan: Plan) -> set[str]:
 
 
 def _alike(rows: Iterable[LockedRow]) -> Iterator[LockedRow]:
-    """The rows, with those together that differ in the numbers in their module's path alone."""
+    """The rows, where those that differ in nothing but the numbers in their module's path are one."""
     found: dict[tuple[str, LockedRow], list[LockedRow]] = defaultdict(list)
     for row in rows:
         found[row.pattern, replace(row, modules=())].append(row)

@@ -1,4 +1,4 @@
-"""Runs one forward and backward from a saved state and measures it, as a whole or phase by phase."""
+"""Runs one forward and backward from a saved state and measures it, as a whole or in phases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 def optimised(model: nn.Module) -> Session:
-    """The session of a model whose training calls are planned. Raises `ValueError` for one whose calls are not."""
+    """The session of an optimised model in training mode. Raises `ValueError` for any other model."""
     session = session_of(model)
     if session is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
@@ -60,9 +60,10 @@ def measured(
     scale: float = 1.0,
     context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run a step from the state `start`, in the context that `context` makes and with the loss multiplied by `scale`.
+    """Run and measure a step from the state `start`, with the forward in the context that `context` makes and the loss
+    multiplied by `scale`.
 
-    The bytes that `start` and earlier steps `beside` keep are left out of the peak.
+    The bytes that `start` and earlier steps (`beside`) hold are left out of the peak.
     """
     start.restore()
     gc.collect()
@@ -76,8 +77,8 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step that plans and compiles, without its peak and seconds, with the first loss scale in fp16; None where
-    the gradients are not finite with that."""
+    """Run a step that plans and compiles, without measuring peak and seconds. With fp16 as `low`, the first loss scale
+    is used; None if the gradients are not finite with that."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(Run(train(call, scale), 0, 0.0, scale), start)
@@ -85,7 +86,7 @@ def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | 
 
 
 def _step(run: Run, start: TrainingState) -> MeasuredStep:
-    """The run with what it has left behind."""
+    """The results of a run, with the gradients (unscaled), buffers and generator states that it has left."""
     gradients = start.gradients_now()
     if run.loss_scale != 1:
         gradients = {name: gradient / run.loss_scale for name, gradient in gradients.items()}
@@ -99,8 +100,8 @@ def scaled(
     low: torch.dtype | None,
     context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run a step with the largest loss scale with which all gradients are finite, in fp16; with scale 1 in other
-    dtypes."""
+    """Run and measure a step. With fp16 as `low`, it is repeated with smaller loss scales until all gradients are
+    finite; with other dtypes the scale is 1."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale, context)
@@ -116,8 +117,8 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A step of the plain model under autocast in the dtype `low`; None without one, or, with a note, where it does not
-    run."""
+    """A measured step of the plain model under autocast in the dtype `low`. None where `low` is None, or, with a
+    further note, where the model does not run so."""
     if low is None:
         return None
     try:
@@ -128,8 +129,8 @@ def autocast_step(
 
 
 def train(call: Callable[[], Any], scale: float = 1.0, context: Context = nullcontext) -> float:
-    """Run a forward, in the context that `context` makes, and its backward, while the outputs are held as training
-    loops hold them; return the loss."""
+    """Run a forward, in the context that `context` makes, and its backward, and hold the outputs meanwhile, as training
+    loops do. Returns the loss, without `scale`."""
     with context():
         output = call()
     loss = scalar_loss(output)
@@ -151,7 +152,8 @@ def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 @dataclass(frozen=True)
 class _Phase:
-    """Bytes beyond those present when the recording began; `left_bytes` may be negative."""
+    """A phase's peak, and the bytes that are left at its end, both beyond those present when the recording began;
+    `left_bytes` may be negative."""
 
     peak_bytes: int
     left_bytes: int
@@ -160,13 +162,13 @@ class _Phase:
 class PhaseMeter:
     """Meters allocations and frees of its `with` block on `device`; each `end_phase()` ends a phase.
 
-    On the CPU, frees are seen of memory allocated in the block and of memory that Python tensors hold at its start (see
-    `measure_peak`); on CUDA the allocator's own statistics are read, and its peak statistics reset.
+    On the CPU, the frees that are seen are those of memory allocated in the block and of memory that Python tensors
+    hold at its start (see `measure_peak`). On CUDA the allocator's own statistics are read, and its peak is reset.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.phases: tuple[_Phase, ...] = ()
-        """The phases; those of the CPU are known once the block has ended."""
+        """The phases that have ended; on the CPU they are known once the block has ended."""
         self._device = device
         self._events = MemoryEvents()
         self._start = 0
@@ -185,7 +187,7 @@ class PhaseMeter:
         return self
 
     def end_phase(self) -> None:
-        """End the present phase; the next begins with the bytes that it leaves."""
+        """End the present phase; the next one begins with the bytes that it leaves."""
         kind = device_of(self._device)
         if not kind.caching:
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
@@ -202,7 +204,8 @@ class PhaseMeter:
 
 
 def _phases(events: list[int]) -> tuple[_Phase, ...]:
-    """The phases of allocations and frees in order, divided at the marks; what follows the last mark is left out."""
+    """The phases in a recording of bytes allocated and (negative) freed, divided at the marks; what follows the last
+    mark is left out."""
     phases: list[_Phase] = []
     left = begin = 0
     for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:

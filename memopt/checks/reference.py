@@ -18,7 +18,8 @@ from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 
 ROUNDING = 1e-12
-"""A gradient whose share of the whole is below this is a zero, up to rounding in float64."""
+"""A gradient whose norm is at most this share of the norm of all gradients counts as zero, up to rounding in
+float64."""
 # Operators that draw random numbers in the dtype of an input or in the default dtype.
 _DRAWS = frozenset(
     {
@@ -33,7 +34,7 @@ _DRAWS = frozenset(
 class GradientError:
     """The error of one parameter's gradient.
 
-    Both are infinite where only one of the two gradients exists, or where one is not finite.
+    `relative` and `largest` are infinite where only one of the two gradients exists, or where one is not finite.
     """
 
     name: str
@@ -46,13 +47,14 @@ class GradientError:
 
     @property
     def counts(self) -> bool:
-        """Whether the reference is more than rounding around zero, as the gradient of a key's bias in attention is."""
+        """Whether the reference gradient is more than rounding around zero. That of a key's bias in attention is
+        not."""
         return self.share > ROUNDING
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The errors of one run."""
+    """The errors of one run against the reference."""
 
     loss: float
     """|loss − reference| / |reference|."""
@@ -100,13 +102,13 @@ class Accuracies:
     loss: float
     """The loss of the reference."""
     plain: Accuracy | None
-    """None where the plain run is the reference."""
+    """The errors of the plain run; None where that run is the reference."""
     autocast: Accuracy | None
     optimized: Accuracy
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient without gaps, in float64 or complex128."""
+    """The gradient as a dense tensor in float64 or complex128."""
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     return gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
 
@@ -116,7 +118,7 @@ def _length(parts: Iterable[float]) -> float:
 
 
 def largest_of(tensor: torch.Tensor) -> float:
-    """The largest absolute value of a tensor; infinite where one is not finite, and 0 without any."""
+    """The largest absolute value in a tensor; infinite if any value is not finite, and 0 for an empty tensor."""
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     return largest if math.isfinite(largest) else math.inf
 
@@ -144,13 +146,13 @@ def float64_step(
     generators: tuple[Any, ...],
     after: tuple[Any, ...],
 ) -> Exact | str:
-    """Train one forward and backward of a deep copy of `model` in float64, from the states `generators`.
+    """Train one forward and backward of a deep copy of `model` in float64, from the generator states `generators`.
 
-    Operators that the model has compute in fp32 compute in float64 too. Random numbers are drawn in fp32, so that they
-    are those of a plain step, which leaves the generators in the states `after`. The model itself is not changed.
+    Operators that the model tells to compute in fp32 compute in float64 too. Random numbers are drawn in fp32, so that
+    they are those of a plain step, which leaves the generators in the states `after`. The model itself is not changed.
 
-    Where the model cannot be copied or run in float64, or drew other random numbers, it returns why, as the end of a
-    sentence with "since".
+    Where the model cannot be copied or run in float64, or drew other random numbers, it returns the reason as a text
+    that continues "since …".
     """
     device = next(model.parameters()).device
     try:
@@ -206,7 +208,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropped(func: Any, value: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Dropout with the mask that is drawn in fp32."""
+    """The result and mask of dropout in the value's dtype, with the mask drawn in fp32."""
     _, mask = func(torch.ones_like(value, dtype=torch.float32), p, train)
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return (value * mask * scale if train is not False else value.clone()), mask

@@ -71,7 +71,8 @@ def check(job: Job, locked: str | None) -> int | None:
 
 
 def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
-    """The checks of the model after it was built with memory and optimised."""
+    """The results of both checks: of the plan's account and of its numbers, by real steps of the model, which is built
+    with memory and optimised for that."""
     import torch
 
     import memopt

@@ -109,7 +109,7 @@ def cards(as_json: bool, debug: bool) -> None:
 
 
 class _Subcommands(click.Group):
-    """Subcommands in the order in which they are given, each with the whole of its short help."""
+    """A group that lists its subcommands in the order in which they are given, each with its short help uncut."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

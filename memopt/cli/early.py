@@ -1,5 +1,5 @@
-"""What is wrong on a command line and can be known at once: before torch and transformers are imported, which takes
-seconds."""
+"""Checks of a command line that need neither torch nor transformers, whose import takes seconds: a mistake is reported
+at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARDS = (
     "t4",
     "cpu",
 )
-"""The names of `memopt.device.known_hardware`, which loads torch."""
+"""The names that `memopt.device.known_hardware` returns, written out, since that loads torch."""
 
 LEVERS = (
     "recompute",
@@ -51,7 +51,7 @@ LEVERS = (
     "optimizer_in_backward",
     "plain",
 )
-"""The names of `memopt.levers.all.allowable`, which loads torch."""
+"""The names that `memopt.levers.all.allowable` returns, written out, since that loads torch."""
 OPTIMIZERS = (
     "adadelta",
     "adafactor",
@@ -69,7 +69,7 @@ OPTIMIZERS = (
     "sgd",
     "sparseadam",
 )
-"""The names of `torch.optim` whose step needs no closure, and "none"."""
+"""The names of `torch.optim`'s optimizers whose step needs no closure, and "none"."""
 
 
 def check_early(model: str, device: str | None, budget: str | None) -> None:
@@ -83,7 +83,8 @@ def check_early(model: str, device: str | None, budget: str | None) -> None:
 
 
 def known_card(name: str) -> str:
-    """The name in the hardware table of the card that is written so. Raises `UsageError`."""
+    """The name of a card in the hardware table, from a spelling such as "RTX 4090" or "4090". Raises `UsageError` where
+    no card or several are meant."""
     wanted = _plain(name)
     plain = {_plain(known): known for known in CARDS}
     if wanted in plain:
@@ -99,12 +100,13 @@ def known_card(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name in small letters and digits, without the words of the maker."""
+    """A name in small letters and digits, without the maker's brands ("nvidia", "geforce", "tesla")."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
 def gigabytes(option: str, written: str) -> float:
-    """The number of gigabytes that is written for an option. Raises `UsageError`."""
+    """The number of gigabytes written for an option, such as "8", "7.5" or "8GB". Raises `UsageError` for what is no
+    such number, and for 0."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
     if number is None or float(number[1]) == 0:
         raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
@@ -128,7 +130,8 @@ def _check_model(name: str) -> None:
 
 
 def _check_architecture(name: str) -> None:
-    """Raise `UsageError` for a name that is none of transformers, nor of a model in the local cache of the hub."""
+    """Raise `UsageError` for a name that transformers does not have, and that is of no model in the local cache of the
+    hub."""
     types, texts = _model_types()
     if not types or _squeezed(name) in set(map(_squeezed, types)) or is_cached(name):
         return
@@ -142,20 +145,20 @@ def _check_architecture(name: str) -> None:
 
 
 def _models_folder() -> Path:
-    """Where transformers has its models; a folder that is not there without transformers."""
+    """The folder of transformers' models; without transformers, one that does not exist."""
     spec = find_spec("transformers")
     return Path("no transformers" if spec is None or spec.origin is None else spec.origin).parent / "models"
 
 
 def _model_types() -> tuple[set[str], list[str]]:
-    """The model types of transformers, and the texts of the files that name them: to import these loads torch. None
-    without transformers."""
+    """The model types of transformers, and the texts of the files that name them, which are read since importing them
+    loads torch. Both are empty without transformers."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((_models_folder() / "auto").glob("*.py"))]
     return {found for text in texts for found in re.findall(r'"([\w.-]+)"[,:] "\w+Config"', text)}, texts
 
 
 def model_types() -> list[str]:
-    """The model types of transformers, for the shell."""
+    """The model types of transformers, sorted, for completion in the shell."""
     return sorted(_model_types()[0])
 
 

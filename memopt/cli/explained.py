@@ -20,8 +20,12 @@ _LINES = 15
 
 
 def explain_file(job: Job, op: str | None) -> bool:
-    """Explain what `job` names in place of a model, if it is the file of a saved plan or of a snapshot; whether it is.
-    Raises `PlanFileError` and `SnapshotError`, and `UsageError` for options that say how to plan."""
+    """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot; returns whether it
+    is.
+
+    Raises `PlanFileError` and `SnapshotError` for a damaged file, and `UsageError` where there is no file or further
+    options are given, which a file has no use for.
+    """
     path = Path(job.model)
     is_plan = path.suffix == ".json" and _is_plan(path)
     if not is_plan and path.suffix not in (".pickle", ".pkl"):
@@ -40,7 +44,7 @@ def explain_file(job: Job, op: str | None) -> bool:
 
 
 def _is_plan(path: Path) -> bool:
-    """Whether a file is a saved plan, and no configuration of a model."""
+    """Whether a JSON file is a saved plan, rather than the configuration of a model."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -49,12 +53,13 @@ def _is_plan(path: Path) -> bool:
 
 
 def history_figures(history: MemoryHistory) -> dict[str, Any]:
-    """A memory history as JSON has it."""
+    """The figures of a memory history for JSON."""
     return {**asdict(history), "rows": history.rows, "advice": history.advice}
 
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
-    """What filled the card, as sentences and tables: by row, and by function and line; and what memopt would do."""
+    """What filled the card, as sentences and tables: by kind of memory, then by function and line; and what memopt
+    would do about it."""
     end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
     if history.missing_bytes is not None:
         end = f"it died for want of {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"

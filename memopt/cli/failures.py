@@ -21,13 +21,13 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and one sentence about it; below that of a refusal stand the ways out."""
+    """The exit code for an error, and one sentence about it; for a refusal, lines with the ways out follow."""
     code, sentence = _failure(error)
     return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 
 
 def _failure(error: Exception) -> tuple[int, str]:
-    """As `described`, with line breaks."""
+    """As `described`, but sentences may have line breaks."""
     import click
 
     from memopt.errors import BudgetError, CaptureError
@@ -51,8 +51,8 @@ def _failure(error: Exception) -> tuple[int, str]:
 
 
 def _raised_by_memopt(error: Exception) -> bool:
-    """Whether memopt itself raised the error, so that its message is a sentence for users, rather than some library or
-    the model's own code."""
+    """Whether memopt itself raised the error, so that its message is a sentence for users; False if a library or the
+    model's own code raised it."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -67,8 +67,8 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the logs and warnings of libraries, which print tracebacks of errors that are reported anyway;
-    memopt's own warnings are one line each."""
+    """Context in which libraries log and warn nothing: they print tracebacks of errors that are reported anyway.
+    memopt's own warnings are printed in one line each."""
 
     def one_sentence(message: Warning | str, _category: object, filename: str, *_: object, **__: object) -> None:
         if Path(filename).is_relative_to(Path(__file__).parents[1]):
@@ -86,7 +86,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process with one sentence, wherever it is.
+    """Context in which Ctrl-C ends the process at once, with one sentence.
 
     A `KeyboardInterrupt` would not do: raised within a finalizer or a callback it is printed and forgotten, and raised
     within an import it can become another error. Files are written whole or not at all, so none is left broken.

@@ -39,7 +39,8 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
             `config.json` or of its folder, or a model of the hub whose configuration is in the local cache.
         settings: fields of the configuration to change, by name.
 
-    Raises `UsageError`.
+    Raises `UsageError` without transformers, and for an unknown name; the returned function raises it for settings that
+    the configuration does not have, and where the model cannot be built.
     """
     try:
         import transformers
@@ -69,8 +70,8 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
 
 
 def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
-    """A function that makes the configuration from the fields to change, and the class of the model where the
-    name says it, else None."""
+    """A function that makes the configuration, given the fields to change; and the class of the model if `name` is one,
+    else None. Raises `UsageError` for an unknown name."""
     path = Path(name)
     if name and path.is_dir():
         path = path / "config.json"
@@ -106,7 +107,8 @@ def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None
 
 
 def _head(transformers: Any, config: Any) -> Any:
-    """The class to build: the first that the configuration names, else the first of the heads that its type has."""
+    """The class of the model to build for a configuration: the first that it names, else the first head with a loss
+    that its model type has. Raises `UsageError` where there is none."""
     for named in config.architectures or ():
         if hasattr(transformers, named):
             return getattr(transformers, named)

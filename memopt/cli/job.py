@@ -27,12 +27,13 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
 
 
 def _cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The names of cards that complete what was typed, for the shell."""
+    """For completion in the shell, the names of cards that begin with what was typed."""
     return [name for name in CARDS if name.startswith(incomplete)]
 
 
 def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """What was typed of `--allow`, with the levers that complete its last name; those that are named are left out."""
+    """For completion in the shell, what was typed of `--allow` with its last name completed by each lever that fits;
+    levers that are named before are left out."""
     *named, last = incomplete.split(",")
     before, taken = "".join(f"{name}," for name in named), last[:1] == "-"
     words = (f"-{name}" for name in LEVERS) if taken else ("default", *LEVERS)
@@ -40,12 +41,12 @@ def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: st
 
 
 def _optimizers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The names of optimizers that complete what was typed."""
+    """For completion in the shell, the names of optimizers that begin with what was typed."""
     return [name for name in OPTIMIZERS if name.startswith(incomplete.lower())]
 
 
 def _models(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The model types that complete what was typed, or else files."""
+    """For completion in the shell, the model types that begin with what was typed, else files."""
     found = [CompletionItem(name) for name in model_types() if name.startswith(incomplete)]
     return found or [CompletionItem(incomplete, type="file")]
 
@@ -100,7 +101,7 @@ _ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Job:
-    """The shared options as they are written."""
+    """The options that all planning commands share, as they are written on the command line."""
 
     model: str
     shapes: tuple[str, ...] = ()
@@ -119,7 +120,8 @@ class Job:
     debug: bool = field(default=False, repr=False)
 
     def prepare(self) -> Prepared:
-        """Read the options, build the model without memory, and find its inputs. Raises `UsageError`."""
+        """Read the options, build the model without memory, and find its inputs. Raises `UsageError` for what cannot be
+        used."""
         with stage(f"loading {self.model}"):
             return self._prepare()
 
@@ -146,7 +148,7 @@ class Job:
         return Prepared(build, model, with_defaults(model, shapes), budget, options)
 
     def options(self) -> PlanOptions:
-        """The options of `memopt.plan`, without the device. Raises `UsageError`."""
+        """The options of `memopt.plan`, without the device. Raises `UsageError` for what cannot be used."""
         from memopt.cli.names import named_function
 
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "effort": self.effort}
@@ -176,7 +178,7 @@ class Prepared:
     options: PlanOptions
 
     def batch(self, make: Callable[[str], torch.Tensor]) -> Any:
-        """The example inputs as memopt takes them, of the tensors that `make` returns for the names of shapes."""
+        """The example inputs as memopt takes them; `make` returns the tensor for each name in `shapes`."""
         names = [name for name in self.shapes if not (name == "target" and "loss_fn" in self.options)]
         positional = any(name.isdigit() for name in names)
         inputs: Any = tuple(map(make, names)) if positional else {name: make(name) for name in names}
@@ -190,7 +192,8 @@ class Prepared:
 
 
 def _allowed(written: str) -> frozenset[str]:
-    """The levers that are meant: names to add, "default" for those on by default, "-name" to take one away."""
+    """The names of the levers that the text of `--allow` means: names to add, "default" for the default levers, "-name"
+    to take one away. Raises `UsageError` for an unknown one."""
     from memopt.levers.all import DEFAULT_LEVERS, allowable
 
     default, allowed = {str(name) for name in DEFAULT_LEVERS}, set[str]()
@@ -203,7 +206,8 @@ def _allowed(written: str) -> frozenset[str]:
 
 
 def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Decorates a command that takes a `Job` first: gives it the shared options, which then arrive as that job."""
+    """Decorates a command whose first parameter is a `Job`: adds the shared options to its own, and passes their values
+    as that job."""
     shared = [one.name for one in fields(Job)]
 
     @functools.wraps(command)

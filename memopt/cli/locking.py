@@ -23,7 +23,8 @@ class _LockFile:
 
 
 def write_lock(job: Job, path: str) -> None:
-    """Write the lock of a job's step, and show its figures. Raises `UsageError`, and what `memopt.plan` raises."""
+    """Write the lock of the step that a job describes to a file, and show its figures. Raises `UsageError`, and what
+    `memopt.plan` raises."""
     card = card_named(job.device) or hardware_of(device_here()).name
     # A later check plans the same on any machine.
     job = replace(job, device=card, budget_gb=f"{budget_gb(job.budget_gb, card):.17f}")
@@ -36,8 +37,8 @@ def write_lock(job: Job, path: str) -> None:
 
 
 def check_lock(job: Job, path: str) -> int | None:
-    """The exit code of `memopt check --lock`, which shows what the lock has, what the step of its job holds now, and
-    why it grew. Raises `UsageError` where `job` names a step too."""
+    """Plan the step of a lock's file again, and show its figures beside those in the file, and why they grew. Returns
+    the exit code of `memopt check --lock`. Raises `UsageError` if `job`, too, names a step."""
     if _named_by(job) != Job(model=""):
         raise UsageError(f"{path} names the model and its options: leave out MODEL and all options but --json")
     kept = load(path, _LockFile, "lock", "make it with memopt lock")
@@ -51,12 +52,12 @@ def check_lock(job: Job, path: str) -> int | None:
 
 
 def _named_by(job: Job) -> Job:
-    """The job without what says how to print."""
+    """The job without the options that say how to print."""
     return replace(job, json=False, debug=False)
 
 
 def _locked(job: Job, *, enlarged: bool = False) -> MemoryLock:
-    """The lock of a job's step; `enlarged` is as for `lock_step`."""
+    """The lock of the step that a job describes; for `enlarged` see `lock_step`."""
     prepared = job.prepare()
     options = check_options(prepared.budget_gb, **prepared.options)
     return lock_step(prepared.model, prepared.meta_batch(), options, enlarged=enlarged)

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    """Write one sentence about an error to stderr, `as_json` its figures to stdout, and return its exit code."""
+    """Write one sentence about an error to stderr, and, if `as_json`, its figures to stdout. Returns the exit code for
+    it."""
     from memopt.cli.output import failure_figures, show_json
 
     code, sentence = described(error)

@@ -1,4 +1,4 @@
-"""What names on the command line stand for: a model, a loss function, a card, and a number of gigabytes."""
+"""What names on the command line stand for: a model, a loss function, a card or a number of gigabytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memopt.device import Hardware, device_here, hardware, hardware_of
 from memopt.errors import GIB
 
 Factory = Callable[[], tuple[nn.Module, Any]]
-"""Makes a model, and its example inputs; None where the command line is to say what they are."""
+"""A function that makes a model and its example inputs, or None for inputs that the command line is to describe."""
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
@@ -33,7 +33,8 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
     Args:
         settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
 
-    Raises `UsageError` for a name or a setting that cannot be used, also when the user's file raises.
+    Raises `UsageError` for a name or a setting that cannot be used, also where importing the user's file raises an
+    error.
     """
     values = dict(map(_setting, settings))
     module, colon, attribute = name.rpartition(":")
@@ -57,7 +58,8 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
 
 
 def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> None:
-    """Raise `UsageError` where a function needs arguments that `--set` does not give."""
+    """Raise `UsageError` where a function has required parameters that `values` does not have; `name` is the function's
+    in the message."""
     if isinstance(function, nn.Module) or not callable(function):
         return
     try:
@@ -72,7 +74,8 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
 
 
 def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
-    """A function that makes the same model, frozen and in that dtype, with LoRA adapters in fp32 on its linear layers.
+    """A function that makes the model of `build` frozen and in that dtype, with LoRA adapters of that rank in fp32 on
+    its linear layers.
 
     Raises `UsageError` without peft.
     """
@@ -95,8 +98,8 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
 
 
 def on_meta(build: Factory) -> tuple[nn.Module, Any]:
-    """The model in training mode without memory for its parameters, and its inputs; where a model cannot be built so,
-    it is built on the CPU first, and a line on stderr says so."""
+    """The model on "meta" in training mode, and its inputs. A model that cannot be built there is built on the CPU
+    first, which a line on stderr says."""
     try:
         with torch.device("meta"):
             model, inputs = build()
@@ -107,8 +110,8 @@ def on_meta(build: Factory) -> tuple[nn.Module, Any]:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """A loss function: a name of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
-    `file.py:function`. Raises `UsageError`."""
+    """A loss function by its name: one of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
+    `file.py:function`. Raises `UsageError` where there is none of that name."""
     if ":" not in name:
         found = getattr(torch.nn.functional, name, None)
         if not callable(found):
@@ -120,7 +123,8 @@ def named_function(name: str) -> Callable[..., Any]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A "name=value" text as name and Python value; text that is no Python literal stays text."""
+    """A "name=value" text as name and Python value; a value that is no Python literal stays text. Raises `UsageError`
+    for another text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"--set takes NAME=VALUE, such as n_layer=4, not {text!r}")
@@ -131,7 +135,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _loaded(module: str) -> ModuleType:
-    """The user's module by its dotted name, or by the path of its file."""
+    """The user's module, by its dotted name or by the path of its file. Raises `UsageError` where it cannot be
+    imported."""
     with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
         return _load_file(Path(module)) if module.endswith(".py") else _import(module)
 
@@ -149,7 +154,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module that a Python file makes; modules beside it can be imported by it."""
+    """The module that a Python file makes. From now on, modules in its folder can be imported, too."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     folder = str(path.resolve().parent)
@@ -165,7 +170,8 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _attribute(module: ModuleType, name: str, written: str) -> Any:
-    """The attribute of that name; for no name, the only function or model class that the file itself defines."""
+    """The attribute `name` of a module; if that is empty, the only function or model class that the file itself
+    defines. Raises `UsageError`, which names what was `written`, where there is none."""
     own = [key for key, value in vars(module).items() if _makes_model(value, module) and not key.startswith("_")]
     if not name and len(own) == 1:
         name = own[0]
@@ -192,7 +198,8 @@ def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
 
 @contextlib.contextmanager
 def _as_usage_error(sentence: str) -> Iterator[None]:
-    """Context in which whatever the user's code raises becomes a `UsageError`: `sentence` with the error for "%s"."""
+    """Context in which any error of the user's code becomes a `UsageError`, whose text is `sentence` with the error in
+    place of "%s"."""
     try:
         yield
     except UsageError:
@@ -208,7 +215,7 @@ def _as_usage_error(sentence: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_output() -> Iterator[None]:
-    """Context in which what the user's code prints goes to stderr, since stdout is the command's answer."""
+    """Context in which what the user's code prints goes to stderr: stdout is for the command's answer."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -229,12 +236,13 @@ def card_named(name: str | None) -> str | None:
 
 
 def card(name: str | None) -> Hardware:
-    """The rates and the memory of a card of the table; for None those of this machine's device."""
+    """The entry of a card in the hardware table; for None that of this machine's device."""
     if name is not None:
         return hardware(name)
     return hardware_of(device_here())
 
 
 def budget_gb(written: str | None, name: str | None) -> float:
-    """The budget in GB of 1024³ bytes as it is written, by default the memory of the card. Raises `UsageError`."""
+    """The budget that is written, in GB of 1024³ bytes; if none is, the memory of the card `name`. Raises
+    `UsageError`."""
     return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)

@@ -20,7 +20,7 @@ _WIDTH_OF_FILES = 110
 
 
 def columns() -> int:
-    """The columns of what `show` prints."""
+    """The number of columns of what `show` prints."""
     console = Console()
     if console.is_terminal:
         return console.width
@@ -47,7 +47,8 @@ def show_json(figures: Any) -> None:
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise `UsageError`, before anything is planned, where a file cannot be written; None is no file."""
+    """Raise `UsageError` where the file of an option cannot be written, so that nothing is planned in vain. None is no
+    file."""
     if file is None:
         return
     folder = Path(file).parent
@@ -67,14 +68,14 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
-    """What JSON says of a failure: the figures of a refusal, for others the sentence and the exit code."""
+    """The figures of a failure for JSON: those of a refusal; for other errors the sentence and the exit code."""
     from memopt.errors import BudgetError
 
     return refusal_figures(error) if isinstance(error, BudgetError) else {"error": sentence, "exit_code": exit_code}
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
-    """The figures of a plan: bytes, seconds, shares as fractions, GB of 1024³ bytes."""
+    """The figures of a plan for JSON: bytes, seconds, shares as fractions, GB of 1024³ bytes."""
     from memopt.device.time_model import MEASURED_TIMES
     from memopt.show.report import AS_CAPTURED, before_all
 
@@ -103,7 +104,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
 
 
 def refusal_figures(error: BudgetError) -> dict[str, Any]:
-    """What a refusal says: the smallest budget that works, and which levers would help."""
+    """The figures of a refusal for JSON: the smallest budget that works, and which levers would help."""
     return {
         "fits": False,
         "budget_gb": error.budget_gb,

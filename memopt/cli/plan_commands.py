@@ -88,7 +88,8 @@ def explain(job: Job, op: str | None) -> None:
 
 
 def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
-    """Sentences and tables: the peak, the largest values, what the levers did and at what price, and the notes."""
+    """What `memopt explain` prints of a plan: the peak, the largest values, what the levers did and at what price, and
+    the notes."""
     from memopt.show.report import bytes_table, headline, receipt_table
     from memopt.units import size
 
@@ -104,7 +105,7 @@ def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
 
 
 def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
-    """What is known of each lever of the receipt."""
+    """For each lever of the receipt, what is known of it, as figures for JSON."""
     from memopt import LEVERS
 
     used = dict.fromkeys([*(row.lever for row in plan.receipt), *plan.levers, *plan.proposals])
@@ -159,7 +160,8 @@ def _show_stage(lines: StageDiff, stage: str, job: Job) -> None:
 
 
 def _coloured(line: str) -> str:
-    """The line in green where it is added, in red where it is taken away; click drops colours outside a terminal."""
+    """A line of a diff, in green if it is added and in red if it is taken away; click drops colours outside a
+    terminal."""
     colour = {"+": "green", "-": "red"}.get(line[:1])
     return click.style(line, fg=colour) if colour else line
 
@@ -188,7 +190,8 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
 
 
 def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
-    """Print the plan, and the file that was written of it: as JSON with `figures`, else with its size and `more`."""
+    """Print the plan and the name of the file that was written: as JSON with further `figures`, else with the file's
+    size and the text `more`."""
     from memopt.show.report import headline
     from memopt.units import size
 

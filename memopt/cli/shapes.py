@@ -1,4 +1,5 @@
-"""Shapes and dtypes of a model's inputs: as written on the command line, `input_ids=8x1024:int64`, or left out."""
+"""Shapes and dtypes of a model's inputs: as written on the command line (`input_ids=8x1024:int64`), or found for the
+model where they are left out."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Shape:
         return torch.empty(self.sizes, dtype=self.dtype, device="meta")
 
     def random(self, device: torch.device, below: int = 2) -> torch.Tensor:
-        """A random tensor: normally distributed, or for whole numbers evenly from 0 up to `below`, excluded."""
+        """A random tensor of this shape: normally distributed, or, for whole numbers, uniformly from 0 to `below`,
+        excluded."""
         if self.dtype.is_floating_point:
             return torch.randn(self.sizes, device=device).to(self.dtype)
         return torch.randint(0, 2 if self.dtype is torch.bool else below, self.sizes, device=device).to(self.dtype)
@@ -49,11 +51,12 @@ class Shape:
 
 
 Shapes = dict[str, Shape]
-"""Shapes by the names of the forward's parameters, or by "0", "1" and so on where they are positional."""
+"""Shapes by the names of the forward's parameters, or by "0", "1" and so on for positional inputs."""
 
 
 def parse_shapes(written: Iterable[str]) -> Shapes:
-    """The shapes as they are written, all with a name, or all without. Raises `UsageError`."""
+    """The shapes as written on the command line. Raises `UsageError` for a text that is no shape, for one name twice,
+    and where only some are named."""
     shapes: Shapes = {}
     for number, text in enumerate(written):
         found = _WRITTEN.fullmatch(text.strip())
@@ -75,7 +78,8 @@ def parse_shapes(written: Iterable[str]) -> Shapes:
 
 
 def _dtype(written: str | None, name: str) -> torch.dtype:
-    """The dtype of that name; by default whole numbers for inputs that are called so, else float32."""
+    """The dtype that is written for the input `name`; if none is, int64 for inputs whose names stand for whole numbers,
+    else float32."""
     if written is None:
         return torch.int64 if _WHOLE.fullmatch(name) else torch.float32
     found = getattr(torch, _SHORT.get(written, written), None)
@@ -85,8 +89,9 @@ def _dtype(written: str | None, name: str) -> torch.dtype:
 
 
 def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
-    """The shapes of the example inputs that the function of that name gives with its model: a tensor, or a tuple, list
-    or dict of tensors; `with_target`, a pair of those and of the second argument of the loss. Raises `UsageError`."""
+    """The shapes of the example inputs that the user's function `name` gives with its model: a tensor, or a tuple, list
+    or dict of tensors; `with_target`, a pair of such inputs and the second argument of the loss. Raises `UsageError`
+    for anything else."""
     rest: Shapes = {}
     if with_target and isinstance(inputs, (tuple, list)) and len(inputs) == 2:
         inputs, target = inputs
@@ -133,7 +138,7 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
 
 
 def _check_positional(model: nn.Module, given: int) -> None:
-    """Raise `UsageError` where the model's forward takes fewer inputs by position, or needs more."""
+    """Raise `UsageError` where the model's forward takes fewer than `given` inputs by position, or needs more."""
     parameters = inspect.signature(model.forward).parameters.values()
     taken = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if given > len(taken) and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
@@ -156,8 +161,8 @@ def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """For each input of whole numbers, the number that its values are below: the vocabulary for tokens, the number of
-    labels for classes, 2 where nothing is known."""
+    """For each input, the number that its values must be below if they are whole numbers: the size of the vocabulary
+    for tokens, the number of labels for classes, 2 where nothing is known."""
     config = getattr(model, "config", None)
     vocabulary = getattr(_text(config), "vocab_size", None) or 2
     classes = getattr(config, "num_labels", None) or 2
@@ -171,7 +176,8 @@ def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, i
 
 
 def _main_input(model: nn.Module) -> Shapes:
-    """The shape of the input that a Hugging Face model is about, at its usual size."""
+    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` for models where nothing is
+    known of it."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     if name is None or config is None:
         raise UsageError(
@@ -199,7 +205,7 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def _labels(model: nn.Module, name: str, shapes: Mapping[str, Shape]) -> Shape | None:
-    """The shape of labels for a batch of these shapes; None for models that are not known to have such ones."""
+    """The shape of the labels `name` for a batch of these shapes; None for models of which it is not known."""
     batch = next(iter(shapes.values())).sizes[0]
     kind = type(model).__name__
     if name != "labels" or _ONE_LABEL.search(kind):
@@ -212,5 +218,5 @@ def _labels(model: nn.Module, name: str, shapes: Mapping[str, Shape]) -> Shape |
 
 
 def _text(config: Any) -> Any:
-    """The part of a Hugging Face configuration that is about text."""
+    """The part of a Hugging Face configuration that describes the model's text side; any other configuration itself."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -52,16 +52,17 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the backward that is running runs an autograd node, which must not be one that accumulates into a leaf;
-    false for None."""
+    """Whether the backward that is running will run an autograd node; False for None. Not to be asked of the nodes that
+    accumulate gradients into leaves."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
-    """For each tensor input of the captured region whose backward runs: the leaf that it was, and what autograd does
-    with its gradient; None and `RETURNED` where it was no leaf.
+    """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
+    what autograd does with its gradient; None and `RETURNED` where it was no leaf.
 
-    This is asked in every backward for all inputs at once, since a call for each of them takes longer than all else.
+    This is asked in every backward for all inputs at once: a call for each input would take longer than the rest of
+    memopt's work there.
     """
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
@@ -78,9 +79,9 @@ def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
 
 
 def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
-    """Note for an autograd node which of its outputs have a gradient in the running backward. `outputs` are the edges
-    to the node, each with the number of its output, and the gradients. Nothing is noted for edges to several nodes, or
-    in another order."""
+    """Note in an autograd node's metadata which of its outputs have a gradient in the running backward. `outputs` holds
+    pairs of an edge (the node and the number of its output) and a gradient or None. Nothing is noted if the edges are
+    of several nodes, or their numbers are not ascending."""
     nodes, numbers = {id(node) for (node, _), _ in outputs}, [number for (_, number), _ in outputs]
     if len(nodes) == 1 and numbers == sorted(set(numbers)):
         (node, _), _ = outputs[0]
@@ -88,7 +89,8 @@ def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
 
 
 def reached_outputs() -> tuple[bool, ...] | None:
-    """What `note_reached` noted for the autograd node that runs; None where it noted nothing."""
+    """For the autograd node that runs, whether each output has a gradient, as `note_reached` noted it; None where it
+    noted nothing."""
     node = current_node()
     return None if node is None else node.metadata.get(_REACHED)
 
@@ -104,8 +106,8 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def stops_recomputation(error: Exception) -> bool:
-    """Whether an exception ends the second run of a function under `torch.utils.checkpoint` early: it has all that its
-    backward reads."""
+    """Whether an exception is the one by which `torch.utils.checkpoint` ends its second run of a function early, once
+    that has recomputed all that the backward reads."""
     return isinstance(error, checkpoint._StopRecomputationError)
 
 
@@ -120,7 +122,7 @@ def in_transform() -> bool:
 
 
 def is_batched(value: object) -> bool:
-    """Whether a value is a tensor that stands for several, as within torch.func.vmap."""
+    """Whether a value is a tensor that stands for a batch of tensors, as within torch.func.vmap."""
     functorch = torch._C._functorch
     return isinstance(value, torch.Tensor) and (
         functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)
@@ -129,7 +131,7 @@ def is_batched(value: object) -> bool:
 
 @contextmanager
 def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A block after which all leaves that `outputs` depend on have the gradients that they had before."""
+    """A block after which the `.grad` of each leaf that `outputs` depend on is again the tensor that it was before."""
     leaves = [(leaf, leaf.grad) for leaf in leaves_of(outputs)]
     try:
         yield
@@ -146,7 +148,7 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the tensors that none of the `ends` was computed from, but which have autograd nodes."""
+    """Those of the tensors that have autograd nodes, and that none of the `ends` was computed from."""
     passed = set(_nodes_of(ends))
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 
@@ -164,8 +166,8 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
-    """Autograd nodes, and those that their backward goes on to, which were made since `next_node_number` returned
-    `number`; without those of leaves."""
+    """The given autograd nodes, and the nodes made since `next_node_number` returned `number` that a backward from them
+    reaches through such nodes only. Nodes of leaves are not among them."""
     return list(_reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number))
 
 
@@ -189,8 +191,8 @@ def _reached_from(
 
 
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """The autograd nodes that a backward goes through which starts at these tensors or edges, without those of leaves,
-    up to the first on each way that is an end, in the order in which it runs them; and these ends."""
+    """The autograd nodes that a backward from these tensors or edges runs, in its order, and the nodes at which the
+    walk ends. It goes on from each node for which `is_end` is false; nodes of leaves are in neither list."""
     left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen: set[Any] = {None}
     nodes, ends = list[Any](), list[Any]()
@@ -207,7 +209,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def received_bytes(node: Any, number: int) -> int:
-    """The bytes of the gradient of an output of an autograd node; 0 where they are not known."""
+    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where they are not known."""
     try:
         metadata = node._input_metadata[number]
         return math.prod(map(int, metadata.shape)) * int(metadata.dtype.itemsize)
@@ -216,36 +218,37 @@ def received_bytes(node: Any, number: int) -> int:
 
 
 def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
-    """Have `listener` called with the tensors, or edges, at which each backward of the process starts; None: nobody
-    any more."""
+    """From now on, call `listener` with the tensors, or edges, at which each backward of the process starts. It takes
+    the place of the listener before; with None there is no listener any more."""
     _listeners[:] = [] if listener is None else [listener]
     _tell()
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """Have `watcher` told of each backward of the process, and asked for what its gradients lack, as long as it
-    lives."""
+    """As long as `watcher` lives, call its `before_backward` at each backward of the process, and add what it returns
+    to the gradients that are asked for."""
     _watchers.add(watcher)
     _tell()
 
 
 class Addition(NamedTuple):
-    """A part of a gradient that is asked for which autograd does not find."""
+    """What is missing in a gradient that is asked for, where autograd alone would not find all of it."""
 
     edges: Sequence[Any]
-    """The autograd nodes, each with the number of its output, whose gradients are to be asked for as well."""
+    """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""
     total: Callable[[torch.Tensor | None, Sequence[torch.Tensor | None]], torch.Tensor | None]
-    """Makes the gradient from what autograd finds of it and from the gradients of `edges`."""
+    """Makes the whole gradient from what autograd finds of it, or None, and from the gradients of `edges`."""
 
 
 class Watcher(Protocol):
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
-        """Called with the tensors, or edges, at which a backward starts, and those whose gradients are asked for;
-        returns what has to be added to some of these, by their numbers."""
+        """Called with the tensors, or edges, at which a backward starts, and those whose gradients are asked for.
+        Returns what has to be added to these gradients, by position in `inputs`."""
 
 
 def _tell() -> None:
-    """Replace torch's function that starts a backward where somebody is told of it, else put it back in its place."""
+    """Replace torch's function that starts a backward if there is a listener or a watcher, else put torch's own
+    back."""
     if not _listeners and not _watchers:
         for module, telling, own in _told:
             if module._engine_run_backward is telling:
@@ -280,8 +283,9 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
 def _with_additions(
     own: Callable[..., tuple[Any, ...]], additions: Mapping[int, Addition], args: Sequence[Any], kwargs: Any
 ) -> tuple[Any, ...]:
-    """The gradients that a backward is asked for, with the additions; `own` starts it with what torch passes to it
-    (`args` and `kwargs`) beside the tensors at which it starts."""
+    """The gradients that a backward is asked for, with the additions, by their positions. `own` starts the backward; it
+    takes what torch passes (`args` and `kwargs`) beside the tensors at which it starts. Raises `UnplannedGradientError`
+    for a `backward(inputs=…)`, which accumulates gradients instead of returning them."""
     *first, inputs, unreachable, accumulates = [*args, *(kwargs[name] for name in _KEYWORDS if name in kwargs)]
     if accumulates:
         raise UnplannedGradientError(
@@ -303,7 +307,7 @@ _KEYWORDS = ("inputs", "allow_unreachable", "accumulate_grad")
 _listeners: list[Callable[[Sequence[Any]], None]] = []
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _told: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
-"""The modules in which torch's function is replaced, by what, and that function."""
+"""For each module in which torch's function is replaced: the module, the function there now, and torch's own."""
 
 
 def has_node(value: Any) -> bool:
@@ -312,14 +316,14 @@ def has_node(value: Any) -> bool:
 
 
 def edge_of(end: Any) -> tuple[Any, int]:
-    """The autograd node of a tensor, or of an edge, and the number of its output."""
+    """The edge of the autograd graph that a tensor, or an edge, stands for: a node and the number of its output."""
     edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
     return edge.node, edge.output_nr
 
 
 def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any, int]]:
-    """The edges of the autograd graph that a backward takes from these tensors or edges: nodes, each with the number of
-    its output. It goes on from each node but those in `ends`."""
+    """The edges of the autograd graph (a node and the number of its output) that a backward takes from these tensors or
+    edges. It does not go on from the nodes in `ends`."""
     seen = set(map(edge_of, starts))
     for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
         seen.update(edge for edge in node.next_functions if node not in ends)
@@ -327,8 +331,8 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of autograd functions in Python, such as those of regions, at a node: itself, or those that an operator
-    in place on a region's output (`CopyBackwards`) leads to."""
+    """The nodes of autograd functions in Python, such as those of regions, at a node: itself if it is one, else those
+    next to it, as behind an operator in place on a region's output (`CopyBackwards`)."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node
     else:

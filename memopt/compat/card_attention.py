@@ -91,7 +91,8 @@ class CardAttention(TorchFunctionMode):
 
 
 def _is_dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> bool:
-    """Whether these are batches of rows by heads, of one dtype, that the fused kernels take."""
+    """Whether query, key and value are [batch, heads, rows, width] of one dtype, such as the fused kernels take. With
+    `grouped`, several query heads may share one of key and value."""
     tensors = query, key, value
     if any(tensor.dim() != 4 or tensor.dtype is not query.dtype or tensor.stride(-1) != 1 for tensor in tensors):
         return False
@@ -101,7 +102,7 @@ def _is_dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, gr
 
 
 def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in the dtype that autocast has attention in, where it is on."""
+    """The tensors as they are; where autocast is on, in the dtype to which it casts the operands of attention."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -112,7 +113,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """Flash attention; the width of a head is filled up to a multiple of 8."""
+    """Attention by the flash kernel. Heads are padded to a width that is a multiple of 8."""
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
     if further := -width % 8:
@@ -130,7 +131,7 @@ def _efficient(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """The memory-efficient kernel, with the mask as numbers in the query's dtype."""
+    """Attention by the memory-efficient kernel, with the mask as numbers in the query's dtype."""
     if mask is not None:
         if mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

@@ -43,7 +43,7 @@ def check() -> None:
     """Check the private names of torch that loaded modules of memopt use and that torch has imported, each once.
 
     Raises `TorchNamesError` with all names that are absent and needed. Warns once of a torch that is newer than those
-    that were tested, and of names that are absent or that cannot be called as memopt calls them.
+    that were tested, and of names that are absent but not needed, or that cannot be called as memopt calls them.
     """
     if len(sys.modules) == _known[-1]:  # at every training call
         return
@@ -70,8 +70,8 @@ def check() -> None:
 
 
 def missing_names(error: ImportError) -> TorchNamesError:
-    """The error that names all that modules of memopt import from torch and that this torch lacks, given the first
-    of these failures."""
+    """The error that names all that modules of memopt import from torch and that this torch lacks. `error` is the
+    failure that was met first."""
     found = [str(error)]
     for info in iter_modules([str(Path(__file__).parent)], "memopt.compat."):
         try:
@@ -100,7 +100,7 @@ def _unchecked() -> Iterator[tuple[Private, str]]:
 
 
 def _holder(module: str) -> ModuleType | ctypes.CDLL | None:
-    """The module of that name if it is imported; torch's library of that name."""
+    """The module of that name if it is imported; for "libc10", that library of torch's. None where there is none."""
     return libc10() if module == "libc10" else sys.modules.get(module)
 
 
@@ -118,7 +118,8 @@ def _fault(declared: Private) -> str | None:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether an object, or the instances of a class, have an attribute: one that the class has, annotates or sets."""
+    """Whether an object, or the instances of a class, have an attribute: it is there, or the class annotates it, or a
+    method of the class names it."""
     if hasattr(owner, name):
         return True
     return isinstance(owner, type) and any(name in _set_by(one) for one in owner.__mro__[:-1])
@@ -126,14 +127,15 @@ def _has(owner: Any, name: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _set_by(owner: type) -> frozenset[str]:
-    """The attributes that a class annotates, and those that its methods read or set."""
+    """The attributes that a class annotates, and all names of attributes that its methods read or set."""
     functions = (inspect.unwrap(value) for value in vars(owner).values() if inspect.isfunction(value))
     names = (name for function in functions for name in function.__code__.co_names)
     return frozenset([*vars(owner).get("__annotations__", {}), *names])
 
 
 def _not_called(function: Any, call: str | None) -> str | None:
-    """How a function cannot be called: `call` has the names of arguments by position, and `name=` of keywords."""
+    """What is wrong with a call of a function, in words; None if it can be called so. `call` lists the arguments by
+    position, and keywords as `name=`."""
     if call is None:
         return None
     words = call.replace(",", " ").split()

@@ -35,7 +35,7 @@ PRIVATE_NAMES = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, out of `DistributedDataParallel`."""
+    """The model inside of `DistributedDataParallel`; any other model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -55,7 +55,8 @@ def active_wrapper() -> DistributedDataParallel | None:
 
 
 def check_wrapper(wrapper: DistributedDataParallel) -> None:
-    """Raise `ValueError` for options of a wrapper with which a planned model would not run as planned."""
+    """Raise `ValueError` for options of a DDP wrapper that memopt cannot plan for: its own mixed precision, an
+    all-reduce that is delayed for all parameters, and the Python reducer."""
     anything: Any = wrapper
     if wrapper.mixed_precision is not None:
         raise ValueError(
@@ -82,29 +83,30 @@ def clones_outputs(wrapper: DistributedDataParallel) -> bool:
 
 
 def defers_exchange(wrapper: DistributedDataParallel) -> bool:
-    """Whether the next backward exchanges gradients at its end only: the first one of a static graph."""
+    """Whether the next backward exchanges all gradients at its end, as the first one of a static graph does."""
     anything: Any = wrapper
     return wrapper.static_graph and not anything._static_graph_delay_allreduce_enqueued
 
 
 def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
-    """Whether ranks may run other numbers of forwards, under `wrapper.join()`."""
+    """Whether ranks may run different numbers of forwards, as under `wrapper.join()`."""
     anything: Any = wrapper
     return bool(anything._join_config.enable)
 
 
 def is_bucket_view(gradient: torch.Tensor) -> bool:
-    """Whether a `.grad` lies in a bucket, under `gradient_as_bucket_view`. Gradients from autograd are no views."""
+    """Whether a `.grad` lies in one of DDP's buckets, as with `gradient_as_bucket_view`: gradients that autograd makes
+    are no views."""
     anything: Any = gradient
     return bool(anything._is_view())
 
 
 class ReducerHooks:
-    """The hooks by which a wrapper learns that a gradient is accumulated, moved from C++ to Python.
+    """The hooks that tell a wrapper's reducer when a gradient is accumulated, moved from C++ to Python.
 
     They do what DDP's own did: after autograd has accumulated a gradient, the gradient goes into its bucket, and a full
     bucket is exchanged. In addition, `ready` does so earlier, in the middle of a backward, and the hook then does
-    nothing in that backward.
+    nothing for that parameter in that backward.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -118,20 +120,20 @@ class ReducerHooks:
             self._parameters = []
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._ready: dict[int, int] = {}
-        """By number of a parameter the backward in which `ready` was called for it."""
+        """For the number of a parameter, the backward (`current_backward`) in which `ready` was called for it."""
         self._addresses: dict[int, int] = {}
-        """By number of a parameter the address of the bucket that its latest gradient became a view of."""
+        """For the number of a parameter, the address of the bucket that its latest gradient became a view of."""
         self._noted: int | None = None
-        """The backward at whose end these addresses are noted."""
+        """The backward (`current_backward`) at whose end all these addresses are looked up."""
         self._moved = False
         at_once = wrapper.gradient_as_bucket_view and not getattr(wrapper, "batched_grad_copy", False)
         self.views = at_once and bool(self._numbers)
-        """Whether a gradient that is ready becomes a view of its bucket at once."""
+        """Whether a gradient becomes a view of its bucket as soon as the reducer is told of it."""
 
     @property
     def addresses(self) -> frozenset[int]:
-        """The addresses of the buckets, as far as gradients became views of them: Python may know these views from then
-        on, also after the gradients are gone."""
+        """The addresses of the buckets that gradients are known to be views of; kept after the gradients are gone,
+        since Python may still hold these views."""
         return frozenset(self._addresses.values())
 
     def belong_to(self, wrapper: DistributedDataParallel) -> bool:
@@ -139,7 +141,7 @@ class ReducerHooks:
         return self._reducer() is wrapper.reducer
 
     def takes(self, parameter: torch.Tensor) -> bool:
-        """Whether `ready` may be called for the parameter."""
+        """Whether the parameter is one of the reducer's, so that `ready` may be called for it."""
         return id(parameter) in self._numbers
 
     def ready(self, parameter: torch.Tensor) -> None:
@@ -149,7 +151,7 @@ class ReducerHooks:
         self._tell(number)
 
     def take_over(self) -> None:
-        """Move the hooks, at the first call. To be called outside of a backward."""
+        """Replace the reducer's own hooks by these, at the first call only. To be called outside of a backward."""
         if self._moved or not self._parameters:
             return
         reducer: Any = self._reducer()
@@ -160,7 +162,7 @@ class ReducerHooks:
             accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
 
     def after_accumulation(self, number: int) -> None:
-        """Tell the reducer of a gradient, unless `ready` has in this backward."""
+        """Tell the reducer of the gradient of this parameter, unless `ready` has done so in this backward."""
         if self._ready.pop(number, None) != current_backward():
             self._tell(number)
 
@@ -171,8 +173,8 @@ class ReducerHooks:
             self._note(number)
 
     def note_at_end(self) -> None:
-        """Note at the end of the running backward which buckets its gradients are views of. A static graph's first
-        gradients are exchanged there all at once, by a callback that was queued before."""
+        """Have the addresses of buckets looked up at the end of the running backward. In the first backward of a static
+        graph, all gradients become views only there, by a callback that DDP has queued before."""
         if self.views and self._noted != current_backward():
             self._noted = current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
@@ -198,7 +200,7 @@ _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReducerHooks] = weakr
 
 
 def reducer_hooks(wrapper: DistributedDataParallel) -> ReducerHooks:
-    """The hooks of a wrapper, always the same."""
+    """The hooks of a wrapper, made at the first call; made anew once the wrapper has another reducer."""
     hooks = _hooks.get(wrapper)
     if hooks is None or not hooks.belong_to(wrapper):
         hooks = _hooks[wrapper] = ReducerHooks(wrapper)

@@ -56,7 +56,7 @@ _ERRORS = {
 
 
 def fails_to_compile(failure: BaseException) -> bool:
-    """Whether an error was raised in code of torch's while Dynamo compiled, by no code of the model's or ours."""
+    """Whether an error was raised while Dynamo compiled, and in code of torch's: not in the model's or memopt's."""
     files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(failure.__traceback__)]
     return any(file.endswith("torch/_dynamo/convert_frame.py") for file in files) and "/torch/" in files[-1]
 
@@ -77,8 +77,8 @@ def changes_objects() -> bool:
 
 
 def _is_as_before(changed: Any, attributes: dict[str, Any] | None) -> bool:
-    """Whether the attributes that were set on an object, which has no elements, are constants that they were before, as
-    a flag that is set for a time."""
+    """Whether the attributes that were set on an object have the constant values again that they had before, as a flag
+    that is set for a time. False for objects with elements."""
     before = vars(changed).get("value")
     if not attributes or before is None or hasattr(before, "__len__"):
         return False
@@ -90,7 +90,8 @@ def _is_as_before(changed: Any, attributes: dict[str, Any] | None) -> bool:
 
 
 RECOMPILE_LIMIT = 256
-"""The most compilations of one code object, which are sets of input shapes of a call or of a function it calls."""
+"""The most compilations of one code object: one for each set of input shapes of a call, or of a function that it
+calls."""
 
 
 def __getattr__(name: str) -> Any:
@@ -104,12 +105,14 @@ def __getattr__(name: str) -> Any:
 def capture_settings() -> ExitStack:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
-    Sizes and scalars that depend on data become symbols of the graph. Hooks that are added after a capture are noticed,
-    and parameters that are thawed: torch 2.11 skips the guards of a parameter, and under Python 3.13 those of a module,
-    as long as the dicts of modules have not changed, which `requires_grad_` leaves as they are, and the parameter would
-    get no gradient. Past the limit of recompilations there is an error instead of an eager run, which would exceed the
-    budget. Derivatives that the code takes itself are calls in the graph. Dropout is recomputed from saved generator
-    states. The buckets of DistributedDataParallel do not split the forward.
+    Sizes and scalars that depend on data become symbols of the graph. Past the limit of recompilations there is an
+    error instead of an eager run, which would exceed the budget. Derivatives that the code takes itself are calls in
+    the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
+    the forward.
+
+    Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
+    itself it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
+    3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -145,14 +148,14 @@ def capture_settings() -> ExitStack:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is at work, also where Dynamo traces this function for `torch.compile`: in torch 2.11 it
-    takes `torch.compiler.is_exporting()` for true there."""
+    """Whether `torch.export` is at work. Unlike `torch.compiler.is_exporting()`, which torch 2.11 takes for true while
+    Dynamo traces for `torch.compile`, this is false there."""
     return torch.compiler._is_exporting_flag
 
 
 def keep_nodes(graph_module: fx.GraphModule) -> None:
-    """Have the graph that Dynamo passes to a backend outlive the compilation, also where the backend ends it by an
-    error.
+    """Keep the nodes of the graph that Dynamo passes to a backend after the compilation, also where the backend raises
+    an error.
 
     Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again.
     """
@@ -193,7 +196,8 @@ class SeenSizes:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context in which Dynamo notes the sizes of calls here; no profile of earlier processes is read or kept."""
+        """Context in which Dynamo notes the sizes of calls in this object; profiles that Dynamo has written to disk are
+        neither read nor written."""
         from torch._dynamo import pgo
 
         state: Any = pgo
@@ -226,9 +230,9 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
 
 @contextmanager
 def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which these tensors lack the marks that compiled code puts on tensors which it saves or returns where
-    one of their sizes was a symbol in it, inputs among them. Dynamo would make a symbol of that size in every later
-    capture, of other models too."""
+    """Context in which these tensors lack the marks of dimensions that compiled code leaves on tensors that it saves or
+    returns, inputs among them, where a size was a symbol in it. Because of a mark Dynamo would make a symbol of that
+    size in every later capture, of other models too."""
     hidden = [(tensor, vars(tensor).pop(_PROPAGATED, None)) for tensor in tensors]
     try:
         yield
@@ -244,7 +248,7 @@ _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
 def _marks(tensor: torch.Tensor) -> dict[str, Any]:
-    """Copies of the marks on a tensor, since marking adds to what is there."""
+    """Copies of the marks on a tensor by their names: marking a tensor changes them in place."""
     return {name: copy.copy(vars(tensor)[name]) for name in _MARKS if name in vars(tensor)}
 
 
@@ -258,7 +262,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
-    """Empties Dynamo's cache of every code object whose compilations all come from backends for which `is_dead` holds.
+    """Empties Dynamo's cache of every code object whose compilations all come from backends for which `is_dead` is
+    true.
 
     Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
     for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while
@@ -274,8 +279,8 @@ def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
 
 
 def forget_skipped() -> None:
-    """Have Dynamo try once more to capture code of which it has no compilation: code in which it met an exception of
-    the user's, on one batch, it would never capture again. Not to be called while Dynamo compiles."""
+    """Have Dynamo try again to capture the code objects of which it has no compilation. If it met an exception of the
+    user's in one batch, it would otherwise never capture that code again. Not to be called while Dynamo compiles."""
     from torch._dynamo.convert_frame import input_codes
 
     frames: Any = torch._C._dynamo.eval_frame
@@ -285,10 +290,10 @@ def forget_skipped() -> None:
 
 
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
-    """Whether some code has several compilations by backends for which `is_ours` holds.
+    """Whether any code object has several compilations by backends for which `is_ours` is true.
 
-    The guards of a compilation that broke the graph inside of a function that it called do not cover what that function
-    looked at. The one that was made last is tried first: it may run from now on where another one ran.
+    If a compilation broke the graph inside of a function that it called, its guards do not cover what that function
+    looked at. Dynamo tries the latest compilation first, so that one may run where an earlier one ran before.
     """
     from torch._dynamo.convert_frame import input_codes
 
@@ -310,7 +315,8 @@ def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
 
 
 def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
-    """The Python lines that Dynamo traced when it raised `error`, else those that raised it, the innermost last."""
+    """The stack of Python lines that Dynamo was tracing when `error` was raised, else the error's own traceback; the
+    innermost line is last."""
     traced = getattr(error, "real_stack", None)
     return traced or traceback.extract_tb(error.__traceback__)
 

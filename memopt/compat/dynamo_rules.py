@@ -44,7 +44,7 @@ PRIVATE_NAMES = (
 
 
 def replacements() -> list[Replacement]:
-    """What takes the place of Dynamo's own functions while models are captured and run.
+    """The replacements of Dynamo's own functions that are active while models are captured and run.
 
     Torch 2.15 reads methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the
     class.
@@ -92,8 +92,8 @@ def _kept_as_one(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a number as `alpha`, as one
     operator.
 
-    Dynamo by itself replaces them by several operators, which round in another way, so that the number may be a tensor;
-    `add_` only in torch 2.11.
+    So that the number may be a tensor, Dynamo by itself traces several operators instead, which round in another way;
+    for `add_` it does so in torch 2.11 only.
     """
     from torch._dynamo.variables import TensorVariable
 
@@ -109,13 +109,13 @@ _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", defau
 
 @contextmanager
 def keeping_requires_grad() -> Iterator[None]:
-    """Context, within `capture_settings`, in which Dynamo writes `value.requires_grad_()` of an intermediate value, or
-    of a tensor that the call is given, into the graph, as a node that nothing reads, and traces on with a value that
-    requires a gradient.
+    """Context, within `capture_settings`, in which Dynamo does not break the graph at `value.requires_grad_()`, for an
+    intermediate value or a tensor that the call is given. It writes the call into the graph as a node that nothing
+    reads, and traces on with a value that requires a gradient.
 
-    Dynamo by itself breaks the graph there: an input would change, and AOTAutograd would lose the gradient of an
-    intermediate value where the region returns it. Whoever captures in this context replaces the node, has the input
-    require a gradient before the region runs, and refuses a region that returns such an intermediate value.
+    Dynamo by itself breaks the graph there, since an input would change, and AOTAutograd would lose the gradient of an
+    intermediate value that the region returns. Whoever captures in this context has to replace the node, make the input
+    require a gradient before the region runs, and refuse a region that returns such an intermediate value.
     """
     token = _keeps_requires_grad.set(True)
     try:
@@ -126,7 +126,7 @@ def keeping_requires_grad() -> Iterator[None]:
 
 @cache
 def _requires_grad_(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Traces `requires_grad_()` as `keeping_requires_grad` says, in its context."""
+    """Traces `requires_grad_()` as a node of the graph while `keeping_requires_grad` is active, else as Dynamo does."""
 
     def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
         value = self.as_proxy().node.meta["example_value"]
@@ -143,18 +143,18 @@ def _requires_grad_(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_given(node: Any, tx: Any) -> bool:
-    """Whether a node of the graph that Dynamo writes now is one of the inputs of the region, and no parameter."""
+    """Whether a node is an input of the region whose graph Dynamo writes now, and no parameter."""
     is_input = node.op == "placeholder" and node.graph is tx.output.graph
     return is_input and not isinstance(node.meta["example_value"], torch.nn.Parameter)
 
 
 @cache
 def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Traces `op(…, out=part)`, with a part of a tensor that is not contiguous, as `part.copy_(op(…))`, which writes
-    the same numbers, and `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()`, in the context of
-    `keeping_requires_grad`.
+    """Traces `op(…, out=part)` as `part.copy_(op(…))`, which writes the same numbers, where `part` is a tensor that is
+    not contiguous. Traces `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()` while `keeping_requires_grad`
+    is active.
 
-    Where eager mode would resize or refuse, for a part of another shape or dtype or for gradients, it is left to
+    Where eager mode would resize `part` or refuse it (another shape or dtype, or gradients), the call is left to
     Dynamo, which breaks the graph.
     """
 
@@ -176,14 +176,14 @@ def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_true(value: Any) -> bool:
-    """Whether Dynamo has this as the constant True."""
+    """Whether one of Dynamo's variables is the constant True."""
     return value is not None and value.is_python_constant() and value.as_python_constant() is True
 
 
 @cache
 def _written_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Writes each change of the grad mode within an `autograd.Function` into the graph, also where the mode is that
-    already. A backward is traced without gradients, and `no_grad` in it would leave no trace."""
+    """Writes every change of the grad mode within an `autograd.Function` into the graph, also one to the mode that is
+    on already. A backward is traced without gradients, so that `no_grad` in it would otherwise leave no trace."""
 
     def _call_func(self: Any, tx: Any, values: Any) -> None:
         within = getattr(tx.output.current_tracer, "source_target", None)
@@ -197,7 +197,7 @@ def _written_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Breaks the graph at `backward()` within a forward, which would write to `.grad`, also where Dynamo traces
+    """Breaks the graph at `backward()` within a forward, which writes to `.grad`, also if Dynamo is set to trace
     derivatives."""
     import torch._dynamo.config as dynamo_config
 
@@ -209,12 +209,13 @@ def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_strided(part: Any) -> bool:
-    """Whether Dynamo has this as a tensor that is not contiguous."""
+    """Whether one of Dynamo's variables is a tensor that is not contiguous."""
     return part is not None and part.is_tensor() and not _value(part).is_contiguous()
 
 
 def _fits(result: Any, part: Any) -> bool:
-    """Whether the result can be copied to the part as `out=` would write it there."""
+    """Whether `part.copy_(result)` writes what `out=part` would: shape, dtype and device are equal, and no gradient is
+    involved."""
     if not result.is_tensor():
         return False
     made, into = _value(result), _value(part)
@@ -224,15 +225,16 @@ def _fits(result: Any, part: Any) -> bool:
 
 
 def _value(tensor: Any) -> torch.Tensor:
-    """The fake tensor of one of Dynamo's tensors."""
+    """The fake tensor behind one of Dynamo's variables."""
     value: torch.Tensor = tensor.as_proxy().node.meta["example_value"]
     return value
 
 
 @cache
 def _where_it_can_be_written(own: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps `own`, the function by which Dynamo writes its settings as JSON for its record of a compilation: None is
-    recorded where JSON cannot hold them. Torch 2.11 prints a traceback for each compilation if one is a function."""
+    """Wraps `own`, the function by which Dynamo writes its settings as JSON into its record of a compilation, to return
+    None where JSON cannot hold them. Torch 2.11 prints a traceback for each compilation if one of the settings is a
+    function."""
 
     def settings() -> Any:
         try:
@@ -244,8 +246,8 @@ def _where_it_can_be_written(own: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _with_contiguous_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a function, whose gradients are made contiguous before it gets them, so that Dynamo traces it
-    again whatever the outputs are that it gets no gradients for."""
+    """The `backward` of an `autograd.Function` as Dynamo is to trace it: its incoming gradients are made contiguous.
+    The function of torch's that this replaces fails where an output gets no gradient (None)."""
 
     def contiguous(context: Any, *gradients: Any) -> Any:
         return backward(context, *[None if gradient is None else gradient.contiguous() for gradient in gradients])

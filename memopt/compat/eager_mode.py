@@ -1,8 +1,9 @@
 """What eager mode does and tracing by itself would not: its kernels, which torch replaces by Python functions that give
 other bits, and the choices that transformers makes by values.
 
-A mask that masks nothing is not made in eager mode: attention runs by another kernel then, which is told `is_causal`,
-and several heads share keys that are else repeated. Transformers gives this choice up while Dynamo traces.
+In eager mode transformers makes no attention mask that would mask nothing. Attention then runs by another kernel, which
+is given `is_causal`, and heads that share keys need no repeated ones. While Dynamo traces, transformers makes the mask
+always.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 # Eager batch normalisation writes its running statistics without saying so, which a trace would lose.
 _KEPT = ("batch_norm",)
 _SAMPLE = 65_537
-"""Values on which a product is tried: every significand of 16-bit numbers many times, and a part of fp32's."""
+"""The number of values on which a product is tried: every significand of 16-bit numbers many times, and some of
+fp32's."""
 _PART = 4_096
-"""Values that are tried at once: the first step's budget has little room for them."""
+"""The number of values that are tried at once: the first step's budget has little room for them."""
 
 
 @contextmanager
@@ -72,9 +74,9 @@ def eager_kernels() -> Iterator[None]:
 
 
 def dead_draws_kept() -> AbstractContextManager[None]:
-    """Context in which random operators without readers are left in traced graphs: they advance the generator.
+    """Context in which random operators without readers are left in traced graphs, since they advance the generator.
 
-    While it traces, torch takes this setting of inductor's to say so, whatever the backend.
+    Torch reads inductor's setting `fallback_random` for this while it traces, whatever the backend.
     """
     import torch._inductor.config as inductor_config
 
@@ -88,7 +90,8 @@ def _set_kernel(operator: Any, key: DispatchKey, kernel: Callable[..., Any]) -> 
 
 @functools.cache
 def _replaced_operators() -> tuple[tuple[Any, DispatchKey], ...]:
-    """The operators that have a Python replacement and a kernel of eager mode, with the dispatch keys of the former."""
+    """The ATen operators that eager mode runs by a kernel and that torch replaces by Python functions while it traces,
+    each with the dispatch key under which such a function is registered."""
     found: list[tuple[Any, DispatchKey]] = []
     for name in torch._C._dispatch_get_all_op_names():
         library, _, overload = name.partition("::")
@@ -103,8 +106,8 @@ def _replaced_operators() -> tuple[tuple[Any, DispatchKey], ...]:
 
 
 def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs what eager mode runs for an operator, or torch's replacement of it with symbolic sizes that
-    eager mode's kernel does not take."""
+    """A function for the dispatch key `key` that runs an operator as eager mode does. With symbolic sizes that eager
+    mode's kernel does not take, it runs `python`, torch's replacement."""
     if operator is aten.dropout.default:
         return _dropout
 
@@ -130,9 +133,10 @@ def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -
 
 
 def _resized(operator: Any, value: torch.Tensor, sizes: Any, *settings: Any) -> torch.Tensor:
-    """The result of a resizing operator by its `vec` arguments: of the sizes and the scales one is None.
+    """The result of a resizing operator, given the arguments of its overload `vec`: either `sizes` or the scales, which
+    are last in `settings`, is None.
 
-    The kernel of `vec` itself takes no symbols, that of the operator with sizes does.
+    The kernel of `vec` itself takes no symbols, that of the overload with sizes does.
     """
     *aligned, scales = settings
     if sizes is None:
@@ -142,7 +146,8 @@ def _resized(operator: Any, value: torch.Tensor, sizes: Any, *settings: Any) -> 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Context in which composite operators do not choose oneDNN's; the public flags warn of missing cards."""
+    """Context in which composite operators do not choose oneDNN's kernels. It uses a private setting, since setting the
+    public flags warns where there is no card."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -152,7 +157,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout with the bits of eager mode, on sizes of any kind, with a mask of one byte an element."""
+    """Dropout with the bits of eager mode, also on symbolic sizes, which saves a mask of one byte for each element."""
     empty = not is_symbolic(value) and value.numel() == 0
     if train and 0 < p < 1 and is_on_host(value) and value.dtype.is_floating_point and not empty:
         return _Dropout.apply(value, p)  # type: ignore[no-untyped-call]
@@ -160,9 +165,11 @@ def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """Multiplies kept elements by `1 / (1 - p)` in the dtype of the value, as eager mode does on a CPU.
+    """Dropout that multiplies the elements it keeps by `1 / (1 - p)`, rounded to the dtype of the value, as eager mode
+    does on a CPU.
 
-    `native_dropout` and its backward do so where they round alike, which depends on `p` and on the dtype.
+    `native_dropout` and its backward are called where they give the same products, which depends on `p` and on the
+    dtype.
     """
 
     @staticmethod
@@ -208,8 +215,9 @@ _IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, o
 
 @contextmanager
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which transformers, traced by Dynamo, makes these choices as for the arguments of this call in eager
-    mode. Dynamo guards on them: a call for which they differ is captured by itself."""
+    """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
+    mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
+    captured by itself."""
     masking, asking = map(sys.modules.get, ("transformers.masking_utils", "transformers.utils.import_utils"))
     for loaded in filter(None, (masking, asking)):
         _run_frames_eagerly(loaded)
@@ -231,8 +239,8 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 @functools.cache
 def _run_frames_eagerly(module: ModuleType) -> None:
-    """Have Dynamo trace the functions of a module only as parts of graphs that begin elsewhere. Where a forward with
-    graph breaks calls them outside of any graph, they run as in the eager model and choose by values."""
+    """Have Dynamo trace the functions of a module only where traced code calls them. Where a forward with graph breaks
+    calls them outside of any graph, they run as in the eager model and choose by values."""
     from torch._dynamo.eval_frame import skip_code
 
     for function in vars(module).values():
@@ -242,8 +250,8 @@ def _run_frames_eagerly(module: ModuleType) -> None:
 
 
 def _idle_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The attention mask of a call that masks nothing, or its positions of one sequence a row: eager mode makes no mask
-    of either."""
+    """The attention mask among a call's arguments if it masks nothing; without a mask, its positions if they are those
+    of one sequence in each row. Eager mode makes no mask of either. None for all other calls."""
     for named in (kwargs, *(value for value in args if isinstance(value, Mapping))):
         mask, positions = named.get("attention_mask"), named.get("position_ids")
         if _has_values(mask):
@@ -254,7 +262,7 @@ def _idle_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor
 
 
 def _is_ones(mask: torch.Tensor) -> bool:
-    """Whether all values are one, so that each is true in any dtype."""
+    """Whether all values of a mask are one, and so remain true in any dtype; true for an empty one."""
     if mask.numel() == 0:
         return True
     least, most = mask.aminmax()
@@ -268,7 +276,8 @@ def _has_values(value: Any) -> TypeGuard[torch.Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _unless_idle(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a mask or of positions, which is given None in place of those of the call that are idle."""
+    """Wraps a function of transformers whose first argument is a mask or positions: it gets None there if Dynamo traces
+    it with those of the call that mask nothing."""
     from torch._dynamo.comptime import comptime
     from torch._dynamo.eval_frame import skip_code
 
@@ -296,17 +305,19 @@ def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_counting(context: Any) -> None:
-    """Set the traced function's `counts_up` where its positions are plainly 0, 1, 2 and so on: one sequence a row."""
+    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on, one
+    sequence in each row."""
     _note(context, "counts_up", _counts_up(_node_of(context, "position_ids")))
 
 
 def _note_idle(context: Any) -> None:
-    """Set the traced function's `is_idle` where its `mask` has the values of the call's mask that masks nothing."""
+    """Set the traced function's local variable `is_idle` to True if its `mask` is the call's mask, or positions, that
+    mask nothing."""
     _note(context, "is_idle", _is_idle(_node_of(context, "mask")))
 
 
 def _node_of(context: Any, name: str) -> fx.Node | None:
-    """The node of Dynamo's graph that is a local variable of the traced function; None for what is no tensor."""
+    """The node of Dynamo's graph whose value a local variable of the traced function has; None for a constant."""
     value = context.get_local(name)
     return None if value.is_python_constant() else value.as_proxy().node
 
@@ -320,7 +331,8 @@ def _note(context: Any, name: str, value: bool) -> None:
 
 
 def _is_idle(node: fx.Node | None) -> bool:
-    """Whether a value of Dynamo's graph is the mask that was found idle, perhaps of another dtype."""
+    """Whether a value of Dynamo's graph is the mask, or the positions, that `_idle_mask` found, perhaps of another
+    dtype or expanded."""
     while node is not None and node.op != "placeholder":
         tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
         node = tensors[0] if len(tensors) == 1 and node.target in _SAME_VALUES else None
@@ -328,8 +340,8 @@ def _is_idle(node: fx.Node | None) -> bool:
 
 
 def _counts_up(node: fx.Node | None) -> bool:
-    """Whether a value of Dynamo's graph is an `arange` of whole steps of one, shifted or repeated in rows; so is None,
-    in whose place models make such positions."""
+    """Whether a value of Dynamo's graph is an `arange` with a step of one, perhaps shifted, or repeated in rows. True
+    also for no value (None): models then make such positions themselves."""
     if node is None:
         return True
     while node.target is not torch.arange:

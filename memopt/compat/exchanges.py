@@ -1,9 +1,9 @@
 """Exchanges among ranks: which gathered parameters FSDP2 keeps between forward and backward, exchanges by gloo that
 hold no memory once they return, and the stages, order and loss of schedules of `torch.distributed.pipelining`.
 
-gloo's threads drop their references to the tensors of an exchange some time after it is over, and with them, by chance,
-the last one: the memory is then freed late, by a thread that no profiler of this one sees. A step would hold more than
-was planned by up to two exchanges, or seem to.
+gloo's threads drop their references to the tensors of an exchange some time after it is over. If theirs is the last
+reference, the memory is freed late, by a thread that the profiler of this one does not see. A step would then hold, or
+seem to hold, up to two exchanges more than was planned.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ ALL = sys.maxsize
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a model whose parameters FSDP2 gathers together, and frees after its forward unless told otherwise."""
+    """A part of a model whose parameters FSDP2 gathers together, and reshards after its forward unless told
+    otherwise."""
 
     path: str
     module: Any
@@ -60,22 +61,23 @@ class _Block:
 
 
 class Resharding:
-    """The blocks of a model that `fully_shard` frees after their forward, and how many of the last of them are kept.
+    """The blocks of a model whose parameters `fully_shard` frees (reshards) after their forward, and for how many of
+    the last blocks they stay gathered until the backward instead.
 
     Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are left as they are. The
-    last blocks are the cheapest to keep, since their backward comes first.
+    last blocks stay gathered for the shortest time, since their backward comes first.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.count = 0
-        """How many blocks are kept now."""
+        """The number of blocks, from the last, that stay gathered now."""
         self._automatic: list[bool] = []
 
     @cached_property
     def blocks(self) -> tuple[_Block, ...]:
-        """The blocks in the order of the model's modules. They are known once the model has run a forward, in which
-        FSDP2 finds out which part is the root."""
+        """The blocks in the order of the model's modules. To be read after the model's first forward, in which FSDP2
+        finds out which part is the root."""
         found: dict[int, _Block] = {}
         for path, module in self.model.named_modules():
             groups = groups_of(module, recurse=False)
@@ -85,8 +87,8 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Keep the parameters of the last `count` blocks from their forward to their backward, and free the others
-        after the forward."""
+        """Leave the parameters of the last `count` blocks gathered from their forward to their backward, and free those
+        of the other blocks after the forward."""
         if count == self.count:
             return
         if not self._automatic:
@@ -106,7 +108,7 @@ class Resharding:
 
     @property
     def in_use(self) -> tuple[tuple[str, int], ...]:
-        """The path and the bytes of each block that is kept now."""
+        """The path and the gathered bytes of each block that stays gathered now."""
         kept = self.blocks[len(self.blocks) - self.count :] if self.count else ()
         return tuple((block.path, block.gathered_bytes) for block in kept)
 
@@ -116,7 +118,7 @@ def _state(module: Any) -> Any:
 
 
 def _frees(group: Any) -> bool:
-    """Whether a group frees its parameters after the forward and gathers them from all ranks again."""
+    """Whether a group frees its parameters after the forward, and its backward gathers them from all ranks again."""
     after = group.post_forward_mesh_info
     return after is not None and after == group.mesh_info
 
@@ -130,12 +132,13 @@ def _gathered_bytes(group: Any) -> int:
 
 
 LONGEST_S = 1.0
-"""How long an exchange waits for gloo's threads at most."""
+"""How many seconds an exchange waits for gloo's threads at most."""
 
 
 def settle_gloo(model: nn.Module) -> None:
-    """Have the parts of a model that `fully_shard` was applied to, and that exchange by gloo in FSDP2's own way, wait
-    for gloo's threads after each exchange."""
+    """Have the parts of a model that `fully_shard` was applied to wait for gloo's threads after each exchange, so that
+    its memory is free when it returns. Parts that exchange by another backend, or in a way of the user's, are left as
+    they are."""
     for group in groups_of(model):
         if group.device.type == HOST.type and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
             gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
@@ -155,12 +158,12 @@ def unsettle_gloo(model: nn.Module) -> None:
 
 
 def gather_of(module: nn.Module) -> Any:
-    """The function by which a part of a model that `fully_shard` was applied to gathers its own parameters."""
+    """The callable by which a part of a model that `fully_shard` was applied to gathers its own parameters."""
     return groups_of(module, recurse=False)[0]._all_gather_comm
 
 
 class _Gather:
-    """FSDP2's own all-gather, and a wait for gloo's threads."""
+    """Takes the place of FSDP2's all-gather: calls it, then waits until gloo's threads have dropped both tensors."""
 
     def __init__(self, usual: Any) -> None:
         self.usual, self.allocate = usual, usual.allocate
@@ -171,7 +174,7 @@ class _Gather:
 
 
 class _Reduce:
-    """FSDP2's reduce-scatter by `reduce_scatter`."""
+    """Takes the place of FSDP2's reduce-scatter: calls `reduce_scatter`, which leaves no memory to gloo's threads."""
 
     def __init__(self, usual: Any) -> None:
         self.usual, self.allocate = usual, usual.allocate
@@ -183,8 +186,9 @@ class _Reduce:
 
 
 def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
-    """Write this rank's part of the reduced input to the output, both of one dimension: as gloo's own reduce-scatter,
-    which reduces a copy of the whole input, but this thread holds the copy."""
+    """Write this rank's part of the reduced input to the output; both have one dimension. Like gloo's own
+    reduce-scatter this reduces a copy of the whole input, but the copy belongs to this thread, which waits until gloo's
+    threads have dropped it."""
     copy = input_tensor.clone()
     with settling(copy):
         distributed.all_reduce(copy, op, group=group)
@@ -193,7 +197,8 @@ def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: 
 
 @contextmanager
 def settling(tensor: torch.Tensor) -> Iterator[None]:
-    """A block after which the tensor has no more users than before it; waits for them to let it go."""
+    """A block after which this waits until other threads hold no more references to the tensor than before it, for
+    `LONGEST_S` seconds at most."""
     users = _users(tensor)
     yield
     latest = time.monotonic() + LONGEST_S
@@ -202,7 +207,8 @@ def settling(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """Everything that refers to a tensor. C++ has a reference from Python, too, which a thread drops last."""
+    """The number of references to a tensor: those in C++, where a Python reference counts as one, and those in
+    Python."""
     return users_of(tensor) + sys.getrefcount(tensor)
 
 
@@ -217,17 +223,18 @@ def is_schedule(value: Any) -> bool:
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages that this rank holds, in their order."""
+    """The stages of a pipeline schedule that this rank holds, in their order."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def microbatches_of(schedule: Any) -> int:
-    """The number of microbatches in which a batch is run."""
+    """The number of microbatches into which a pipeline schedule splits a batch."""
     return int(schedule._n_microbatches)
 
 
 def loss_of(schedule: Any) -> Callable[..., Any] | None:
-    """The function that computes a microbatch's loss; None for a schedule that does not train."""
+    """The function by which a pipeline schedule computes a microbatch's loss; None for a schedule that does not
+    train."""
     return schedule._loss_fn
 
 
@@ -237,13 +244,13 @@ def set_loss(schedule: Any, loss_fn: Callable[..., Any] | None) -> None:
 
 
 def trains(schedule: Any) -> bool:
-    """Whether a step runs backwards: not while the schedule evaluates."""
+    """Whether a step of a pipeline schedule runs the backward: not while the schedule evaluates."""
     return bool(schedule._has_backward)
 
 
 def in_flight(schedule: Any) -> list[tuple[int, dict[int, int]]]:
-    """For each forward and backward of this rank, in order: its stage, and of every stage here the microbatches whose
-    backward is to come, its own among them."""
+    """For each forward and backward that this rank runs in a step, in order: the index of its stage, and for each stage
+    of this rank how many microbatches have yet to run their backward, the one that runs among them."""
     waiting = {stage.stage_index: 0 for stage in stages_of(schedule)}
     found = []
     for stage, kind in _actions(schedule):
@@ -255,13 +262,13 @@ def in_flight(schedule: Any) -> list[tuple[int, dict[int, int]]]:
 
 
 def splits_backward(schedule: Any) -> bool:
-    """Whether the schedule computes the gradients of inputs and those of weights at different times."""
+    """Whether a pipeline schedule computes the gradients of inputs and those of weights at different times."""
     kinds = {kind for _, kind in _actions(schedule)}
     return not kinds <= {_FORWARD, _BACKWARD, "REDUCE_GRAD"}
 
 
 def sends_kept(schedule: Any) -> int:
-    """The number of microbatches whose tensors stay on the device after they were sent, in each direction: the handles
+    """The number of microbatches whose tensors stay on the device after they were sent, in each direction. The handles
     of all exchanges are held to the end of a step, but for 1F1B, which holds those of the latest two."""
     from torch.distributed.pipelining import Schedule1F1B
 
@@ -270,18 +277,19 @@ def sends_kept(schedule: Any) -> int:
 
 
 def ranks_of_pipeline(schedule: Any) -> list[int]:
-    """The ranks that hold the stages of the pipeline, by their numbers among all."""
+    """The global ranks that hold the stages of the pipeline."""
     group = stages_of(schedule)[0].group
     return list(distributed.get_process_group_ranks(group or distributed.group.WORLD))
 
 
 def first_microbatch(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first microbatch of the arguments of a batch, the largest of them."""
+    """The positional arguments of the first microbatch into which a pipeline schedule splits a batch; none is
+    larger."""
     return tuple(schedule._split_inputs(args, {})[0][0])
 
 
 def _actions(schedule: Any) -> list[tuple[int, str]]:
-    """Stage and kind of what this rank computes in a step, in order."""
+    """What this rank computes in a step, in order: the index of the stage and the kind, such as "F" or "B"."""
     order = schedule.pipeline_order[stages_of(schedule)[0].group_rank]
     found = []
     for action in order:

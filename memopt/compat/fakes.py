@@ -53,15 +53,15 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def forget_dispatches(mode: FakeTensorMode) -> None:
-    """Frees what a fake mode with symbolic shapes remembers of all operators that ran in it, to run them faster once
-    more, which a capture would keep."""
+    """Empty the cache of operator calls that a fake mode with symbolic shapes has filled; a capture would keep it
+    alive."""
     if mode.shape_env is not None:
         mode.shape_env.fake_tensor_cache.clear()
 
 
 def broadcast_masks() -> Replacement:
-    """What takes the place of torch's rule for a fake `masked_select`, which may then have as many elements as its
-    operands broadcast to.
+    """A replacement of torch's rule for a fake `masked_select`: the result may have as many elements as its operands
+    broadcast to.
 
     Torch by itself takes the number of elements of the first operand as the limit, and asserts it in every step.
     """
@@ -82,8 +82,8 @@ def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @cache
 def know_resizing_gradients() -> None:
-    """Tell fake modes the results of resizing operators' backwards with symbolic sizes, which torch tells for fixed
-    sizes, or in two dimensions only."""
+    """Give fake modes rules for the results of resizing operators' backwards with symbolic sizes. Torch has rules for
+    fixed sizes only, or in two dimensions only."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     linear, nearest = "linear1d bilinear2d trilinear3d bicubic2d", "nearest1d nearest3d"
@@ -96,7 +96,8 @@ def know_resizing_gradients() -> None:
 def _resizing_gradient(
     _mode: Any, func: Any, gradient: torch.Tensor, _sizes: Any, input_sizes: Any, *_settings: Any, **_named: Any
 ) -> Any:
-    """The gradient with respect to a value that was resized; two kinds keep the memory format of the result's."""
+    """A fake gradient with respect to the value that was resized, for symbolic sizes. For bilinear and trilinear
+    resizing it has the memory format of the incoming gradient."""
     if not any(isinstance(size, torch.SymInt) for size in (*gradient.shape, *input_sizes)):
         return NotImplemented
     made = gradient.new_empty(input_sizes)
@@ -117,12 +118,12 @@ def to_fake(
 
 
 def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
-    """A storage without memory, of as many bytes."""
+    """A storage of `nbytes` bytes without memory, on "meta"."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
 def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor:
-    """A fake tensor as `like`, which is one, in another storage."""
+    """A fake tensor with the shape, dtype and device of the fake `like`, which lies in this storage."""
     assert isinstance(like, FakeTensor)
     meta = torch.empty(0, dtype=like.dtype, device="meta")
     meta.set_(storage, like.storage_offset(), like.shape, like.stride())
@@ -130,7 +131,7 @@ def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor
 
 
 def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
-    """The answer to a call that only reads a fake's device; None for any other call. Autograd reads it several times
+    """The device of a fake, if the operator call only asks for it; None for any other call. Autograd asks several times
     for each operator, and the fake mode takes longer than this to answer."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
@@ -138,7 +139,7 @@ def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
 
 
 def device_type_of(tensor: torch.Tensor) -> str:
-    """The type of a tensor's device, without an operator call where it is a fake."""
+    """The type of a tensor's device; of a fake it is read without an operator call."""
     return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
 
 

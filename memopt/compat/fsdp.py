@@ -45,8 +45,8 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:
-    """The groups of parameters (`FSDPParamGroup`) of all its parts, in the order of its modules; its own alone without
-    `recurse`."""
+    """The groups of parameters (`FSDPParamGroup`) that FSDP2 made of the model's modules, in the order of the modules;
+    without `recurse`, those of the model's own module only."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -66,8 +66,8 @@ def _parameters(model: nn.Module) -> list[Any]:
 
 
 def is_sharded_otherwise(model: nn.Module) -> bool:
-    """Whether parameters of the model are distributed over ranks by something else than `fully_shard`, or by both, as
-    by `parallelize_module` (tensor parallelism)."""
+    """Whether any parameter of the model is distributed over ranks by something else than `fully_shard`, such as tensor
+    parallelism (`parallelize_module`), or by both."""
     own = _parameters(model)
     shards = {id(parameter.sharded_param) for parameter in own}
     others = (parameter for parameter in model.parameters() if id(parameter) not in shards)
@@ -94,13 +94,14 @@ def _digest(value: object) -> str:
 
 
 def _stage(tensor: torch.Tensor) -> None:
-    """Allocate and free what gloo does in an exchange of tensors on the CPU: a copy of the larger one."""
+    """Allocate and free the buffer that gloo takes in an exchange of tensors on the CPU: a copy of the larger tensor,
+    which is given. Nothing is done for tensors on a card."""
     if is_on_host(tensor):
         torch.empty_like(tensor)
 
 
 class _OwnGather:
-    """An all-gather without communication: it puts this rank's shard in the place of every rank's."""
+    """An all-gather without communication: every rank's part of the output is this rank's shard."""
 
     def __init__(self, usual: Any) -> None:
         self.allocate = usual.allocate
@@ -113,8 +114,8 @@ class _OwnGather:
 
 
 class _OwnReduce:
-    """A reduce-scatter without communication: it returns the first part of this rank's input. `whole` are the gradients
-    of its group from earlier backwards."""
+    """A reduce-scatter without communication: the output is the first part of this rank's input. It notes in `whole`,
+    the gradients that earlier backwards have left unreduced in this group, that they are reduced now."""
 
     def __init__(self, usual: Any, whole: _WholeGradients) -> None:
         self.allocate, self.whole = usual.allocate, whole
@@ -126,8 +127,9 @@ class _OwnReduce:
 
 
 class _WholeGradients:
-    """The gradients of a group of parameters that earlier backwards have left whole, in a forward and backward that
-    runs without them: the usual one adds to them, so that here the new ones take their place once they are there."""
+    """The gradients that earlier backwards have left unsharded in a group of parameters, while a forward and backward
+    runs on this rank alone (`Gathered.without_exchange`), for which they are removed. A real backward would add to
+    them, so they still count until this one has made gradients in their place."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.bytes = group, _whole_gradient_bytes(group)
@@ -136,7 +138,8 @@ class _WholeGradients:
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes whose place no new gradient has taken."""
+        """The bytes of these gradients in whose place no new gradient has been made yet; 0 once the group has
+        reduced."""
         if self.are_reduced or not self.bytes:
             return 0
         self._taken = max(self._taken, _whole_gradient_bytes(self.group))
@@ -144,7 +147,8 @@ class _WholeGradients:
 
 
 class Gathered:
-    """The parameters of a model that `fully_shard` gathers before use and frees after it. False if there are none."""
+    """The parameters of a model that `fully_shard` gathers before use and frees after it. False if there are none; a
+    tensor is in it if it is such a parameter, gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -160,13 +164,14 @@ class Gathered:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of gradients that this rank holds whole, from backwards without `set_requires_gradient_sync`."""
+        """The bytes of the gradients that this rank holds unsharded, which backwards without
+        `set_requires_gradient_sync` have left."""
         return sum(map(_whole_gradient_bytes, self._groups))
 
     @property
     def waiting_bytes(self) -> int:
-        """In a block `without_exchange`, the bytes of such gradients of earlier backwards that a step beside them would
-        hold now, and that no gradient of this one stands for."""
+        """Within `without_exchange`, the bytes of gradients of earlier backwards that were removed for the block, that
+        a real step would hold now, and in whose place no gradient of the block has been made."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:
@@ -176,9 +181,9 @@ class Gathered:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A block for a forward and backward on this rank alone: gathers and reductions allocate the same buffers, but
-        communicate with no other rank. Gathered values repeat this rank's shard. Gradients are removed for the block
-        and restored after it."""
+        """A block for a forward and backward on this rank alone: gathers and reductions allocate the same buffers as
+        always, but communicate with no other rank. The gathered parameters repeat this rank's shard. Gradients are
+        removed for the block and restored after it."""
         self._whole = list(map(_WholeGradients, self._groups))
         with ExitStack() as stack:
             stack.callback(self._whole.clear)
@@ -203,15 +208,15 @@ NOTHING_GATHERED = Gathered(nn.Module())
 
 
 def exchange_in_words(model: nn.Module) -> str:
-    """A text for the state of gradient accumulation: which groups reduce their gradients in the next backward (see
-    `set_requires_gradient_sync`), and the bytes of each one's gradients that earlier backwards have left whole; "" for
-    a model that is not sharded."""
+    """The state of gradient accumulation as a text: for each group whether it reduces its gradients in the next
+    backward (see `set_requires_gradient_sync`), and the bytes of gradients that earlier backwards have left unsharded.
+    "" for a model that is not sharded."""
     groups = groups_of(model)
     return str([(group.reduce_grads, _whole_gradient_bytes(group)) for group in groups]) if groups else ""
 
 
 def _whole_gradient_bytes(group: Any) -> int:
-    """The bytes of the gradients of a group's parameters that are not reduced yet."""
+    """The bytes of the gradients of a group's parameters that are not reduced yet and so are unsharded."""
     found = (gradient for parameter in group.fsdp_params for gradient in _whole_gradients(parameter))
     return sum(gradient.nbytes for gradient in found if gradient is not None)
 
@@ -221,7 +226,8 @@ def _whole_gradients(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor 
 
 
 def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Set the gradient of a gathered parameter, if there is one by now; returns the one before."""
+    """Set the `.grad` of a gathered parameter and return the one before; nothing is done, and None returned, for a
+    parameter that was never gathered."""
     whole = getattr(parameter, "_unsharded_param", None)
     if whole is None:
         return None
@@ -230,7 +236,7 @@ def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.
 
 
 def _abandon(model: nn.Module) -> None:
-    """Reset the state of an iteration that failed, so that another one can begin."""
+    """Reset FSDP2's state after an iteration that failed, so that another one can begin."""
     for module in model.modules():
         reset = getattr(module, "reset_iter_state", None)
         if reset is not None:

@@ -23,12 +23,13 @@ _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a leaf has any hooks."""
+    """Whether a leaf has hooks on its gradient, or on its accumulated gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """Those that have hooks. This is asked for all parameters at every call, and takes half the time of `has_hooks`."""
+    """The leaves among these that have hooks. This is asked for all parameters at every call, and takes half the time
+    of `has_hooks` for each."""
     return [
         leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]  # fmt: skip
@@ -50,7 +51,8 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 class DeferredHook:
-    """A hook on a tensor that somebody else calls later, and autograd not."""
+    """A hook on a tensor. Called by autograd, it does nothing unless its table is `at_once`; otherwise memopt calls the
+    user's function, `own`, later."""
 
     def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
         self.own, self._table = own, weakref.ref(table)
@@ -62,7 +64,8 @@ class DeferredHook:
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """The hooks that `Tensor.register_hook` adds to a tensor, which autograd calls only while they are `at_once`."""
+    """The table of the hooks that `Tensor.register_hook` adds to a tensor. They act when autograd calls them only while
+    `at_once` is true."""
 
     at_once = False
 
@@ -76,7 +79,7 @@ class DeferredHooks(OrderedDict[int, Any]):
 
     @property
     def own(self) -> list[Callable[..., Any]]:
-        """The hooks as they were added."""
+        """The functions that the user has added."""
         return [hook.own for hook in self.values() if isinstance(hook, DeferredHook)]
 
 
@@ -85,8 +88,8 @@ _FIRST = -1
 
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
-    """Defer the hooks that are added to a tensor, which is no leaf and has none yet, but call `first` when autograd
-    would call them; the table of them is there without the tensor."""
+    """Defer the hooks that will be added to a tensor, which is no leaf and has none yet; autograd calls `first` in
+    their place. The table of the hooks, which is returned, does not keep the tensor alive."""
     table = DeferredHooks(first)
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table
@@ -96,19 +99,21 @@ def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], Non
 
 
 class WatchingHook:
-    """A hook on the accumulated gradient of a leaf that only takes note of it, so that a backward need not call it."""
+    """A hook of memopt's on the accumulated gradient of a leaf that only takes note of it: a captured backward need not
+    call it."""
 
     def __call__(self, leaf: torch.Tensor) -> None:
         raise NotImplementedError
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without those that only watch."""
+    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without those of memopt that only
+    watch."""
     return [hook for hook in _late_hooks(tensor) if not isinstance(hook, WatchingHook)]
 
 
 def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
-    """The hooks on the accumulated gradient of a leaf that only watch."""
+    """The hooks of memopt's on the accumulated gradient of a leaf that only watch."""
     return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
 
 
@@ -117,6 +122,7 @@ def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """The tables, by number, in which a leaf keeps its hooks: without an entry, autograd calls no hook."""
+    """The tables (number → hook) in which a leaf keeps its hooks, as far as they have entries. Autograd calls nothing
+    for a table that was emptied."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [table for table in tables if table]

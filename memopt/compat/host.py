@@ -56,8 +56,8 @@ class MemoryEvents:
     """Records the memory that this thread allocates and frees through torch's allocator, from `start` to `stop`.
 
     Allocations inside kernels and in compiled code are recorded, and those of threads that torch starts with this
-    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. On a `device_type`
-    other than the host's, blocks are in the sizes in which its allocator gives them out.
+    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. For a `device_type`
+    other than the host's, bytes are those of the blocks that its allocator gives out.
     """
 
     def __init__(self, device_type: str = HOST.type, *, legacy: bool = LEGACY_PROFILER) -> None:
@@ -79,8 +79,9 @@ class MemoryEvents:
     def declare(self, address: int, nbytes: int) -> None:
         """Records a block that is already allocated as if it were allocated now, so that its free is recorded too.
 
-        torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of another
-        one. For a block that was freed while no profiler ran it keeps a size that is out of date.
+        Torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of another
+        one. Where a block was freed while no profiler ran, it may take that block's size for the next one at the
+        address.
         """
         _declare_block()(address, nbytes)
 
@@ -92,9 +93,9 @@ class MemoryEvents:
             _map_blocks_from(2**25)
 
     def since_last(self) -> list[int] | None:
-        """Returns the events since the last call, or since the start, and goes on recording. None where they are known
-        at the end only: with kineto, which takes long to start anew, and in a backward, which autograd ends with the
-        callbacks that it began with."""
+        """Returns the events since the last call, or since the start, and goes on recording. Returns None where they
+        are known at the end only. That is so with kineto, which takes long to start anew, and in a backward: autograd
+        can end only with the profiler that it began with."""
         if not self._legacy or current_backward() >= 0:
             return None
         events = self._events()
@@ -166,8 +167,8 @@ _READS = ("tolist", "numpy", "__array__")
 
 
 def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A `protected` tensor on the CPU, for which nothing is allocated. It has a storage of its own, but all such
-    storages lie in the same pages, which can only be read, and are zero."""
+    """A tensor on the CPU with a storage of its own for which nothing is allocated, and which is `protected`. All such
+    storages lie in the same read-only pages of zeros."""
     elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = elements * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), HOST, nbytes)
@@ -176,22 +177,22 @@ def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
 
 
 def protected(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, whose memory can no longer be written to, and whose address cannot be had."""
+    """The same tensor. From now on, writing to its memory and asking for its address raise `RuntimeError`."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another leaf in the memory of a tensor: a parameter for a parameter. It has neither its gradient nor its hooks,
-    and counts its versions by itself."""
+    """Another leaf in the memory of a tensor: a parameter for a parameter. It shares neither gradient, hooks nor
+    version counter with the tensor."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     return tensor.data.requires_grad_(tensor.requires_grad)
 
 
 def _pages(nbytes: int) -> int:
-    """Returns the address of at least `nbytes` bytes of reserved address space, which take no memory until they are
-    read. They are never given back, since nobody knows how long a tensor lives."""
+    """Returns the address of at least `nbytes` bytes of address space that can only be read, and take no memory until
+    they are. They are never given back, since nobody knows how long a tensor in them lives."""
     if not _regions or len(_regions[-1]) < nbytes:
         _regions.append(
             mmap.mmap(
@@ -207,7 +208,8 @@ _LEAST_REGION = 2**32
 
 @contextmanager
 def reads_raise(error: type[Exception]) -> Iterator[None]:
-    """A block in which methods of tensors that read memory past the dispatcher raise `error` in this thread."""
+    """A block in which `tolist`, `numpy` and `__array__` of any tensor raise `error` in this thread: they read memory
+    without the dispatcher."""
     tensors: Any = torch.Tensor
     own = {name: vars(tensors).get(name) for name in _READS}
     thread = threading.get_ident()

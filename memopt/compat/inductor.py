@@ -41,14 +41,16 @@ def compile_by_inductor(
     made: Callable[[Any, list[fx.Node], bool], Callable[..., Any]],
     plan_hash: Callable[[], str],
 ) -> Callable[..., Any]:
-    """Compiles a region with inductor and `partition`, and returns the callable. Takes over the graph module.
+    """Compiles a region with inductor and `partition`, and returns the callable. The graph module must not be used
+    afterwards.
 
     `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, inputs,
-    is_backward)` is called with each compiled half, which has its `source_code`, and the placeholders of its graph;
-    what it returns runs in place of the half. Both halves are compiled at once. AOTAutograd's cache of whole regions is
-    off, since a hit there would skip the partition; inductor's cache of graphs has `plan_hash()` in its key.
+    is_backward)` is called with the compiled forward and with the compiled backward, which have their `source_code`,
+    and with the placeholders of the graph; what it returns runs in place of them. Both are compiled at once.
+    AOTAutograd's cache of whole regions is off, since a hit there would skip the partition; inductor's cache of graphs
+    has `plan_hash()` in its key.
 
-    Raises what `partition` raises, and `InductorFailed`.
+    Raises what `partition` raises, and `InductorFailed` where inductor fails.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -82,7 +84,7 @@ def compile_by_inductor(
 def _partitioner(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], plan_hash: Callable[[], str]
 ) -> CustomPartitionerFn:
-    """`partition` as inductor takes it, with `plan_hash()` for the keys of inductor's caches."""
+    """`partition` as the object that inductor takes, with `plan_hash()` in the keys of inductor's caches."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class _Partitioner(CustomPartitionerFn):
@@ -100,7 +102,7 @@ def _partitioner(
 
 @functools.cache
 def _nearby_fusions() -> type[Any]:
-    """The class of inductor's choices, except that nodes are fused only if no other kernel runs between them.
+    """A class that makes inductor's choices, but fuses nodes only if no external kernel runs between them.
 
     Otherwise a value that the plan recomputes late in the backward could be fused with an early node that reads the
     same inputs, and be held from then on. A reduction may still move up past a few kernels, since its input is freed
@@ -113,7 +115,8 @@ def _nearby_fusions() -> type[Any]:
             super().__init__()
             self.scheduler: Any = None
             self.kernels: list[int] = []
-            """The positions, in ascending order, of the kernels that take no part in fusion."""
+            """The positions, in ascending order, of the nodes that are external kernels, which take no part in
+            fusion."""
 
         def uuid(self) -> str:
             return f"memopt: neighbors fused, reductions past {_MOST_PASSED} kernels"
@@ -142,7 +145,8 @@ def _nearby_fusions() -> type[Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """The class of inductor's choices, made when it is asked for: its base is slow to import."""
+    """The class `NearbyFusions`, made when it is first asked for, since its base class is slow to import. Inductor's
+    cache looks it up by this name."""
     if name != "NearbyFusions":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _nearby_fusions()
@@ -152,17 +156,17 @@ _MOST_PASSED = 3
 
 
 _PAGE = 20 * 1024**2
-"""No segment is larger than its blocks by this many bytes or more, expandable or not."""
+"""A segment exceeds the block that it is allocated for by fewer bytes than this, expandable or not."""
 
 
 @contextmanager
 def autotuning_within(limit_bytes: int) -> Iterator[None]:
     """A block in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
 
-    Before each run a kernel's timing fills a buffer of the size of the card's cache, which would be allocated beside
-    all that the step holds then. It is left out where there is no room for it. What a timing allocates is returned to
-    the card, so that later blocks lie as if no kernel had been timed. Of a kernel for which there is no memory to be
-    timed the first configuration runs.
+    Before each run of a kernel, inductor fills a buffer of the size of the card's cache, beside all that the step holds
+    then. The buffer is left out where there is no room for it. What a timing allocates is returned to the card, so that
+    later blocks lie as if no kernel had been timed. If there is no memory to time a configuration, its time is
+    infinite; if that is so of all, the first one runs.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 
@@ -187,5 +191,5 @@ def autotuning_within(limit_bytes: int) -> Iterator[None]:
 
 
 def _fits(nbytes: int, limit_bytes: int) -> bool:
-    """Whether a new segment for a block of this size is within the limit of what the allocator holds."""
+    """Whether torch's allocator would still hold at most `limit_bytes` after a new segment for a block of `nbytes`."""
     return torch.cuda.memory_reserved() + -(-nbytes // _PAGE) * _PAGE <= limit_bytes

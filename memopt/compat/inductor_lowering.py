@@ -55,8 +55,9 @@ other rules is not reused."""
 
 
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
-    """Give each operator of the graph, and of graphs within it, the fallback that inductor would give it at its call,
-    if it has no lowering. Nothing is done where the user has turned such fallbacks off: inductor then raises."""
+    """Give each operator of the graph, and of graphs within it, that has no lowering the fallback that inductor would
+    give it when it comes to the first call. Nothing is done where the user has turned implicit fallbacks off: inductor
+    then raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 
@@ -71,7 +72,8 @@ def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
 
 
 def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
-    """The operators that are called, and those that are given to other operators as an argument."""
+    """The operators that a graph and those within it call, and those that they pass to other operators as an
+    argument."""
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if node.op == "call_function":
@@ -79,8 +81,9 @@ def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
 
 
 def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
-    """The layout that inductor gives to the inputs of an operator without a lowering: contiguous ones for an operator
-    of torch in a backward, where its tags do not say otherwise. Host copies keep their strides."""
+    """The rule by which inductor lays out the inputs of an operator without a lowering: contiguous for an operator of
+    torch in a backward, unless the operator's tags say otherwise. Copies to the host follow `_as_returned`, those back
+    have no rule."""
     from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag, is_builtin
 
@@ -92,9 +95,9 @@ def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
 
 
 def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `memopt::copy_out`: the value laid out as inductor lays out a result of the graph, since the
-    copy on the host is one. Otherwise inductor would copy it to a second host tensor with other strides, whose memory
-    the offloading operators do not know."""
+    """The arguments of a call of `memopt::copy_out`: the value in the layout that inductor gives to results of the
+    graph, since the copy on the host is a result. Otherwise inductor would copy it to a second host tensor with other
+    strides, whose memory the offloading operators do not know."""
     from torch._inductor import ir as untyped
     from torch._inductor.virtualized import V
 
@@ -118,7 +121,7 @@ def order_of_random_kernels() -> Any:
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class _RandomOrder(base):  # type: ignore[misc]
-        """A pass with a name for the keys of inductor's caches."""
+        """`keep_random_order` as a pass with a name for the keys of inductor's caches."""
 
         def __call__(self, nodes: list[Any]) -> list[Any]:
             return keep_random_order(nodes)
@@ -154,7 +157,7 @@ def keep_random_order(nodes: list[Any]) -> list[Any]:
 
 
 def _draws(kernel: Any) -> bool:
-    """True if a node of inductor's graph draws from the generator."""
+    """Whether a node of inductor's graph draws from the random generator."""
     operator = getattr(kernel, "op_overload", None)
     if operator is torch.ops.higher_order.run_and_save_rng_state:
         return True

@@ -53,7 +53,8 @@ PRIVATE_NAMES = (
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-"""Makes a half of the joint graph, with example inputs, a function that takes a list of arguments and empties it."""
+"""Compiles a forward or backward, given with example inputs, to a function that takes a list of arguments and empties
+it."""
 
 
 _disable: Any = torch.compiler.disable
@@ -76,14 +77,14 @@ class AotTrace:
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the inputs to which AOTAutograd writes after the forward: those that require gradients, and
-        that the region writes to in place."""
+        """The positions of the region's inputs to which AOTAutograd writes after the forward: inputs that require
+        gradients, and that the region writes to in place."""
         return frozenset(self.state.fw_metadata.mutated_inp_runtime_indices)
 
     @property
     def only_read(self) -> frozenset[int]:
-        """The numbers of the inputs that require gradients and are only read: the region neither writes to them nor
-        returns them or views of them."""
+        """The positions of the region's inputs that require gradients and are only read: the region neither writes to
+        them nor returns them or views of them."""
         from torch._functorch._aot_autograd.schemas import OutputType
 
         metadata = self.state.fw_metadata
@@ -97,21 +98,22 @@ class AotTrace:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """By the number of each input of the region, the number of the joint graph's input that stands for it: for a
-        wrapper, such as a sharded parameter, the first of the values that it holds, which is its memory."""
+        """For each input of the region, the position of the joint graph's input that stands for it. A wrapper, such as
+        a sharded parameter, is several inputs there: it is the first of these, which is its memory."""
         return _firsts(self.state.fw_metadata.subclass_inp_meta)
 
     @property
     def gradient_places(self) -> tuple[int, ...]:
-        """By the number of each input of the region, the position of its gradient among those of the joint graph. The
-        gradient of a wrapper is several values, but a missing one is a single None."""
+        """For each input of the region, the position of its gradient among those that the joint graph returns. The
+        gradient of a wrapper is several values there, of which it is the first, but a missing one is a single None."""
         wrappers = self.capture.maybe_subclass_meta
         return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
-        """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
+        """The region as a differentiable function of its inputs, which runs the forward and backward into which
+        `partition` cuts the joint graph.
 
-        `forward` and `backward` compile them; their graphs are empty afterwards. This may be called repeatedly with
+        `forward` and `backward` compile these; their graphs are empty afterwards. This may be called repeatedly with
         different partitions, each time in the tracing context of the region.
         """
         compiled, halves = _second_phase(
@@ -127,7 +129,7 @@ class AotTrace:
         return region
 
     def of(self, joint: fx.GraphModule) -> AotTrace:
-        """The same trace, with a joint graph that was rewritten from its own in place of that, which is freed."""
+        """The same trace with the joint graph `joint`, which was rewritten from its own."""
         return replace(self, module=joint, capture=replace(self.capture, graph_module=joint))
 
 
@@ -163,8 +165,8 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 def _second_phase(
     state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile, *, log: bool
 ) -> tuple[Callable[[list[Any]], Any], Sequence[fx.GraphModule]]:
-    """Compiles the region's halves, and returns the function that runs them on a list of inputs, and the halves. With
-    `log`, AOTAutograd logs the graphs."""
+    """Cuts the joint graph by `partition` and compiles both parts by `forward` and `backward`. Returns the function
+    that runs them on a list of inputs, and their graphs. With `log`, AOTAutograd logs the graphs."""
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
 
     halves: list[fx.GraphModule] = []
@@ -206,7 +208,7 @@ def _second_phase(
 
 
 def _unused(metadata: Any) -> Any:
-    """A copy of a joint graph's metadata, ready for the second phase."""
+    """A copy of a joint graph's metadata for a second phase, which writes to it."""
     metadata = copy.copy(metadata)
     metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
     metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
@@ -227,14 +229,15 @@ def _unused_wrappers(metas: Sequence[Any] | None) -> list[Any] | None:
 
 
 def _firsts(metas: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of the first values that stand for each of the described tensors."""
+    """For each described tensor, the position of the first of the values that stand for it."""
     return tuple(
         meta.flat_tensor_start_idx if hasattr(meta, "flat_tensor_start_idx") else meta.unwrapped_idx for meta in metas
     )
 
 
 def _graphs_are_logged() -> bool:
-    """Whether a log of AOTAutograd's graphs is on. Without asking, AOTAutograd turns them into text for each region."""
+    """Whether a log of AOTAutograd's graphs is on. AOTAutograd itself would turn the graphs into text before it
+    asks."""
     name = "torch._functorch._aot_autograd.graph_compile"
     return "TORCH_TRACE" in os.environ or getArtifactLogger(name, "aot_graphs").isEnabledFor(logging.DEBUG)
 
@@ -257,7 +260,8 @@ def _fakes_active(state: Any) -> Iterator[None]:
 
 @contextmanager
 def _unread_numbers_left(mode: Any, joint: fx.GraphModule) -> Iterator[None]:
-    """Context in which AOTAutograd leaves the numbers of tensors alone that no operator of the joint graph reads.
+    """Context in which AOTAutograd does not ask for another capture because of numbers in tensors that no operator of
+    the joint graph reads.
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.

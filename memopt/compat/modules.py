@@ -1,5 +1,5 @@
-"""Modules, optimizers and gradient scalers: what stands in for a module's calls, its hooks and parts, and how
-optimizers take fakes and gradients that are not finite."""
+"""Modules, optimizers and gradient scalers: the function that is called in place of a module's forward, the hooks and
+parts of modules, and how optimizers take fakes and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -44,29 +44,30 @@ PRIVATE_NAMES = (
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward with its hooks, past anything that stands in for its calls."""
+    """The function that runs the module's own forward with its hooks, whatever `compiled_call` is."""
     return module._call_impl
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What stands in for the module's calls: what `set_compiled_call` or `Module.compile()` set last, or None."""
+    """The function that a call of the module runs in place of its forward and hooks, as `set_compiled_call` or
+    `Module.compile()` set it last; None without one."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have `call` stand in for the module's calls."""
+    """Have calls of the module run `call` in place of its forward and hooks."""
     anything: Any = module
     anything._compiled_call_impl = call
 
 
 def reset_compiled_call(module: nn.Module) -> None:
-    """Have nothing stand in for the module's calls, and leave no trace in the module."""
+    """Have calls of the module run its own forward and hooks again; no attribute is left in the module."""
     vars(module).pop("_compiled_call_impl", None)
 
 
 @contextmanager
 def called_plainly(module: nn.Module) -> Iterator[None]:
-    """A block in which nothing stands in for the module's calls."""
+    """A block in which calls of the module run its own forward and hooks, whatever `compiled_call` is."""
     call = vars(module).pop("_compiled_call_impl", None)
     try:
         yield
@@ -76,14 +77,15 @@ def called_plainly(module: nn.Module) -> Iterator[None]:
 
 
 def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:
-    """The tables in which modules keep the functions that run before and after their own forward."""
+    """The tables in which modules keep their forward pre-hooks and forward hooks."""
     return [table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)]
 
 
 @contextmanager
 def without_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """A block in which backward passes of this thread call no hook of the model's parameters or of any module; hooks
-    of autograd nodes are called. Hooks are removed for the time, so no other thread may train this model."""
+    """A block in which backward passes of this thread call no hook of the model's parameters or of any module; hooks of
+    autograd nodes are called. The parameters' hooks are removed for the block, so no other thread may train this model
+    meanwhile."""
     tables = [table for parameter in model.parameters() for table in hook_tables(parameter)]
     hooks = [dict(table) for table in tables]
     thread = threading.get_ident()
@@ -105,19 +107,20 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
-    """The module that `torch.compile(module)` has wrapped in this one; None for other modules."""
+    """The module that is inside of what `torch.compile(module)` returned; None for other modules."""
     inner = module._modules.get("_orig_mod")
     return inner if type(module).__name__ == "OptimizedModule" else None
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The functions that run before and after the module's own forward."""
+    """The module's forward pre-hooks and forward hooks."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The model and the modules in it, each once, in the same order as long as they are the same. `Module.modules`
-    names them on the way, which takes several times longer: too long for every call of a small model."""
+    """The model and the modules in it, each once, in the same order as long as the modules are the same.
+    `Module.modules` also makes their names, which takes several times longer: too long for every call of a small
+    model."""
     found = {model: None}
     left = [model]
     while left:
@@ -129,20 +132,20 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def buffers_in(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The modules' own buffers, each once."""
+    """The buffers that these modules have themselves (not their submodules), each once."""
     found = {id(value): value for module in modules for value in module._buffers.values() if value is not None}
     return list(found.values())
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The modules' own parameters, each once."""
+    """The parameters that these modules have themselves (not their submodules), each once."""
     found = {id(value): value for module in modules for value in module._parameters.values() if value is not None}
     return list(found.values())
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a model and their own parameters, looked up once for all that a call asks of them."""
+    """The modules and the parameters of a model, looked up once for all questions of a call."""
 
     modules: Sequence[nn.Module]
     parameters: Sequence[nn.Parameter]
@@ -159,7 +162,8 @@ class Parts:
 
     @cached_property
     def special(self) -> dict[str, str]:
-        """The parameters and buffers that are no arrays of numbers, in words, each with its kind (`special_kind`)."""
+        """The parameters and buffers that are not plain arrays of numbers, named as in "the buffer scale", each with
+        its kind (`special_kind`)."""
         tables = [(f"the {sort[1:]} ", vars(one)[sort + "s"]) for one in self.modules for sort in _SORTS]
         named = [(sort + name, tensor) for sort, table in tables for name, tensor in table.items()]
         return {name: kind for name, tensor in named if tensor is not None and (kind := special_kind(tensor))}
@@ -169,16 +173,16 @@ _SORTS = ("_parameter", "_buffer")
 
 
 class CurrentParts:
-    """The `Parts` of a model at each call. They are put together again only where a module or a parameter has come or
-    gone: to see that none has takes a tenth of the time."""
+    """The `Parts` of a model at each call. They are looked up anew only after a module or a parameter was added,
+    replaced or removed; to see that none was takes a tenth of the time."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._latest = Parts((), ())
         self._tables: list[dict[str, Any]] = []
-        """The children and the parameters of the latest parts' modules."""
+        """The dicts of submodules, then those of parameters, of the modules of the latest `Parts`."""
         self._held: list[Any] = []
-        """The values of these tables in order: modules, parameters, and None for names that are not set."""
+        """The values of these dicts in order: modules, parameters, and None for names that are not set."""
 
     def now(self) -> Parts:
         """The parts of the model: the same object as before, if nothing has changed."""
@@ -191,14 +195,14 @@ class CurrentParts:
         return self._latest
 
     def _now_held(self) -> list[Any]:
-        """The submodules and parameters that the modules of the latest `Parts` have themselves, in order. What lies in
-        a submodule that is new is not read: the submodule itself shows that the model has changed."""
+        """The values of `_tables` as they are now, in order. What lies in a new submodule is not among them: the
+        submodule itself shows that the model has changed."""
         return list(chain.from_iterable([table.values() for table in self._tables if table]))
 
 
 def own_tp_plan(model: nn.Module) -> Any:
-    """The plan for tensor parallelism that a model of transformers brings (`_tp_plan`): patterns of paths with styles;
-    None for other models."""
+    """The plan for tensor parallelism of a model of transformers (`_tp_plan`), which maps patterns of module paths to
+    parallel styles; None for other models."""
     return getattr(model, "_tp_plan", None)
 
 
@@ -211,12 +215,13 @@ def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's own kernel skips a step with gradients that are not finite, as with `fused=True`."""
+    """Whether the optimizer's own kernel leaves out a step whose gradients are not finite, as with `fused=True`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def wrapped_by_scheduler(step: Any) -> Any | None:
-    """The function of an optimizer's step around which a scheduler has put its own; None for any other value."""
+    """The function that a scheduler has wrapped, if `step` is an optimizer's step that one has; None for any other
+    value."""
     return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
 
 
@@ -225,8 +230,8 @@ def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
 
     They treat fake tensors as plain ones, and do not notice that something is being compiled around them. Functions
-    that the user has compiled run as written, and hooks on the steps of all optimizers are not called. With `foreach`,
-    their default on the CPU is the foreach implementation, as it is on a GPU.
+    that the user has compiled run uncompiled, and the hooks that torch calls on steps of any optimizer are not called.
+    With `foreach`, the foreach implementation is the default on the CPU too, as it is on a GPU.
     """
     types: list[Any] = _foreach_supported_types
     module: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it

@@ -69,9 +69,10 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
-    """Context for the operators that a dispatch mode runs on real values: their kernels see that a tensor is a
-    conjugate or a negative. Inside of a mode torch leaves these keys out, and a kernel that makes such views itself
-    (`linalg_pinv` of complex numbers) reads their memory as it is, and computes with other values."""
+    """Context in which a dispatch mode runs operators on real values as eager mode does: their kernels see that a
+    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out, and a kernel that
+    makes such views itself (`linalg_pinv` of complex numbers) would read their memory as it is, and compute with other
+    values."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded.remove(DispatchKey.Conjugate).remove(DispatchKey.Negative)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
@@ -83,13 +84,14 @@ def without_autocast() -> AbstractContextManager[None]:
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Context in which torch functions run their implementation and no torch function mode sees them."""
+    """Context in which torch functions run their own implementation, past `__torch_function__` and torch function
+    modes."""
     return torch._C.DisableTorchFunction()
 
 
 def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
-    """The function by which autocast replaces an operator overload on a device type, which casts and then calls the
-    operator; None without a rule."""
+    """The function that autocast on a device type calls in place of an operator overload: it casts and then calls the
+    operator. None where autocast has no rule for it."""
     return _kernel(operator, f"Autocast{device.upper()}")
 
 
@@ -113,13 +115,14 @@ def _kernel(operator: Any, name: str) -> Callable[..., Any] | None:
 
 
 def makes_unknown_bytes(operator: Any) -> bool:
-    """Whether an operator's fake results are smaller than its kernel's: recurrent layers of oneDNN, cuDNN and MIOpen
-    save for their backward what the library asks for, which fakes give as no bytes."""
+    """Whether fakes give an operator smaller results than its kernel: recurrent layers of oneDNN, cuDNN and MIOpen save
+    as many bytes for their backward as the library asks for, and fakes give these as none."""
     return schema_of(operator).name in _OF_LIBRARIES
 
 
 def takes_unknown_bytes(operator: Any) -> bool:
-    """Whether an operator is the backward of one that `makes_unknown_bytes`: given fewer, it reads beyond them."""
+    """Whether an operator is the backward of one that `makes_unknown_bytes`: given a fake's result it would read beyond
+    it."""
     return schema_of(operator).name.removesuffix("_backward") in _OF_LIBRARIES and not makes_unknown_bytes(operator)
 
 
@@ -127,7 +130,7 @@ _OF_LIBRARIES = frozenset(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order."""
+    """The leaves of nested containers, in order."""
     leaves = _pytree.tree_leaves(tree)
     if not any(isinstance(leaf, UserDict) for leaf in leaves):
         return leaves
@@ -135,7 +138,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same tree with `function` of each leaf."""
+    """The same nested containers, with `function` applied to each leaf."""
 
     def mapped(leaf: Any) -> Any:
         if not isinstance(leaf, UserDict):
@@ -173,7 +176,7 @@ def is_checkpoint(target: Any) -> bool:
 
 
 def is_nested_region(target: Any) -> bool:
-    """Whether a node's target calls a function under `torch.compiler.nested_compile_region`."""
+    """Whether a node's target is the call of a function that is marked by `torch.compiler.nested_compile_region`."""
     return target is torch.ops.higher_order.invoke_subgraph
 
 
@@ -181,22 +184,24 @@ _DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 
 def takes_derivative(target: Any) -> bool:
-    """Whether a node's target takes derivatives by autograd, or begins a derivative of torch.func."""
+    """Whether a node's target computes derivatives by autograd, or begins a derivative of torch.func."""
     return target is torch.autograd.grad or getattr(target, "__name__", "") in _DERIVATIVES
 
 
 def begins_transform(target: Any) -> bool:
-    """Whether a node's target begins a transform of torch.func: a derivative, forward or backward, or a map."""
+    """Whether a node's target begins a transform of torch.func: a derivative in forward or reverse mode, or `vmap`."""
     return str(getattr(target, "__name__", "")).endswith("_increment_nesting")
 
 
 def is_custom_function(target: Any) -> bool:
-    """Whether a node's target calls an `autograd.Function`, by the graphs of its forward and its backward."""
+    """Whether a node's target is the operator that calls an `autograd.Function`, whose forward and backward are
+    graphs."""
     return target is torch.ops.higher_order.autograd_function_apply
 
 
 def requiring_grad(value: torch.Tensor) -> torch.Tensor:
-    """The value as a leaf that requires a gradient, in its memory; also while AOTAutograd traces, which forbids it."""
+    """A leaf that requires a gradient, in the memory of a value. It can be made while AOTAutograd traces, too, which
+    forbids `requires_grad_`."""
     before = torch._C._functorch.get_inplace_requires_grad_allowed()
     torch._C._functorch.set_inplace_requires_grad_allowed(True)
     try:
@@ -208,11 +213,11 @@ def requiring_grad(value: torch.Tensor) -> torch.Tensor:
 def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Sequence[int], *inputs: Any
 ) -> Any:
-    """The outputs of an `autograd.Function` whose backward autograd differentiates again.
+    """The outputs of an `autograd.Function` whose backward can be differentiated again.
 
-    `forward` returns the outputs and the values that `backward` takes after the gradients; `not_differentiable` holds
-    the positions of outputs that get none. Torch's own operator for it runs the backward without autograd, and second
-    derivatives through it are silently zero.
+    `forward` returns the outputs, and the values that `backward` takes after the gradients of the outputs;
+    `not_differentiable` holds the positions of outputs without gradients. Torch's own operator for it runs the backward
+    without autograd, and second derivatives through it are silently zero.
     """
     apply: Any = _Function.apply
     return apply(forward, backward, frozenset(not_differentiable), *inputs)

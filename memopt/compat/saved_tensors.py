@@ -21,9 +21,11 @@ PRIVATE_NAMES = (
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:
-    """The tensors that an autograd node has saved; without calling hooks on saved tensors, but for those that an
-    `autograd.Function` has saved, while none of them was changed in place: of what a hook has packed, the tensors that
-    it is or consists of. Nothing where `note_packed` has found hooks."""
+    """The tensors that an autograd node has saved; none if they are freed, or if `note_packed` has found hooks.
+
+    No hook on saved tensors is called, but for an `autograd.Function` none of whose saved tensors was changed in place.
+    Of what a hook has packed, these are the tensors that it is or consists of.
+    """
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved
@@ -49,14 +51,15 @@ def saved_by(node: Any) -> list[torch.Tensor]:
 
 
 _SAVED: dict[type, tuple[str, ...]] = {}
-"""By the class of an autograd node, the attributes in which it saves tensors."""
+"""For the class of an autograd node, the names of the attributes in which it saves tensors."""
 
 
 def replace_saved(
     node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
 ) -> int:
-    """Free the tensors on a device that an `autograd.Function`'s node has saved, but for those at the addresses `kept`:
-    its backward reads those that `values` returns in their places. Returns the bytes that are no longer the node's."""
+    """Free the tensors on a device that an `autograd.Function`'s node has saved, but for those at the addresses `kept`.
+    When its backward reads them, it gets what `values` returns at the same positions. Returns the bytes that the node
+    no longer holds."""
     later, freed = _Later(values), dict[int, int]()
     saved: list[torch.Tensor | None] = list(node.saved_tensors)
     for number, raw in enumerate(node._raw_saved_tensors):
@@ -74,19 +77,20 @@ def replace_saved(
 
 
 class _Later:
-    """Saved tensors that are computed all at once when the first of them is read; each is handed out once."""
+    """Saved tensors that are computed all at once, when the first of them is read. Each is given out once only."""
 
     def __init__(self, values: Callable[[], Sequence[torch.Tensor | None]]) -> None:
         self.values, self._numbers = values, set[int]()
         self._found: dict[int, torch.Tensor | None] = {}
 
     def packed(self, number: int, _: torch.Tensor) -> int:
-        """What takes the place of a tensor with this number."""
+        """Takes note of the saved tensor with this number, and returns the number, which autograd keeps in its
+        place."""
         self._numbers.add(number)
         return number
 
     def take(self, number: int) -> torch.Tensor:
-        """The tensor that had this number."""
+        """The value of the saved tensor with this number."""
         if number not in self._found:
             values = self.values()
             self._found = {one: values[one] for one in self._numbers}
@@ -100,8 +104,8 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[object]:
-    """A block whose saved tensors the user's hooks around it do not get: a checkpoint around a call counts what the
-    forward saves, and memopt's own runs are no part of that. Hooks within the block get them."""
+    """A block whose saved tensors do not go to hooks that the user has set around it. A checkpoint around a call counts
+    what the forward saves, which runs of memopt's own are no part of. Hooks set within the block get them."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if around else nullcontext()
 
@@ -111,9 +115,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def note_packed(node: Any) -> bool:
-    """Note of an `autograd.Function`'s node that was made just now whether the user's hooks have packed what it saved
-    (a checkpoint around the call, `save_on_cpu`): to read that would call them, and a checkpoint runs its function once
-    more then. Returns whether they have."""
+    """Whether the user's hooks on saved tensors (a checkpoint around the call, `save_on_cpu`) have packed what an
+    `autograd.Function`'s node, made just now, has saved; noted in the node, too. Whoever reads such tensors calls the
+    hooks, and a checkpoint would run its function once more."""
     packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     if packed:
         node.metadata[_PACKED] = True
@@ -122,7 +126,7 @@ def note_packed(node: Any) -> bool:
 
 def changed_since_saved(node: Any) -> str:
     """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
-    that its backward would stop with torch's error; "" where there is none, `replace_saved` has freed them, or
+    that torch will raise an error in its backward. "" where there is none, `replace_saved` has freed any, or
     `note_packed` has found hooks."""
     if node is None or _REPLACED in node.metadata or _PACKED in node.metadata:
         return ""
@@ -135,11 +139,12 @@ def changed_since_saved(node: Any) -> str:
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Have autograd take tensors for those that they were at these versions (`Tensor._version`)."""
+    """Set the version counters (`Tensor._version`) of tensors, so that autograd does not take them for changed since
+    then."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def free_saved_tensors(node: Any) -> None:
-    """Free what an `autograd.Function`'s node has saved, as its backward does. To be called inside a backward pass that
-    does not keep its graph."""
+    """Free the tensors that an `autograd.Function`'s node has saved, as its backward does at its end. To be called
+    inside a backward pass that does not keep its graph."""
     node.maybe_clear_saved_tensors()

@@ -46,12 +46,13 @@ _known_sizes: ContextVar[_Sizes | None] = ContextVar("known_sizes", default=None
 
 
 def known_sizes(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` takes these values for symbols, given by name."""
+    """Context in which `upper_bound` computes with these values of symbols, by the symbols' names."""
     return _taking(_Sizes(sizes))
 
 
 def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` takes each of these symbols, given by name, to be at most as large as this."""
+    """Context in which `upper_bound` takes each of these symbols, by name, to be at most as large as the given
+    value."""
     return _taking(_Sizes(largest, may_be_smaller=True))
 
 
@@ -74,7 +75,7 @@ def fixed_float(value: object) -> float | None:
 
 
 def hint_of(size: int | torch.SymInt) -> int | None:
-    """The value that a size had when it became a symbol, without a guard on it; None of one that depends on data."""
+    """The value that a size had when it became a symbol; asking adds no guard. None for a size that depends on data."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None
@@ -105,21 +106,22 @@ def upper_bound(size: torch.SymInt) -> int:
 
 
 def _bound(node: Any, values: Mapping[Any, int]) -> Any:
-    """The upper bound of a symbolic size where some of its symbols have these values."""
+    """The upper bound of a symbolic size, as sympy gives it, if the symbols in `values` have these values."""
     import sympy
 
     return node.shape_env.bound_sympy(sympy.sympify(node.expr.xreplace(values))).upper
 
 
 def _grows(expression: Any) -> bool:
-    """Whether an expression is known to grow, or to stay as it is, where any of its symbols grows; these are sizes."""
+    """Whether an expression of sizes is known not to fall where any of its symbols grows."""
     if expression.is_Add or expression.is_Mul:
         return all(map(_grows, expression.args))
     return bool(expression.is_Symbol or (expression.is_nonnegative and expression.is_number))
 
 
 def data_symbols_of(value: Any) -> set[str]:
-    """The names of the symbols in a node's value that depend on data and have no hint."""
+    """The names of the symbols in a node's value (a tensor, a number, or tuples and lists of these) that depend on
+    data."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(data_symbols_of, value))
     if not isinstance(value, _SYMBOLIC):
@@ -130,7 +132,7 @@ def data_symbols_of(value: Any) -> set[str]:
 
 
 def shape_symbols(value: Any) -> set[str]:
-    """The names of the symbols in the shape of a tensor, or of those in a tuple or list."""
+    """The names of the symbols in the shape of a tensor, or in those of all tensors in tuples and lists."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(shape_symbols, value))
     if not isinstance(value, torch.Tensor):
@@ -144,14 +146,14 @@ _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a value is a symbol, or a tensor of symbolic sizes."""
+    """Whether a value is a symbolic number, or a tensor with a symbolic size."""
     if isinstance(value, torch.Tensor):
         return any(not isinstance(size, int) for size in value.shape)
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def plain_symbol(size: int | torch.SymInt) -> str | None:
-    """The name of the symbol that a size is, or None for a number and for an expression."""
+    """The name of a size's symbol; None if the size is a number, or an expression such as `2*s0`."""
     if isinstance(size, int):
         return None
     expression: Any = size.node.expr
@@ -159,7 +161,8 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
 
 
 def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any, int]:
-    """The value of each symbol that is an input, or a size or stride of one, where `symbolic` inputs are these."""
+    """The value of each symbol that is an input, or a size or stride of one. `concrete` are the values of the
+    `symbolic` inputs."""
     found: dict[Any, int] = {}
     for one, other in zip(symbolic, concrete, strict=True):
         pairs = [(one, other)]
@@ -170,12 +173,13 @@ def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any,
 
 
 def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) -> tuple[int, ...]:
-    """The sizes as numbers, where symbols have these values."""
+    """The sizes as numbers, with these values put in for symbols."""
     return tuple([size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes])
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equates the data-dependent symbols in `result`, of a second run of `node`, with those of the first run."""
+    """Equates the data-dependent symbols in `result`, which a second run of `node` under the fake mode has made, with
+    those of the first run."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)
@@ -189,8 +193,8 @@ def limit_of(size: torch.SymInt) -> int | None:
 
 
 def _is_limit(bound: Any) -> bool:
-    """Whether the upper bound of a size limits it: torch gives the largest 64-bit integer to sizes that it knows
-    nothing about."""
+    """Whether a bound of a size, from sympy, is a real limit: torch gives the largest 64-bit integer to sizes that it
+    knows nothing about."""
     return bool(bound.is_Integer) and bound < _NO_LIMIT
 
 
@@ -198,7 +202,8 @@ _NO_LIMIT = 2**62
 
 
 class AssumedSizes:
-    """The conditions on the sizes of a region that hold in its graphs, those found by later tracing included.
+    """The conditions on the sizes of a region under which its graphs are valid, including those that were found when
+    they were traced after Dynamo's callback.
 
     Dynamo checks only the conditions that it knows when its callback returns.
     """
@@ -209,7 +214,7 @@ class AssumedSizes:
         self._condition: str | None = None
 
     def hold(self, values: Sequence[int]) -> bool:
-        """Whether the conditions hold for these values of the sizes, in the same order."""
+        """Whether the conditions hold for these values, in the order of the sizes."""
         if not self._sizes:
             return True
         shape_env: Any = self._sizes[0].node.shape_env
@@ -219,7 +224,8 @@ class AssumedSizes:
         return not self._condition or bool(shape_env.evaluate_guards_expression(self._condition, list(values)))
 
     def broken(self, values: Sequence[int]) -> dict[str, str]:
-        """Symbol → the line of the model that made the condition, for the sizes in conditions that do not hold."""
+        """For each symbol in a condition that does not hold for these values, the line of the model that made the
+        condition. If none can be named, "torch" for every symbol."""
         expressions: list[Any] = [size.node.expr for size in self._sizes]
         known = dict(zip(expressions, values, strict=True))
         guards: Any = self._sizes[0].node.shape_env.guards
@@ -229,7 +235,7 @@ class AssumedSizes:
 
 
 def _fails(condition: Any, known: dict[Any, int]) -> bool:
-    """Whether a condition does not hold for these values of symbols, or divides by one that is 0."""
+    """Whether a condition does not hold for these values of symbols, or divides by a value of 0."""
     try:
         return bool(condition.xreplace(known) == False)  # noqa: E712  (a sympy value)
     except ZeroDivisionError:
@@ -237,8 +243,8 @@ def _fails(condition: Any, known: dict[Any, int]) -> bool:
 
 
 def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
-    """The line of the model for which a size of a fake tensor, which was to be a symbol, is a number; None if it is
-    none."""
+    """The line of the model because of which a size of a fake tensor is a number, though it was to be a symbol. None if
+    the size is a symbol, or no line is known."""
     shape_env: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     size: Any = tensor.shape[dimension]
     if isinstance(size, torch.SymInt):
@@ -250,5 +256,6 @@ def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
 
 
 def _line(location: Any) -> str:
-    """File, line and function of the model's code where a condition arose; of torch's where there is none."""
+    """File, line and function where a condition arose: in the model's code, or in torch's if the model's is not
+    known."""
     return str(location.maybe_user_loc or location.framework_loc).split("  # ")[-1]

@@ -47,20 +47,22 @@ def _of(names: Sequence[str]) -> list[Any]:
 
 
 READ_NO_VALUES = frozenset((*(found.__get__ for found in _of(_PROPERTIES)), *_of(_METHODS), *_FUNCTIONS))
-"""The torch functions, as `__torch_function__` gets them, that read sizes and the like only."""
+"""The torch functions, as `__torch_function__` gets them, that read no values of a tensor: only its sizes, dtype,
+device and the like."""
 NEED_MEMORY = frozenset(_of(_OF_MEMORY))
-"""The torch functions that hand out a tensor's memory, which they refuse for subclasses."""
+"""The torch functions that give out a tensor's memory, which torch refuses for subclasses without memory of their
+own."""
 
 
 def is_wrapper(value: object) -> bool:
-    """Whether a value is a tensor that holds other tensors, which torch.compile sees in its place."""
+    """Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in its place."""
     return is_traceable_wrapper_subclass(value)
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of these: themselves, those inside a wrapper such as a quantised weight of
-    torchao or a sharded parameter, or the indices and values of a sparse or
-    nested one, without a copy."""
+    """The tensors in whose memory these tensors lie, without copies: those inside a wrapper (a quantised weight of
+    torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and any other
+    tensor itself."""
     for tensor in tensors:
         anything: Any = tensor
         if is_wrapper(tensor):
@@ -93,15 +95,15 @@ _LAYOUTS = {
 
 
 def special_kind(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that is no array of numbers in memory, such as "sparse CSR"; empty for one that is, and for
-    wrappers that torch.compile looks into."""
+    """The kind of a tensor that is no plain array of numbers in memory, such as "sparse CSR"; empty for plain ones, and
+    for wrappers that torch.compile looks into."""
     if tensor.is_nested and tensor.layout is torch.strided:
         return "strided nested"
     return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
 
 
 def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
-    """The sizes of a tensor, of a sparse or nested one those of the tensors that hold its memory."""
+    """The sizes of a tensor. For a sparse or nested one they include those of the tensors that hold its memory."""
     if not special_kind(tensor):
         return tensor.shape
     if tensor.is_nested and tensor.layout is torch.strided:
@@ -112,7 +114,7 @@ def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
 
 
 def has_no_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory lies in no storage that torch knows of: oneDNN's."""
+    """Whether a tensor has no storage that torch can give out: the case for tensors in oneDNN's layout."""
     return tensor.layout is _MKLDNN
 
 
@@ -141,7 +143,7 @@ def spread_of(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def is_opaque(value: object) -> bool:
-    """Whether a value of a traced graph stands for an object that is not looked into, such as a device mesh."""
+    """Whether a value of a traced graph stands for an object that torch does not trace into, such as a device mesh."""
     return isinstance(value, FakeScriptObject)
 
 
@@ -160,7 +162,7 @@ def ranks_of(sharded: torch.Tensor) -> list[int]:
 
 
 as_implemented: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""Context in which torch functions run their implementation, and return what that returns."""
+"""Context in which torch functions run their own implementation, past the `__torch_function__` of subclasses."""
 
 
 def wrapper_tensor(
@@ -177,8 +179,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that grows with every further tensor in the tensor's storage, and with everything in C++ that refers to
-    the tensor itself."""
+    """A number that grows with each further tensor in the tensor's storage, and with each reference that C++ code holds
+    to the tensor itself."""
     sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring
@@ -190,8 +192,8 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages in which a tensor lies: those of its indices and values where it is sparse, those of the tensors
-    inside a wrapper, and else its own; none where it has none that torch hands out (oneDNN's)."""
+    """The storages in which a tensor lies: those of its indices and values if it is sparse, those of the tensors inside
+    a wrapper, else its own. Empty for tensors of oneDNN's, whose storage torch does not give out."""
     if type(tensor) in _PLAIN and not special_kind(tensor):
         return [tensor.untyped_storage()]
     with plain_tensors(), torch.no_grad():
@@ -204,7 +206,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
     """The bytes of the storages on a device in which the tensors among some values lie, by their address.
 
-    A step asks this for all that its model has and saves, so that it makes no call for a plain tensor.
+    A step asks this for all tensors that its model has and saves, so plain tensors are looked up without a further
+    call.
     """
     found: dict[int, int] = {}
     for value in values:
@@ -220,8 +223,7 @@ def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int
 
 
 class WeakStorage:
-    """The device, the address and the bytes of a storage, for as long as some tensor lives in it; it does not keep it
-    alive."""
+    """The device, the address and the bytes of a storage, without keeping it alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -239,14 +241,15 @@ class WeakStorage:
 
 
 def memory_of(value: object) -> int | None:
-    """A number that tensors in the same memory have in common, fake ones, too; None for what is no strided tensor."""
+    """A number that strided tensors, fake ones too, have in common if and only if they share a storage; None for any
+    other value."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
-    """The storages of the tensors among some values; tensors without memory of their own are left out."""
+    """The storages of the tensors among some values; tensors that have none that torch gives out are skipped."""
     for value in values:
         if isinstance(value, torch.Tensor):
             try:

@@ -1,4 +1,5 @@
-"""Graphs of a region: its operators before any is decomposed or differentiated, and the halves of its joint graph."""
+"""Graphs of a region: its operators before any is decomposed or differentiated, and its joint graph cut into forward
+and backward."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ PRIVATE_NAMES = (
 
 
 def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph of `call` on fakes of `mode`, in operators as they were called. To be called in a Dynamo backend."""
+    """The graph of `call` on fakes of `mode`, in the operators as it calls them, before any is decomposed. To be called
+    in a Dynamo backend."""
     outer: Any = torch._guards.TracingContext.get()
     inner: Any = torch._guards.TracingContext(mode)
     inner.module_context, inner.fake_mode = outer.module_context, mode
@@ -52,9 +54,11 @@ def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: S
 
 @contextmanager
 def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
-    """Context in which `pre_dispatch_graph` calls `see(trace, within, operator, args, kwargs)` instead of its tracer.
+    """Context, within `pre_dispatch_graph`, in which each operator call goes to `see(trace, within, operator, args,
+    kwargs)` instead of the tracer.
 
-    `trace(operator, args, kwargs)` calls the tracer. Operators called under the mode `within` are given to `see` too.
+    `trace(operator, args, kwargs)` passes a call on to the tracer. Operators that are called under the mode `within` go
+    to `see` again.
     """
     tracer: Any = get_proxy_mode()
     go_on = tracer.__torch_dispatch__
@@ -73,9 +77,9 @@ def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
 
 
 def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> Any:
-    """Calls a higher-order operator and records the call as one node, tracing nothing inside it.
+    """Calls a higher-order operator and records the call as one node, without tracing what it calls.
 
-    To be called within `pre_dispatch_graph`, of whose fake mode the arguments are.
+    To be called within `pre_dispatch_graph`; `mode` is the fake mode of the arguments.
     """
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     for number, module in enumerate(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.GraphModule)):
@@ -100,11 +104,12 @@ def extract_halves(
     saved_objects: list[fx.Node],
     forward_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cuts a tagged joint graph into the forward and backward modules that AOTAutograd connects.
+    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules that AOTAutograd
+    connects.
 
-    `saved` are the nodes whose values the forward saves for the backward, `saved_symbols` the symbolic sizes and
-    `saved_objects` the objects (device meshes, from torch 2.13) among what it saves, `forward_outputs` the number of
-    outputs of the forward itself.
+    `saved` are the nodes whose values the forward saves for the backward. The backward also gets the symbolic sizes of
+    `saved_symbols`, and `saved_objects` (device meshes, from torch 2.13). `forward_outputs` is the number of outputs of
+    the forward itself.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
@@ -113,10 +118,10 @@ def extract_halves(
 
 
 def first_runs_as_later_ones() -> AbstractContextManager[None]:
-    """Context in which regions are compiled whose first forward runs as all later ones do.
+    """Context in which regions are compiled so that their first forward runs as all later ones do.
 
-    AOTAutograd runs it under a dispatch mode that looks for custom operators which return an argument. In a mode some
-    kernels compute other values (`memopt.compat.operators.kernels_as_in_eager_mode`).
+    AOTAutograd otherwise runs the first one under a dispatch mode that looks for custom operators which return an
+    argument. In a mode some kernels compute other values (`memopt.compat.operators.kernels_as_in_eager_mode`).
     """
     from torch._functorch._aot_autograd import runtime_wrappers
 
@@ -133,7 +138,8 @@ def first_runs_as_later_ones() -> AbstractContextManager[None]:
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module as a function that empties its list of arguments, so that each is freed after its last use."""
+    """The module as a function of a list of arguments, which it empties, so that each argument is freed after its last
+    use."""
     forget_erased(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
@@ -148,7 +154,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def called_as(graph: fx.Graph, other: fx.Graph) -> None:
-    """Gives a graph the calling convention of another one."""
+    """Gives a graph the calling convention of the graph `other`, such as a boxed list of arguments."""
     graph.set_codegen(other._codegen)
 
 

@@ -1,7 +1,5 @@
-"""What kernels do and fakes do not say: the layout and the dtype of their results, and the dtypes that they refuse.
-
-It is found by running operators on small tensors.
-"""
+"""Where kernels differ from fakes, which is found by running operators on small tensors: in the layout and the dtype of
+their results, and in the dtypes that they refuse."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ PRIVATE_NAMES = (
 )
 
 _SMALL = 4
-"""Sizes up to this one are kept."""
+"""Sizes up to this one are not replaced by smaller ones."""
 
 
 class _SmallOperands:
-    """The arguments of a call with small sizes in place of large ones, equal ones for equal ones; in place of symbols
-    stand sizes as for the values that they had when they were made.
+    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, and in the same
+    order. A symbol counts as the value that it had when it was made.
 
     No size of the call may depend on data.
     """
@@ -41,7 +39,8 @@ class _SmallOperands:
         self._numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
 
     def made(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments; `make` makes an operand from a tensor on "meta" that is laid out so."""
+        """The positional and the keyword arguments. `make` makes each tensor from one on "meta" that has its shape,
+        strides and dtype."""
 
         def small(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -59,13 +58,14 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[int]:
-    """Sizes, with the values that symbols had when they were made. None may depend on data."""
+    """Sizes or strides, where a symbol counts as the value that it had when it was made. None may depend on data."""
     seen: list[Any] = list(map(hint_of, sizes))
     return seen
 
 
 def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
-    """A tensor on "meta" with fewer elements and its dimensions in the same order; expanded ones stay so."""
+    """A tensor on "meta" with its sizes replaced as `numbers` says, and its dimensions in the same order in memory;
+    expanded dimensions stay expanded."""
     strides, seen = [0] * tensor.dim(), _as_seen(tensor.stride())
     shape = [numbers.get(size, size) for size in _as_seen(tensor.shape)]
     step = 1
@@ -77,7 +77,7 @@ def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
 
 
 def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
-    """An argument with its sizes replaced where it is a list of numbers."""
+    """An argument with sizes replaced as `numbers` says, if it is a list or tuple; any other one as it is."""
     if isinstance(argument, (list, tuple)):
         seen = (hint_of(entry) if isinstance(entry, torch.SymInt) else entry for entry in argument)
         return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in seen)
@@ -85,23 +85,23 @@ def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
 
 
 _TRUSTED = ("mm", "conv", "empty", "new_", "as_strided", "attention", "set_", "_like", "lift", "rng")
-"""Parts of the names of operators whose fake results are laid out as their kernels' are, or whose layout depends on
-sizes."""
+"""Parts of the names of operators that are not tried: their fake results are laid out as their kernels' are, or the
+layout depends on the sizes."""
 
 
 def correct_strides(mode: FakeTensorMode) -> None:
-    """Have a fake mode give the results of operators the strides and dtypes that their kernels give them, from now on.
+    """From now on, have a fake mode give the results of operators the strides and dtypes that their kernels give them.
 
     An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
-    tensors of the same layouts, real and fake; where these disagree, the dtype and the order of the real dimensions are
-    taken.
+    tensors of the same layouts, both real and fake. If the results differ, the dtype and the order of dimensions of the
+    real one are taken.
     """
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
 
 
 def may_differ(func: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the results of an operator with these operands may have other strides than torch's fakes."""
+    """Whether the results of an operator on these operands may have other strides than those that torch's fakes say."""
     return _is_decomposed(func) and not all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -110,13 +110,13 @@ _Layout: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Corrected:
-    """The dispatch of a fake mode, with corrected strides and dtypes."""
+    """Takes the place of a fake mode's dispatch: the results have the strides and dtypes of real kernels."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self.fake = mode, mode.dispatch
         self._layouts: dict[Hashable, list[_Layout | None]] = {}
-        """For each kind of call the layout of each result, or None where the fake one is right. A mode belongs to one
-        region, which bounds its size."""
+        """For each kind of call the layout of each result, or None where the fake result's is right. It grows with one
+        region's calls at most, since a mode belongs to one region."""
 
     def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.fake(func, types, args, kwargs)
@@ -135,7 +135,8 @@ class _Corrected:
         return tree_map(lambda leaf: self._laid(leaf, next(layouts, None)), result)
 
     def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[_Layout | None]:
-        """The layout of each result of a call on small real tensors, None where it is that of small fakes."""
+        """The layout of each result of a call on small real tensors, None where a fake result has the same. Empty if
+        all have, or the call fails."""
         operands = _SmallOperands(args, kwargs)
 
         def real(meta: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ class _Corrected:
         return layouts if any(layouts) else []
 
     def _laid(self, result: Any, layout: _Layout | None) -> Any:
-        """A fake result in this dtype, and with its dimensions in this order in memory."""
+        """A fake result with the dtype and the order of dimensions in memory that `layout` says; unchanged for None."""
         if layout is None or not isinstance(result, FakeTensor):
             return result
         dimensions, dtype = layout
@@ -172,7 +173,8 @@ class _Corrected:
 
 @lru_cache(maxsize=4096)
 def _is_decomposed(func: Any) -> bool:
-    """Whether an operator's fake results may be laid out in another order than its kernel's."""
+    """Whether fakes of an operator come from a decomposition, so that they may be laid out otherwise than its kernel's
+    results."""
     from torch._decomp import decomposition_table
 
     if func not in decomposition_table:
@@ -184,7 +186,7 @@ def _is_decomposed(func: Any) -> bool:
 
 
 def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
-    """Whether these operands and results are such that the operator has to be tried."""
+    """Whether an operator has to be tried on small tensors, judging by these operands and the fake result."""
     if not all(_is_number(tensor.dtype) for tensor in inputs):
         return False
     if any(hint_of(number) is None for tensor in inputs for number in (*tensor.shape, *tensor.stride())):
@@ -196,7 +198,8 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, with symbolic sizes as they were seen: torch's answer would be a guard."""
+    """Whether a tensor is contiguous, with symbols at the values that they had when made: to ask torch would add a
+    guard."""
     step = 1
     for size, stride in zip(reversed(_as_seen(tensor.shape)), reversed(_as_seen(tensor.stride())), strict=True):
         if size != 1 and stride != step:
@@ -226,11 +229,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class RaisingForRefusedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode for calls on fakes which raises the kernel's own error where an operator takes no 16-bit operands.
+    """A mode for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands.
 
-    Each kind of call with such operands is run once on small real tensors, and where that fails, once more in fp32: an
-    operator that fails there, too, may have refused made-up values, and is let through. So are random ones, which would
-    advance the generator.
+    Each kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32. An
+    operator that fails in fp32 too may have refused made-up values, and is let through. So are random operators, which
+    would advance the generator.
     """
 
     def __init__(self) -> None:
@@ -252,7 +255,7 @@ class RaisingForRefusedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-cal
 
 
 def _try(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Raise the error of a call on small tensors, unless it fails in fp32 as well."""
+    """Run a call on small tensors. Raises the error of that run, unless the call fails in fp32 as well."""
     operands = _SmallOperands(args, kwargs)
 
     def run(low: bool) -> None:

@@ -83,7 +83,8 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 
 
 def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
-    """The bytes, read and written, up to which copies are 1.5 times as fast as large ones, and their bytes per second.
+    """The bytes, read and written together, up to which copies are at least 1.5 times as fast as large ones (`rate`),
+    and the bytes per second of such small copies.
 
     A quarter of the size is left for other contents of the cache. (0, 0.0) where no size is that fast.
     """
@@ -132,17 +133,17 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) 
 
 
 FORMAT = 6
-"""Files of another format are ignored, and their measurements repeated; raised when what is measured, or how,
-changes."""
+"""Files of another format are ignored, and their measurements repeated. To be raised by one when what is measured, or
+how, changes."""
 MOST_CALLS = 2**14
-"""Operators whose seconds a device's file keeps, the latest ones."""
+"""The most operator calls whose seconds a device's file keeps; the latest ones stay."""
 
 
 def calibrated_hardware(device: torch.device) -> Hardware:
     """The rates of `device` as measured on this machine, now or before with the same card, driver and torch version.
 
-    On a GPU they include the bytes that a process holds there beside torch's allocator. The first call takes a second
-    or two.
+    On a GPU the entry also has the measured bytes that a process holds there beside torch's allocator. The first call
+    takes a second or two.
     """
     known = _read(device)
     if known is None:
@@ -208,7 +209,7 @@ def _read(device: torch.device) -> _Measured | None:
 
 
 def _write(device: torch.device, known: _Measured) -> None:
-    """Replace the device's file, or warn where its folder cannot be written."""
+    """Replace the device's file; warn where it cannot be written."""
     try:
         write_json(_path(device), sealed({"key": card_key(device), **as_json(known)}))
     except OSError as error:

@@ -15,10 +15,10 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True)
 class _LinkRate:
-    """One kind of link, as the rates of one card that sends and receives at the same time."""
+    """A kind of link, by the rates at which one card sends and receives at the same time."""
 
     bytes_per_second: float
-    """In one direction."""
+    """The rate in one direction, as its maker states it."""
     step_seconds: float
     """The latency of one step of a ring through this link."""
     efficiency: float
@@ -35,7 +35,7 @@ class _LinkRate:
 # src/graph/tuning.cc.
 _NVLINK_STEP, _PCIE_STEP, _NETWORK_STEP = 3.4 * _MICRO, 5.7 * _MICRO, 9.6 * _MICRO
 BEGIN_SECONDS = 8.4 * _MICRO
-"""What a collective takes beside the steps of its ring: `baseLat` of the same table."""
+"""Seconds that a collective takes beside the steps of its ring: `baseLat` of NCCL's model."""
 # A bus bandwidth of 230 to 250 GB/s of 300 is reported for all-reduce on eight A100 with NVSwitch, and 350 to 390 of
 # 450 on eight H100 without reductions in the switch: about 0.8. On a network what is left is the frames' overhead and
 # what switches lose: an assumption.
@@ -86,7 +86,7 @@ class _Interconnect:
 def interconnect_named(name: str) -> _Interconnect:
     """The interconnect of a name such as "nvlink4+ib-ndr", or "nvlink4" for a single node.
 
-    Raises `TypeError`, and `ValueError` for an unknown name.
+    Raises `TypeError` for what is no text, and `ValueError` for an unknown name.
     """
     if not isinstance(name, str):
         raise TypeError(f"interconnect must be a name such as 'nvlink4+ib-ndr', not {name!r}")
@@ -107,15 +107,16 @@ class _Mesh:
     """The sizes of a mesh of cards, named as torchtitan names its dimensions, the outermost first."""
 
     dp_replicate: int = 1
-    """Groups of cards that each hold all of the model and average their gradients (HSDP)."""
+    """The number of groups of cards that each hold all of the model and average their gradients (HSDP)."""
     dp_shard: int = 1
-    """Cards over which `fully_shard` spreads parameters, gradients and the optimiser's state."""
+    """The number of cards over which `fully_shard` spreads parameters, gradients and the optimizer's state."""
     tp: int = 1
-    """Cards that split heads, widths and sequences among them (tensor and sequence parallelism); neighbours."""
+    """The number of neighbouring cards that split heads, widths and sequences among them (tensor and sequence
+    parallelism)."""
 
     @property
     def cards(self) -> int:
-        """The number of cards."""
+        """The number of cards in all."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     def __str__(self) -> str:
@@ -132,11 +133,11 @@ class Ring:
     interconnect: _Interconnect
 
     def gather_seconds(self, nbytes: int) -> float:
-        """Seconds to gather `nbytes` on each card, of which each card has its share; as long as to scatter the sum of
-        `nbytes` that each card has.
+        """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before. A
+        reduce-scatter of `nbytes` on each card takes as long.
 
-        Every node receives what it has not through the adapters of its cards, every card what it has not through its
-        own links, and a ring takes one step for each other card.
+        What a node lacks comes in through the network adapters of its cards, what a card lacks through its links within
+        the node; the slower of both counts. The ring takes one step for each other card.
         """
         if self.cards == 1:
             return 0.0
@@ -152,7 +153,7 @@ class Ring:
         return BEGIN_SECONDS + steps + moved
 
     def sum_seconds(self, nbytes: int) -> float:
-        """Seconds to sum `nbytes` over all cards, on all cards (an all-reduce): a scatter and a gather."""
+        """Seconds of an all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
         return 2 * self.gather_seconds(nbytes)
 
 
@@ -186,7 +187,9 @@ class Cluster:
 def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> Cluster | None:
     """The arguments `mesh` and `interconnect` as a `Cluster`; None where neither is given.
 
-    Raises `TypeError` or `ValueError` for what they cannot mean.
+    Raises `TypeError` for values of other types. Raises `ValueError` where only one of both is given, for unknown
+    names, and for sizes that are below 1, make a mesh of one card, need a network that is not named, or do not fit the
+    nodes.
     """
     if mesh is None and interconnect is None:
         return None

@@ -42,8 +42,8 @@ from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:
-    """Pointwise kernels: the CPU copies every argument whose dtype is not the common one, where CUDA converts as it
-    reads."""
+    """Bytes of a pointwise kernel: the CPU copies every argument whose dtype is not the common one, where CUDA converts
+    as it reads."""
     values = [s for s in call.inputs if s.dtype != torch.bool] if "where" in str(call.op) else list(call.inputs)
     common = values[0].dtype
     for spec in values[1:]:
@@ -54,7 +54,8 @@ def promoted(call: OpCall) -> int:
 
 
 def converted(call: OpCall) -> int:
-    """Reductions and scans that accumulate in another dtype than their input's: integers in int64, 16 bits in fp32."""
+    """Bytes of a reduction or scan that accumulates in another dtype than its input's: integers in int64, 16 bits in
+    fp32."""
     spec = first(call)
     accumulator = 4 if spec.dtype.is_floating_point else 8
     outputs = sum(out.numel for out in call.outputs)
@@ -64,7 +65,7 @@ def converted(call: OpCall) -> int:
 
 
 def _cpu_softmax(call: OpCall) -> int:
-    """A copy of what is not contiguous, for which a transpose takes a block of its own."""
+    """Bytes of a softmax: a copy of an input that is not contiguous, and the block by which that copy transposes it."""
     return copies(call) + (_TRANSPOSED * first(call).dtype.itemsize if copies(call) else 0)
 
 
@@ -77,7 +78,8 @@ _BLOCK = 16
 
 
 def _cpu_safe_softmax(call: OpCall) -> int:
-    """It finds the rows that are masked whole, by a mask of the input's size and two values for each row."""
+    """Bytes of `_safe_softmax`: to find the rows that are masked whole, it holds a mask of the input's size and two
+    values for each row."""
     spec = first(call)
     rows = spec.numel // max(1, spec.size[call.argument(1)]) if spec.size else 1
     return spec.numel + 4 * rows + SCALARS + _cpu_softmax(call)
@@ -98,8 +100,8 @@ def _cpu_group_norm(call: OpCall) -> int:
 
 
 def _cpu_flash(call: OpCall) -> int:
-    """Scores of a block of 256 queries by 512 keys for each thread; in 16 bits also packed copies of keys and
-    values."""
+    """Bytes of flash attention: for each thread the scores of up to 256 queries by 512 keys; in 16 bits also packed
+    copies of keys and values."""
     query = first(call)
     keys = max(spec.size[-2] for spec in call.inputs[:3])
     rows, columns = min(256, query.size[-2]), min(512, keys)
@@ -115,8 +117,9 @@ def _cpu_flash_backward(call: OpCall) -> int:
 
 
 def _cpu_convolution(call: OpCall) -> int:
-    """oneDNN copies all arguments to layouts of its own, in which the channels of each group fill blocks of 16, in
-    16 bits beside fp32; for fp64, which it does not take, torch makes columns for a matmul."""
+    """Bytes of a convolution or its backward. oneDNN copies all arguments to layouts of its own, in which the channels
+    of each group fill blocks of 16; in 16 bits it holds fp32 copies beside them. It does not take fp64, for which torch
+    unfolds the images to columns for a matmul."""
     backward = "backward" in schema_of(call.op).name
     weight, groups = call.argument(2 if backward else 1), call.argument(9 if backward else 8)
     channels = [-(-weight.size[0] // groups // _BLOCK) * _BLOCK, -(-weight.size[1] // _BLOCK) * _BLOCK]
@@ -127,26 +130,29 @@ def _cpu_convolution(call: OpCall) -> int:
 
 
 def _cpu_matmul(call: OpCall) -> int:
-    """In 16 bits, oneDNN reorders transposed operands, and without bfloat16 units it sums into a float32 buffer of the
-    size of the result."""
+    """Bytes of a matmul: in 16 bits, oneDNN reorders transposed operands, and without bfloat16 units it sums into a
+    float32 buffer of the size of the result."""
     return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 4 * call.outputs[0].numel + 256 * KB
 
 
 def _cpu_chunked_loss(call: OpCall) -> int:
-    """There are numbers for each class only where there is a bias, or class weights."""
+    """Bytes of the chunked cross entropy; it has numbers for each class only where there is a bias, or class
+    weights."""
     by_class = call.argument(2) is not None or call.argument(4) is not None
     return chunked_loss(call) + _cpu_matmul(call) + (class_vectors(call) if by_class else 0)
 
 
 def _cpu_fp8(call: OpCall) -> int:
-    """Two fp32 copies of a part of the matrix, and where there are tiles the scale of each element of that part."""
+    """Bytes of a quantisation to 8 bits or back: two fp32 copies of a part of the matrix, and a third for the scale of
+    each element of that part."""
     spec = first(call)
     rows = min(spec.size[0], max(LONGEST, PART_ELEMENTS // max(1, spec.size[1]) + LONGEST))
     return 12 * rows * spec.size[1] + fp8_scales(call) + copies(call)
 
 
 def _cpu_fp8_matmul(call: OpCall) -> int:
-    """The operands are converted to fp32 one after the other, part by part, before they are multiplied."""
+    """Bytes of an 8-bit matmul: the operands are converted to fp32 one after the other, part by part, before they are
+    multiplied."""
     a, a_scale, b = call.inputs[:3]
 
     def making(spec: TensorSpec) -> int:
@@ -162,7 +168,7 @@ def _cpu_batch_norm(call: OpCall) -> int:
 
 
 def _cpu_scatter(call: OpCall) -> int:
-    """In 16 bits the values are converted to fp32; an expanded index is copied."""
+    """Bytes of a scatter or gather: in 16 bits the values are converted to fp32; an expanded index is copied."""
     narrow = first(call).dtype.itemsize < 4
     return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + copies(call)
 
@@ -213,7 +219,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 class _Cpu(Device):
     def cards(self) -> Mapping[str, Hardware]:
-        """This machine's CPU as a guess from its number of threads."""
+        """One entry for this machine's CPU, whose rates are a guess from its number of threads."""
         threads = torch.get_num_threads()
         core = 2 * 2 * 8 * 2.5e9  # two FMA units of eight lanes at 2.5 GHz
         rates = {"float64": core / 2, "float32": core, "bfloat16": core, "float16": core}
@@ -230,11 +236,13 @@ class _Cpu(Device):
         return {guess.name: guess}
 
     def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
-        """By rule; pointwise operators and reductions copy the arguments whose dtype must change."""
+        """Temporary bytes that the kernel of a call holds at most, by rule. Pointwise operators and reductions copy the
+        arguments whose dtype must change."""
         return by_rules(call, CPU_RULES, pointwise=lambda call: promoted(call) + SCALARS, reduction=converted)
 
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
-        """Whether it has the instructions (AVX512-BF16 or AMX); none of them computes in fp16."""
+        """Whether the CPU has instructions for bfloat16 (AVX512-BF16 or AMX); False for fp16, which none of them
+        computes in."""
         capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16") if dtype == torch.bfloat16 else ()
         return any(bool(capabilities.get(name)) for name in names)
@@ -246,15 +254,15 @@ class _Cpu(Device):
         return True
 
     def hardware(self, device: torch.device) -> Hardware:
-        """The guess of `cards`."""
+        """The entry of `cards`, which is a guess."""
         return self.cards()[self.type]
 
     def reported(self, device: torch.device) -> Hardware:
-        """The guess of `cards`, to be replaced by what is measured."""
+        """The entry of `cards`, whose guessed rates are to be replaced by measured ones."""
         return replace(self.hardware(device), major=0, host_bytes=physical_bytes() // 2)
 
     def identity(self, device: torch.device) -> dict[str, Any]:
-        """Its model, and the number of threads."""
+        """The name of the processor, and torch's number of threads, by which measurements differ."""
         info = Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
         names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -262,7 +270,7 @@ class _Cpu(Device):
         return {"card": processor, "threads": torch.get_num_threads()}
 
     def free_bytes(self, device: torch.device) -> int | None:
-        """What Linux says is available, within the limit of this container."""
+        """Bytes that Linux says are available, within the limit of this container; None where it says neither."""
         known = [nbytes for nbytes in (_available(), _left_of_container()) if nbytes is not None]
         return min(known, default=None)
 

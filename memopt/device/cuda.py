@@ -103,7 +103,8 @@ ORDER: dict[str, tuple[int, ...]] = {
     "_fused_dropout": (1, 0),
     "_thnn_fused_lstm_cell": (2, 0, 1),  # aten/src/ATen/native/cuda/RNN.cu: the workspace for the backward comes first
 }
-"""The positions of an operator's results, in the order in which its kernel allocates them."""
+"""For each operator, the positions of its results in the order in which its kernel allocates them; operators that are
+not listed allocate them in the order in which they return them."""
 
 BLOCK_BYTES = 512
 """Every block of torch's caching allocator is a multiple of this (`kMinBlockSize`)."""
@@ -111,21 +112,25 @@ BLOCK_BYTES = 512
 
 class _Cuda(Device):
     def cards(self) -> Mapping[str, Hardware]:
-        """The cards of the data sheets."""
+        """The entries from the makers' data sheets, by their names."""
         return CARDS
 
     def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
-        """By rule; kernels whose grid is chosen by the multiprocessors depend on the `chip`."""
+        """Temporary bytes that the kernel of a call holds at most, by rule. Kernels that size their grid by the
+        multiprocessors take more or less on another `chip`."""
         if (by_chip := CUDA_BY_CHIP.get(rule_name(call))) is not None:
             return by_chip(call, chip)
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
 
     def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
-        """Of cuDNN's operators, and of torch's own that allocate more than their results."""
+        """The allocator's calls of an operator, seen in a run of it on this machine's card. It is run if it is one of
+        cuDNN's, or one of torch's own that allocates more than its results; None for others, and where there is no card
+        with that `chip` or no room on it."""
         return library_run(call, chip)
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
-        """Those of a kernel that is in `ORDER`, whose workspace comes after its results."""
+        """The allocator's calls of a kernel that is in `ORDER`: it allocates its results in that order, then a
+        workspace of `workspace_bytes`, which it frees. Empty for other kernels."""
         order = ORDER.get(schema_of(call.op).name.split("::")[-1], ())
         if len(order) != len(call.outputs):
             return ()
@@ -136,15 +141,16 @@ class _Cuda(Device):
         return (*results, *workspace)
 
     def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
-        """Those of cuBLAS and cuBLASLt."""
+        """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep."""
         return library_workspaces(card.major)
 
     def kernels(self, card: Hardware) -> AbstractContextManager[Any]:
         return CardAttention(card.major)
 
     def autocast_kernel(self, operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
-        """Casts and then the operator, or the operators that it decomposes into. None also for what is not an ATen
-        operator."""
+        """A function that computes an operator as CUDA's autocast with the dtype `low` does: it casts, then calls the
+        operator or the operators that it decomposes into. None where autocast leaves the operator as it is, and for
+        operators outside of ATen."""
         name = operator.overloadpacket.__name__
         if operator.namespace != "aten":
             return None
@@ -174,7 +180,8 @@ class _Cuda(Device):
         return torch.cuda.get_device_name(device)
 
     def hardware(self, device: torch.device) -> Hardware | None:
-        """The card that it says it is; half of this machine's memory is the room on the host."""
+        """The entry of `CARDS` whose name the card reports, with the card's own memory and chip, and half of this
+        machine's memory as room on the host; None for a card that is not listed."""
         known = card_reported(self.name(device))
         if known is None:
             return None
@@ -187,7 +194,7 @@ class _Cuda(Device):
         )
 
     def reported(self, device: torch.device) -> Hardware:
-        """Its name, memory, chip and compute capability."""
+        """An entry with the name, memory, chip and compute capability that the card reports. Its rates are 0."""
         chip, major = reported_chip(device), torch.cuda.get_device_capability(device)[0]
         return Hardware(
             name=self.name(device),
@@ -204,17 +211,18 @@ class _Cuda(Device):
         )
 
     def chip(self, device: torch.device) -> Chip:
-        """Its multiprocessors, as it reports them."""
+        """The number of multiprocessors and their threads, as the card reports them."""
         return reported_chip(device)
 
     def identity(self, device: torch.device) -> dict[str, Any]:
-        """The card and its driver."""
+        """The name of the card and the version of its driver, by which measurements differ."""
         driver = Path("/proc/driver/nvidia/version")
         version = driver.read_text().partition("\n")[0] if driver.exists() else str(torch.version.cuda)
         return {"card": self.name(device), "driver": version}
 
     def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None]:
-        """Copies on two streams."""
+        """A function that copies `nbytes` to pinned memory of the host and back, at once on two streams. It returns
+        before the copies are done."""
         hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         values = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         stream: Any = torch.cuda.Stream
@@ -229,11 +237,13 @@ class _Cuda(Device):
         return copy
 
     def measure_context_bytes(self, device: torch.device) -> int | None:
-        """Measured in another process."""
+        """The bytes that a process holds on the card beside torch's allocator, measured in another process; None where
+        that fails."""
         return measure_context_bytes(device)
 
     def start_libraries(self, device: torch.device) -> None:
-        """cuBLAS and cuBLASLt, on this thread and on autograd's."""
+        """Have cuBLAS and cuBLASLt allocate the workspaces that they keep, for this thread and for autograd's. Raises
+        `torch.OutOfMemoryError` where they have no room."""
         start_libraries(device)
 
     def generator_state(self, device: torch.device) -> torch.Tensor:
@@ -267,7 +277,9 @@ class _Cuda(Device):
         torch.cuda.reset_peak_memory_stats(device)
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
-        """None with another allocator than torch's own, and while a CUDA graph is captured."""
+        """The card's segments, as `torch.cuda.memory_snapshot` describes them once free ones are returned to the card,
+        and the number of the current stream (`cuda_stream`). None where another allocator than torch's own is in use,
+        or a CUDA graph is being captured."""
         if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
             return None
         with torch.cuda.device(device):

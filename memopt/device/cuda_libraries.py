@@ -53,7 +53,8 @@ def start_libraries(device: torch.device) -> None:
 
 
 def _wait_for(storages: Sequence[WeakStorage]) -> None:
-    """Wait until some storages are freed: autograd's thread holds them a moment longer than its caller."""
+    """Wait until some storages are freed, a second at most: autograd's thread holds them a moment longer than its
+    caller."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while any(storage.address for storage in storages) and time.monotonic() < end:
         time.sleep(1e-4)
@@ -79,20 +80,20 @@ _OPS = frozenset({
     "max_pool2d_with_indices", "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d",
     "upsample_bilinear2d_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
 })  # fmt: skip
-"""The operators that are run to be seen. No size and no address of theirs depends on values: they run on tensors that
-are not filled."""
+"""Operators whose allocations are found by running them. What they allocate does not depend on the values of their
+operands, and they read no memory at addresses among these, so they run on tensors that are not filled."""
 _ROOM = 64 * 1024**2
-"""The bytes of a free segment beyond those that a call needs."""
+"""Bytes by which a free segment is made larger than what a call needs, so that all blocks of the call lie in it."""
 
 
 def is_run(call: OpCall) -> bool:
-    """Whether a call is run to see what it allocates."""
+    """Whether the operator of a call is run to see what it allocates."""
     return schema_of(call.op).name.split("::")[-1] in _OPS
 
 
 def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
-    """The allocator's calls of an operator with a workspace, which is run once to be seen; None for other operators,
-    where this process uses no card with that `chip`, and where the card has no room for the operator now."""
+    """The allocator's calls of an operator that has a workspace, seen in a run of it; None for other operators, where
+    this process uses no card with that `chip`, and where the card has no room for the operator now."""
     if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -104,7 +105,8 @@ def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
 
 @lru_cache(maxsize=2**12)
 def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpDryRun | None:
-    """What a run of the call on the device allocates; `settings` are cuDNN's, which its choice depends on."""
+    """What a run of the call on the device allocates, None where the run fails; `settings` are cuDNN's flags, by which
+    it chooses its algorithm."""
     # Profilers, autocast, dispatch modes and streams belong to a thread: in its own the run sees none of the caller's.
     with ThreadPoolExecutor(1, "memopt-library") as worker:
         events = worker.submit(_events, call, device).result()
@@ -113,8 +115,8 @@ def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpD
 
 
 def _events(call: OpCall, device: torch.device) -> list[int] | None:
-    """The bytes that the allocator gives out (and takes back, negative) during a run of the call; None where it fails,
-    which it does with an error of torch or of the library."""
+    """The bytes of each block that the allocator gives out (or takes back, negative) during a run of the call, in
+    order; None where the run fails with an error of torch or of the library."""
     try:
         # Attention with dropout draws random numbers, which are the user's.
         rng = torch.random.fork_rng([device])
@@ -133,18 +135,18 @@ def _events(call: OpCall, device: torch.device) -> list[int] | None:
 
 
 _SEEDED_FROM_HOST = frozenset({"aten::_scaled_dot_product_efficient_attention_backward"})
-"""Operators that read the seed and the offset of their random numbers on the host, where their forwards have put them:
-an address on the card there ends the process."""
+"""Operators that read the seed and the offset of their random numbers on the host, where their forwards have put them.
+Given tensors on the card there, they would end the process."""
 
 
 def _seed_on_host(argument: Any) -> Any:
-    """The argument, on the host where it is a seed or an offset."""
+    """The argument; if it is a seed or an offset (a 0-dimensional integer tensor), a zero on the host."""
     is_seed = isinstance(argument, torch.Tensor) and argument.dim() == 0 and not argument.is_floating_point()
     return argument.cpu().zero_() if is_seed else argument
 
 
 def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
-    """The bytes of the blocks that a run of the call allocates, and minus those that it frees."""
+    """The bytes of each block that a run of the call allocates, and minus those of each that it frees, in order."""
     events = MemoryEvents("cuda")
     events.start()
     try:
@@ -157,8 +159,12 @@ def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
 
 
 def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
-    """The calls of an operator with results of `outputs` bytes, from the allocator's `events`, which do not name their
-    blocks: of several blocks of one size the latest is freed, and the results are what is left."""
+    """The allocator's calls of an operator, from the bytes that it allocated and (negative) freed, in order. `outputs`
+    has the bytes of each result.
+
+    The `events` do not name their blocks: of several blocks of one size the latest is taken to be freed. The results
+    are among the blocks that are left.
+    """
     calls: list[BlockCall] = []
     alive: dict[int, int] = {}
     for number, nbytes in enumerate(events):
@@ -173,8 +179,9 @@ def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
 
 
 def _numbered(calls: Sequence[BlockCall], left: dict[int, int], outputs: Sequence[int]) -> tuple[BlockCall, ...]:
-    """The calls with each result's block numbered by its place among `outputs`, each the smallest that is left and
-    large enough; without small blocks of the workspace."""
+    """The calls with new numbers of blocks. Each result, of `outputs` bytes, is the smallest block among those that are
+    `left` after the run and large enough, and that block gets the result's position as its number. Blocks of the
+    workspace are numbered after the results; small ones (`NOTABLE`) are left out."""
     place: dict[int, int] = {}
     for at in sorted(range(len(outputs)), key=outputs.__getitem__, reverse=True):
         large = [block for block, nbytes in left.items() if nbytes >= outputs[at] > 0 and block not in place]

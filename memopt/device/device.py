@@ -30,8 +30,9 @@ class Device:
     is_host: bool = False
     """Whether its memory is the host's and the host's threads run its kernels: nothing is offloaded or overlaps."""
     caching: bool = False
-    """Whether torch's caching allocator gives out its memory, in segments that it keeps. Steps are replayed as
-    `memopt.account.caching_allocator` models it; it counts its bytes, and a context lies beside it."""
+    """Whether torch's caching allocator gives out its memory, in segments that it keeps. If so, plans are replayed in
+    the model of that allocator (`memopt.account.caching_allocator`), bytes are read from its counters, and the account
+    has the driver's context, which lies beside its memory."""
     block_bytes: int = 1
     """Memory is given out in multiples of this."""
     generator_state_bytes: int = 16
@@ -55,8 +56,8 @@ class Device:
         return None
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
-        """The allocator's calls of a kernel that does not allocate its results in the order in which it returns them;
-        empty for all others."""
+        """The allocator's calls of a kernel that allocates its results in another order than it returns them, and of
+        its workspace of `workspace_bytes`; empty for all other kernels."""
         return ()
 
     def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
@@ -96,12 +97,13 @@ class Device:
         return str(device)
 
     def hardware(self, device: torch.device) -> Hardware | None:
-        """The entry of `cards` for one of this machine, with the memory and chip that it reports; None for a card that
-        is not listed."""
+        """The entry of `cards` for one of this machine's devices, with the memory and chip that it reports; None for a
+        device that is not listed."""
         return None
 
     def reported(self, device: torch.device) -> Hardware:
-        """What one of this machine says of itself, without rates."""
+        """An entry with what one of this machine's devices reports of itself (name, memory, chip); its rates are still
+        to be measured. Raises `ValueError` for a kind that memopt cannot measure."""
         raise ValueError(f"memopt cannot measure the device {str(device)!r}")
 
     def chip(self, device: torch.device) -> Chip:
@@ -109,7 +111,8 @@ class Device:
         return LARGE
 
     def identity(self, device: torch.device) -> dict[str, Any]:
-        """What measurements on it depend on, beside the version of torch."""
+        """The properties of a device that measurements on it depend on, beside the version of torch: the key under
+        which they are kept on disk."""
         return {"card": self.name(device)}
 
     def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None] | None:
@@ -121,7 +124,8 @@ class Device:
         return None
 
     def start_libraries(self, device: torch.device) -> None:
-        """Have libraries allocate the workspaces that they keep. Raises `torch.OutOfMemoryError`."""
+        """Have libraries allocate the workspaces that they keep. Raises `torch.OutOfMemoryError` where these have no
+        room."""
 
     def generator_state(self, device: torch.device) -> torch.Tensor | None:
         """The state of its random generator; None where it has none beside the host's."""
@@ -140,7 +144,7 @@ class Device:
         return 0
 
     def empty_cache(self) -> None:
-        """Return the bytes that torch's allocator keeps and has not given out."""
+        """Return to the device the bytes that torch's allocator keeps and has not given out."""
 
     def allocated_bytes(self, device: torch.device) -> int:
         """Bytes that a `caching` allocator has given out."""
@@ -159,6 +163,6 @@ class Device:
         raise NotImplementedError
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
-        """The segments of its `caching` allocator, once free ones are returned, and the number of the current stream;
-        None where it cannot be asked now."""
+        """The segments of its `caching` allocator, as `torch.cuda.memory_snapshot` describes them once free ones are
+        returned to the device, and the number of the current stream; None where the allocator cannot be asked now."""
         return None

@@ -13,7 +13,7 @@ from memopt.device.device import Device
 from memopt.device.hardware import Hardware
 
 DEVICES: dict[str, Device] = {device.type: device for device in (CPU, CUDA)}
-"""The kinds of devices by their torch types. Another kind is one entry more."""
+"""The kinds of devices by their torch types. To support another kind, add an entry."""
 
 
 def device_of(named: str | torch.device | Hardware) -> Device:

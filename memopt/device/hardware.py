@@ -52,17 +52,18 @@ class Hardware:
     link_bytes_per_second: float = 0.0
     """Bytes per second to the host's memory and, at the same time, back; 0 where that is the device's own memory."""
     link_efficiency: float = 0.7
-    """Share of it that copies from and to pinned memory reach while both directions are busy: a cautious assumption,
-    since one direction alone reaches 0.8 to 0.85."""
+    """Share of `link_bytes_per_second` that copies from and to pinned memory reach while both directions are busy: a
+    cautious assumption, since one direction alone reaches 0.8 to 0.85."""
     least_moved_bytes: int = 2**20
     """Smaller values are not offloaded: the CPU would take longer to start their copies than the link to make them."""
     cached_bytes: int = 0
-    """Ops that move no more bytes find their inputs in the device's cache, left there by the op before."""
+    """An operator that reads and writes at most these bytes finds its inputs in the device's cache, left there by the
+    operator before."""
     cached_bytes_per_second: float = 0.0
-    """The rate of those ops."""
+    """The rate at which such operators read and write."""
     between_seconds: float = 0.0
-    """Seconds between two kernels in which nothing computes: Python, views, frees. Launches then add too. 0 on a GPU,
-    where both overlap with the kernel before."""
+    """Seconds between two kernels in which nothing computes: Python, views, frees. Where they are not 0, a kernel's
+    launch adds to its time as well. 0 on a GPU, where both overlap with the kernel before."""
     major: int = 9
     """Major version of the card's compute capability, by which cuBLAS chooses its workspace."""
     chip: Chip = LARGE
@@ -74,7 +75,7 @@ class Hardware:
     host_bytes: int | None = None
     """Room on the host for offloaded values; None for twice the device's memory."""
     device_type: str = "cuda"
-    """The type of torch device that it is, which says what else holds of it (`memopt.device.devices.device_of`)."""
+    """The type of torch device that the entry is for, by which `memopt.device.devices.device_of` finds its kind."""
 
     @property
     def link(self) -> Link:
@@ -107,7 +108,7 @@ def scaled_rate(tile: str) -> str:
 
 
 def physical_bytes() -> int:
-    """This machine's memory."""
+    """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

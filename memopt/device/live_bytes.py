@@ -66,8 +66,8 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
     Storages that an operator was given and no counted operator made do not count, but for states of the CPU's random
-    generator and what `torch.tensor` makes of numbers. Subclasses say how an operator is
-    run (`run`) and what its kernel holds beside its arguments and results (`workspace_bytes`).
+    generator and what `torch.tensor` makes of numbers. Subclasses say how an operator is run (`run`) and what its
+    kernel holds beside its arguments and results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
     memory lives on, so that the next tensor on it would count as new. Counts would differ from run to run.
@@ -88,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
         self._counted: weakref.WeakKeyDictionary[torch.UntypedStorage, _Bytes] = weakref.WeakKeyDictionary()
         """The bytes that each of the counted storages counts for."""
         self._entered: list[ExitStack] = []
-        """What ends with each entry of the mode."""
+        """For each time that the mode was entered and not left yet, the contexts that end with it."""
 
     def __enter__(self) -> LiveBytes:
         entry = ExitStack()
@@ -142,14 +142,15 @@ class LiveBytes(TorchDispatchMode):
         self.raise_peak(0)
 
     def count_state(self, state: torch.Tensor) -> None:
-        """Count a state of the CPU's random generator until it is freed. The peak is raised by what runs meanwhile:
-        Dynamo holds some while it compiles."""
+        """Count a state of the CPU's random generator until it is freed. It does not raise the peak by itself, since
+        Dynamo holds some while it compiles; operators that run meanwhile do."""
         if self._device_type in (None, HOST.type):
             self._known.add(storage := state.untyped_storage())
             self._count(storage)
 
     def recount(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of these tensors with the bytes that they have now: nothing tells when one is resized."""
+        """Count the storages of these tensors with the bytes that they have now; called after storages may have been
+        resized, which no operator tells."""
         for tensor in tensors:
             self._known.add(storage := tensor.untyped_storage())
             self._count(storage)
@@ -202,19 +203,20 @@ class _Bytes:
 
 
 class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts as `LiveBytes` does, and lists the allocations and frees of all storages and workspaces, in blocks that
-    are numbered as they are allocated."""
+    """Counts as `LiveBytes` does, and lists the allocations and frees of all storages and workspaces. Blocks are
+    numbered in the order in which they are allocated."""
 
     def __init__(self, *, block_bytes: int = 1) -> None:
         super().__init__(block_bytes=block_bytes)
         self.calls: list[BlockCall] = []
         self.sizes: list[int] = []
-        """The bytes of each block."""
+        """The bytes of each block, by its number."""
         self.number: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-        """The blocks of the storages that are alive."""
+        """The number of the block of each storage that is alive."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. What is written to a given tensor needs no run, which torch lacks for some dtypes."""
+        """The operator's result. With a tensor as `out=` that tensor is returned, and nothing is run: torch lacks such
+        operators for some dtypes."""
         return kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else func(*args, **kwargs)
 
     def count(self, tensors: Any) -> None:
@@ -234,7 +236,8 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
             self._freed(self._allocated(workspace_bytes))
 
     def list_within(self, calls: Sequence[BlockCall], workspace_bytes: int, results: Sequence[torch.Tensor]) -> None:
-        """Count the results of an operator, and list them and its workspace as its `calls` say (`Op.calls`)."""
+        """Count the results of an operator, and list the allocations and frees of its results and its workspace in the
+        order of `calls` (`Op.calls`), in which blocks below `len(results)` are results."""
         workspace: dict[int, int] = {}
         for allocates, block, nbytes in calls:
             if not allocates:
@@ -256,24 +259,26 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 NOTABLE = 1024**2
-"""Workspace blocks of fewer bytes have a pool of their own, and make no holes in which larger ones would lie."""
+"""Torch's caching allocator gives out blocks of fewer bytes from a pool of their own: as workspace they make no holes
+among larger ones."""
 
 
 @dataclass(frozen=True)
 class OpDryRun:
-    """The allocator's calls while an operator runs, and the most bytes alive beside its results."""
+    """The allocator's calls while an operator runs, and the most bytes that it holds at once beside its results."""
 
     calls: tuple[BlockCall, ...]
-    """Without those of small workspace blocks."""
+    """All calls but those of workspace blocks of at most `NOTABLE` bytes. Blocks are numbered from 0: first the
+    results, by their position, then the workspace."""
     workspace_bytes: int
 
 
 def dry_run_op(
     call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
 ) -> OpDryRun | None:
-    """The operator run on the CPU or on "meta", which stands for a card whose allocator rounds blocks up to multiples
-    of `block_bytes`; None for operators that are not written in Python. `kernel_bytes` says what the kernel of a call
-    within the operator holds beside its inputs and outputs."""
+    """A run of an operator that is written in Python, on tensors without memory: fake ones on the "cpu", or those of
+    "meta", which stands for a card whose allocator rounds blocks up to multiples of `block_bytes`. None for other
+    operators. `kernel_bytes` gives the workspace of each call within the operator."""
     implementation = IMPLEMENTATIONS.get(call.op)
     if implementation is None:
         return None
@@ -286,19 +291,21 @@ def dry_run_op(
 
 
 class _Record(BlockCalls):  # type: ignore[no-untyped-call]
-    """Lists the calls of the operators that run on meta tensors, the workspaces of kernels included."""
+    """Lists the allocator's calls of the operators that run on tensors without memory, the workspaces of kernels
+    included."""
 
     def __init__(self, kernel_bytes: Callable[[OpCall], int], block_bytes: int) -> None:
         super().__init__(block_bytes=block_bytes)
         self.kernel_bytes, self.block_bytes = kernel_bytes, block_bytes
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the kernel's workspace."""
+        """The bytes of the kernel's workspace, in whole blocks."""
         nbytes = self.kernel_bytes(describe(func, args, kwargs, result))
         return -(-nbytes // self.block_bytes) * self.block_bytes
 
     def seen_from_outside(self, results: Sequence[torch.Tensor]) -> OpDryRun:
-        """The calls with the results' blocks first in number, and without the workspace's small ones."""
+        """The calls as those of one operator: the block of each of the `results` gets that result's position as its
+        number, all others follow, and small workspace blocks (`NOTABLE`) are left out."""
         storages = [tensor.untyped_storage() for tensor in results]
         made = {self.number[storage]: at for at, storage in enumerate(storages) if storage in self.number}
         named = [(made.get(number, len(results) + number), makes, nbytes) for makes, number, nbytes in self.calls]

@@ -21,7 +21,8 @@ from memopt.compat.symbols import is_symbolic, upper_bound
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The properties of a tensor that a kernel's memory may depend on. Sizes that depend on data are at their bound."""
+    """The properties of a tensor that a kernel's memory may depend on. Sizes that depend on data are given as their
+    upper bound."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,7 +65,8 @@ class TensorSpec:
         return True
 
     def make(self, device: str) -> torch.Tensor:
-        """A tensor with values that any op accepts: 0 is a valid index, and a mask of True selects most."""
+        """A tensor of this size, stride and dtype, with values that any op accepts: 0 is a valid index, and a mask of
+        True selects most."""
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
         if self.dtype == torch.bool:
             return tensor.fill_(True)
@@ -137,7 +139,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _freeze_argument(value: Any, kind: str) -> Any:
-    """An argument of a type of the schema. A symbol that is a factor or a summand, not a size, counts as 1."""
+    """An argument as an `OpCall` has it; `kind` is its type in the operator's schema. A symbol where the schema has a
+    number (a factor or a summand, not a size) counts as 1."""
     return 1 if kind.startswith("number") and is_symbolic(value) else _freeze(value)
 
 
@@ -171,13 +174,13 @@ def _specs(frozen: Any) -> Iterator[TensorSpec]:
 
 
 _NOT_IN_FORMULAS = ("out", "out_dtype")
-"""Arguments that formulas do not take: as a positional argument, the dtype of a matmul's result would be taken for its
-shape."""
+"""Arguments that are not passed on to formulas: given by position, the dtype of a matmul's result would be taken for
+its shape."""
 
 
 def flop_formula(op: Any) -> Callable[..., Any] | None:
-    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives the call's operations,
-    two for a multiply-add; None for what has no formula.
+    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives the call's
+    floating-point operations, two for a multiply-add; None for an operator without a formula.
 
     Tensors may be on "meta" or fake; symbolic sizes give a symbolic number.
     """

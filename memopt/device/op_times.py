@@ -105,9 +105,9 @@ def _alone(run: Callable[[], object]) -> float:
     """The seconds of a run on the CPU, from single runs with other memory touched in between.
 
     Runs one right after the other would find their inputs in the nearest cache, as no operator of a step does. About
-    half of a step's results, those saved for the backward, are written to pages fresh from the system, since most of
-    a step's memory goes back to it at the end; the others are written where memory has just been freed. The mean of
-    both medians is returned.
+    half of a step's results, those saved for the backward, are written to pages fresh from the system, since most of a
+    step's memory goes back to it at the end; the others are written where memory has just been freed. Half of the runs
+    are timed with each, and the mean of both medians is returned.
     """
     other = torch.ones(_OTHER_BYTES // 4)
     # A single thread's own time does not count other work on the machine.

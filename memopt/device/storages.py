@@ -49,7 +49,8 @@ def find_storages(
     """Returns the storages of a functional ATen graph; see `find_aliases`.
 
     Each is as large as the storage of the fake tensor that is made in it. The values of `fused` nodes are never held.
-    The calls of `reuses` are written over an operand. A copy on the host (`memopt::copy_out`) holds nothing here.
+    The results of the calls in `reuses` are written over one of their operands. A copy on the host (`memopt::copy_out`)
+    holds nothing here.
     """
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
 
@@ -94,11 +95,12 @@ class _Inlined:
 
 
 def fused_away(graph: fx.Graph, held: frozenset[fx.Node] = frozenset()) -> frozenset[fx.Node]:
-    """Returns the nodes of a canonical joint graph whose values are never held; not those of `held`.
+    """Returns the nodes of a joint graph whose values a fusing compiler never writes to memory, without those in
+    `held`.
 
-    They are elementwise, and all readers, perhaps behind views, are elementwise operators or reductions, which can
-    compute them in their kernels. One that both halves read, or several kernels of one half, must also be no smaller
-    than the values that it is computed from, so that holding those instead costs no memory.
+    Such a node is elementwise, and all its readers, perhaps behind views, are elementwise operators or reductions,
+    which can compute it in their kernels. If forward and backward both read it, or several kernels of one of them, it
+    must also be no smaller than the values that it is computed from, so that holding those instead costs no memory.
     """
     return _Fusion(graph, held).run()
 

@@ -59,8 +59,8 @@ def _second_read(node: fx.Node) -> int:
 
 
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
-    """Seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), with the peak and bandwidth that kernels
-    reach.
+    """Seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), with the share of peak and bandwidth that
+    kernels reach. `dtype` is a name in `Hardware.flops`.
 
     On hardware with `between_seconds`, launch and gap come on top of the longer of arithmetic and traffic.
     """
@@ -84,9 +84,9 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
 
 
 def _misaligned(node: fx.Node) -> float:
-    """How many times as long a product takes on a card whose 16-bit matrices have rows of a size that is no multiple of
-    16 bytes: cuBLAS takes kernels of older cards then. 3.2 to 7 were measured for 50,257 columns on an H100
-    (`passes.ops.chunked_linear`)."""
+    """The factor by which a matmul takes longer on a card if rows of its 16-bit matrices take no multiple of 16 bytes:
+    cuBLAS takes kernels of older cards then. 1 for any other node. Factors of 3.2 to 7 were measured for 50,257 columns
+    on an H100 (`passes.ops.chunked_linear`)."""
     if _name(node) not in _PRODUCTS:
         return 1.0
     matrices = [tensor for one in (node, *node.all_input_nodes) for tensor in tensors_of(one) if tensor.dim() > 1]
@@ -95,7 +95,7 @@ def _misaligned(node: fx.Node) -> float:
 
 
 def call_seconds(call: OpCall, hardware: Hardware) -> float:
-    """As `node_seconds`, of one call of an operator without a graph around it."""
+    """Estimated seconds of one call of an operator, as `node_seconds` gives them for a node of a graph."""
     graph = fx.Graph()
 
     def given(value: Any) -> Any:
@@ -116,13 +116,14 @@ def call_seconds(call: OpCall, hardware: Hardware) -> float:
 
 
 def bound_by_arithmetic(node: fx.Node, hardware: Hardware) -> bool:
-    """Whether arithmetic takes as long as the node does, rather than memory traffic or the launch."""
+    """Whether a node's time is that of its arithmetic, rather than of memory traffic or the launch."""
     flops = node_flops(node) if runs_kernel(node) else 0
     return flops > 0 and op_seconds(flops, 0, _arithmetic_dtype(node), hardware) >= node_seconds(node, hardware)
 
 
 def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
-    """Seconds of an 8-bit product, on units that take its scales, or of wider copies where the device has none."""
+    """Seconds of an 8-bit matmul: on units that take its scales, or by converting its operands to a wider dtype where
+    the device has none."""
     values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
     a, a_scale, b, _, _, turn_a = values[:6]
     tile = tile_of(a, a_scale)
@@ -195,7 +196,8 @@ def _arithmetic_dtype(node: fx.Node) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    """`aten.mm` for `aten.mm.default`: by name, because some belong to libraries that need not be installed."""
+    """The name of a node's operator without the overload, such as `aten.mm`: formulas are looked up by name, because
+    some operators belong to libraries that need not be installed."""
     return str(getattr(node.target, "overloadpacket", node.target))
 
 

@@ -85,15 +85,15 @@ def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> in
 
 @lru_cache(maxsize=256)
 def op_dry_run(call: OpCall, device_type: str, chip: Chip) -> OpDryRun | None:
-    """The operator run on a card with that `chip`, in the blocks of its allocator; None for operators that are not
-    written in Python."""
+    """The allocator's calls, and the workspace, that an operator written in Python has on a card with that `chip`,
+    found by running it on tensors without memory; None for other operators."""
     device = device_of(device_type)
     return dry_run_op(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
 
 
 def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
-    """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule; on the CPU, where that bound
-    exceeds the `spare_bytes` below a peak, what a run of the kernel takes."""
+    """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule. Where that bound exceeds
+    `spare_bytes` (the room below a peak) on the CPU, it is the bytes that a run of the kernel takes."""
     bound = estimate_workspace(call, device_type)
     if device_of(device_type).is_host and bound > max(SCALARS, spare_bytes):
         return call_workspace_bytes(call, device_type)
@@ -101,7 +101,7 @@ def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> i
 
 
 def _measured(calls: Iterable[OpCall]) -> dict[OpCall, _Measured]:
-    """The result of each distinct call, from memory or by measuring it now."""
+    """The result of each distinct call: kept from before, or measured now."""
     found = {call: _latest.get(_key(call)) for call in calls}
     fresh = [call for call, result in found.items() if result is None]
     if fresh:
@@ -138,14 +138,16 @@ def _price(call: OpCall) -> _Measured:
 
 
 def _estimate(call: OpCall) -> int:
-    """The workspace by rule; for an operator written in Python at most what the operators that it calls hold."""
+    """The bytes of the workspace by rule; for an operator written in Python at most what the operators that it calls
+    hold."""
     nbytes = device_of(HOST).workspace(call)
     dry_run = dry_run_op(call, _kernel_bytes)
     return nbytes if dry_run is None else min(nbytes, dry_run.workspace_bytes)
 
 
 def _kernel_bytes(call: OpCall) -> int:
-    """The workspace of a call within an operator, which runs on a part of its rows and may be cheap to measure."""
+    """The bytes of the workspace of a call within an operator. It works on a part of that operator's rows, so it may be
+    cheap to measure where the operator is not."""
     result = _latest.get(_key(call))
     if result is None:
         with plain_tensors():  # the operator runs on fake tensors, its kernels run on real ones
@@ -184,8 +186,8 @@ def _time(op: OpOverload, args: Any, kwargs: Any) -> float:
 
 
 def _is_cheap(call: OpCall) -> bool:
-    """Whether the call may be run for its price: it is small, reaches no other device or process, and neither reads nor
-    writes beyond its tensors, which kernels of other libraries may do where whole numbers are made up."""
+    """Whether the call may be run to measure it: it is small, and reaches no other device or process. It must not read
+    or write beyond its tensors either, as kernels of other libraries may do if indices are made up."""
     values = (*call.args, *(value for _, value in call.kwargs))
     elsewhere = any(value.type != HOST.type for value in values if isinstance(value, torch.device))
     if call.op.namespace in COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:

@@ -31,8 +31,8 @@ from passes.ops.fp8_kernels import library
 
 
 def library_workspaces(major: int) -> tuple[int, ...]:
-    """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep, on a card of compute
-    capability `major`.
+    """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep, on a card whose compute
+    capability has the major version `major`.
 
     The caller's thread and autograd's have handles of their own, with a workspace for each. The bytes are fewer where
     torch lets cuBLASLt share the workspace of cuBLAS, or does not keep them. The environment's
@@ -48,14 +48,14 @@ def library_workspaces(major: int) -> tuple[int, ...]:
 
 
 def _cuda_flash_backward(call: OpCall) -> int:
-    """FlashAttention-2: dQ in fp32, padded to 128 rows and 32 columns, its row sums, and dK and dV of each query
-    head."""
+    """Bytes of FlashAttention-2's backward: dQ in fp32, padded to 128 rows and 32 columns, its row sums, and dK and dV
+    of each query head."""
     return _attention_backward(call, columns=-(-call.inputs[1].size[3] // 32) * 32 + 1)
 
 
 def _cuda_efficient_backward(call: OpCall) -> int:
-    """The memory-efficient kernel: as FlashAttention-2, but dQ is padded to 32, 64 or a multiple of 128 columns, and
-    there are locks, and parts of dK and dV where heads are few."""
+    """Bytes of the memory-efficient kernel's backward. It holds what FlashAttention-2's does, but with dQ padded to 32,
+    64 or a multiple of 128 columns; in addition locks, and parts of dK and dV where heads are few."""
     width = call.inputs[1].size[3]
     padded = next((columns for columns in (32, 64) if width <= columns), -(-width // 128) * 128)
     return _attention_backward(call, columns=padded + 2) + 512 * KB
@@ -70,8 +70,8 @@ def _attention_backward(call: OpCall, columns: int) -> int:
 
 
 def _cuda_flash(call: OpCall, chip: Chip) -> int:
-    """Where there are few query blocks, the keys are split into parts, each with an fp32 output, to fill the card's
-    multiprocessors twice."""
+    """Bytes of flash attention. Where there are few query blocks, the keys are split into parts, each with an fp32
+    output, so that there are blocks for twice the card's multiprocessors."""
     batch, heads, rows, width = first(call).size
     keys = call.inputs[1].size[2]
     blocks = batch * heads * -(-rows // 64)
@@ -80,8 +80,8 @@ def _cuda_flash(call: OpCall, chip: Chip) -> int:
 
 
 def _cuda_embedding_backward(call: OpCall) -> int:
-    """Indices are sorted with their positions (int64, double buffers), then rows are summed in fp32 by parts of ten.
-    Scaled gradients need the count of each index too."""
+    """Bytes of an embedding's backward. Indices are sorted with their positions (int64, double buffers), then rows are
+    summed in fp32 by parts of ten. Gradients that are scaled by frequency need the count of each index too."""
     gradient, indices = call.inputs[:2]
     rows = call.argument(2)
     if not isinstance(rows, int):
@@ -92,7 +92,8 @@ def _cuda_embedding_backward(call: OpCall) -> int:
 
 
 def _cuda_index_put(call: OpCall) -> int:
-    """Linear indices, sorted with their positions, and a copy of values that are broadcast or not contiguous."""
+    """Bytes of `index_put`: linear indices, sorted with their positions, and a copy of values that are broadcast or not
+    contiguous."""
     changed, *indices, values = call.inputs
     indexed = max((spec.numel for spec in indices), default=0)
     named = isinstance(call.argument(1), tuple) and len(indices) == len(call.argument(1))
@@ -103,15 +104,16 @@ def _cuda_index_put(call: OpCall) -> int:
 
 
 def _cuda_masked_index_put(call: OpCall) -> int:
-    """As `_cuda_index_put`, where inductor does not generate the kernel: a copy of the values, with zeros where the
-    mask is false, and of the indices within bounds."""
+    """Bytes of `_unsafe_masked_index_put_accumulate` where inductor does not generate its kernel: as for `index_put`, a
+    copy of the values, with zeros where the mask is false, and a copy of the indices within bounds."""
     _, _, *indices, values = call.inputs
     indexed = max((spec.numel for spec in indices), default=0)
     return values.numel * values.dtype.itemsize + 6 * 8 * indexed + 2 * sum(spec.bytes for spec in indices) + 8 * KB
 
 
 def _cuda_norm_backward(call: OpCall, chip: Chip) -> int:
-    """Where there are many rows and few columns, parts of the gradients of weight and bias, which are then summed.
+    """Bytes of a layer norm's or RMS norm's backward. Where there are many rows and few columns, it holds the gradients
+    of weight and bias of each part of the rows, which are then summed.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
     """
@@ -131,33 +133,36 @@ def _cuda_group_norm(call: OpCall) -> int:
 
 
 def _cuda_batch_norm(call: OpCall) -> int:
-    """Mean, variance and count of each channel in each part of the rows, where channels are last."""
+    """Bytes of a batch norm: mean, variance and count of each channel in each part of the rows, where channels are
+    last."""
     return _batch_norm_parts(call, values=4) + _copies_of_images(call)
 
 
 def _cuda_batch_norm_backward(call: OpCall) -> int:
-    """Two sums of each channel where channels are last; those in each part of the rows are freed before the gradient of
-    the images is allocated."""
+    """Bytes of a batch norm's backward: two sums of each channel where channels are last. The sums of each part of the
+    rows count only as far as they exceed the gradient of the images, before whose allocation they are freed."""
     spec = first(call)
     sums = 2 * 4 * spec.size[1] if _channels_last(spec) else 0
     return sums + max(0, _batch_norm_parts(call, values=2) - spec.dense_bytes) + _copies_of_images(call)
 
 
 def _cudnn_batch_norm(call: OpCall) -> int:
-    """Not measured: the most that torch's own kernels for channels last allocate."""
+    """Bytes of cuDNN's batch norm or its backward, which were not measured: the most that torch's own kernels for
+    channels last allocate."""
     return 2 * 128 * 4 * first(call).size[1] + _copies_of_images(call)
 
 
 def _copies_of_images(call: OpCall) -> int:
-    """There are kernels for images with channels last, too, where all images are so."""
+    """Bytes of contiguous copies of the images; 0 where all of them are dense and of the same strides, as kernels take
+    channels last as well."""
     images = [spec for spec in call.inputs if len(spec.size) > 1]
     alike = all(spec.dense and spec.stride == images[0].stride for spec in images)
     return 0 if alike else copies(call)
 
 
 def _batch_norm_parts(call: OpCall, *, values: int) -> int:
-    """The fp32 `values` of each channel for each part into which the rows are cut, and a counter for each column of
-    blocks; 0 where channels are not last, or rows are few.
+    """Bytes of partial results of a batch norm: for each part into which the rows are cut, `values` numbers in fp32 for
+    each channel, and a counter for each column of blocks. 0 where channels are not last, or rows are few.
 
     Source: aten/src/ATen/native/cuda/Normalization.cuh, `flexible_launch_configs`.
     """
@@ -175,7 +180,7 @@ def _batch_norm_parts(call: OpCall, *, values: int) -> int:
 
 
 def _channels_last(spec: TensorSpec) -> bool:
-    """Whether batch normalisation takes its kernels for channels that are last in memory."""
+    """Whether batch norm runs its kernels for channels that are last in memory on this tensor."""
     return spec.stride[1] == 1 and (spec.contiguous or (spec.dense and len(spec.size) == 4))
 
 
@@ -185,7 +190,7 @@ def _power_of_two_within(number: int) -> int:
 
 
 def _cuda_matmul(call: OpCall) -> int:
-    """Copies of the matrices of which neither rows nor columns lie in one piece, which cuBLAS does not take."""
+    """Bytes of the copies of matrices that have gaps both along rows and along columns, which cuBLAS does not take."""
     return sum(spec.dense_bytes for spec in call.inputs if len(spec.size) > 1 and not _is_matrix(spec))
 
 
@@ -195,23 +200,24 @@ def _is_matrix(spec: TensorSpec) -> bool:
 
 
 def _cuda_softmax_backward(call: OpCall) -> int:
-    """The product of the gradient and the result, in the wider of their dtypes."""
+    """Bytes of a softmax's backward: the product of the gradient and the result, in the wider of their dtypes."""
     return first(call).numel * max(spec.dtype.itemsize for spec in call.inputs[:2]) + copies(call)
 
 
 def _cuda_topk(call: OpCall) -> int:
-    """Counts of digits for each part of a long row, and the results sorted."""
+    """Bytes of `topk`: counts of digits for each part of a long row, and the results sorted."""
     return 2 * first(call).numel + 2 * output_bytes(call) + MB
 
 
 def _cuda_convolution(call: OpCall) -> int:
-    """cuDNN: a second layout of every tensor, and the workspace of its algorithm, which it chooses when it runs (a
-    guess)."""
+    """Bytes of a convolution by cuDNN, a guess: a second layout of every tensor, and the workspace of its algorithm,
+    which it chooses when it runs."""
     return all_bytes(call) + 32 * MB
 
 
 def _cuda_convolution_backward(call: OpCall, chip: Chip) -> int:
-    """As the forward; the gradient of the bias is a sum of torch's own over all but the channels."""
+    """Bytes of a convolution's backward, which are those of the forward. The gradient of the bias is a reduction of
+    torch's own over all dimensions but the channels; the larger of both counts."""
     gradient, wanted = first(call), call.argument(10, "output_mask")
     channels = gradient.size[1]
     bias = TensorSpec((channels,), (1,), gradient.dtype)
@@ -226,13 +232,14 @@ def _cuda_sort(call: OpCall) -> int:
 
 
 def _cuda_scan(call: OpCall) -> int:
-    """A copy in the result's dtype, where the input has another."""
+    """Bytes of a scan such as `cumsum`: a copy in the result's dtype, where the input has another."""
     return (output_bytes(call) if first(call).dtype != call.outputs[0].dtype else 0) + MB
 
 
 def _cuda_fp8_matmul(call: OpCall) -> int:
-    """Copies of both operands in the result's dtype, where there are no 8-bit units; these are larger than the
-    transposed copies that such units need. torchao times its kernels, and allocates a buffer of 256 MB for that."""
+    """Bytes of an 8-bit matmul: copies of both operands in the result's dtype, as where there are no 8-bit units; they
+    are larger than the transposed copies that such units need. torchao times its kernels, and allocates a buffer of 256
+    MB for that."""
     a, a_scale, b = call.inputs[:3]
     timed = 256 * MB if a_scale.size and library() == "torchao" else 0
     return call.outputs[0].dtype.itemsize * (a.numel + b.numel) + fp8_scales(call) + timed

@@ -22,7 +22,8 @@ from memopt.device.op_call import OpCall, TensorSpec
 _MOST_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""Numbers that one thread adds up before the work is divided among blocks, and from which on it is."""
+"""If one thread would add up at least the second number of values, the work is divided among thread blocks, as far as
+the card has room for more of them and a thread is left with at least the first number."""
 _INDEXABLE = 2**31 - 1
 _BLOCK = 512
 _ACCUMULATORS = {
@@ -30,7 +31,8 @@ _ACCUMULATORS = {
     **dict.fromkeys(("argmax", "argmin", "max", "min"), 16),  # a value and its position
     **dict.fromkeys(("any", "all"), 1),
 }
-"""Bytes that a thread accumulates in, where it is not a number of the result's kind; twice that in fp64."""
+"""Bytes of an accumulator that is not simply a number of the result's kind, by the operator's name; twice that in
+fp64."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _reduced(call: OpCall, ndim: int) -> frozenset[int]:
 
 
 def _accumulator_bytes(call: OpCall) -> int:
-    """Bytes that one thread accumulates in: fp32 for sums in 16 bits, int64 for integers."""
+    """Bytes of the accumulator of one thread: fp32 for sums in 16 bits, int64 for integers."""
     name = schema_of(call.op).name.split("::")[-1]
     given, made = call.inputs[0].dtype, call.outputs[0].dtype
     if name in _ACCUMULATORS:
@@ -71,8 +73,8 @@ def _accumulator_bytes(call: OpCall) -> int:
 
 
 def _in_order(spec: TensorSpec, over: frozenset[int]) -> list[_Dimension]:
-    """The dimensions as torch's iterator has them: the reduced ones first, by their strides; then the others, the last
-    one first, since results are contiguous."""
+    """The dimensions in the order of torch's iterator: those reduced (`over`) first, by their strides; then the others,
+    the last one first, since results are contiguous."""
     width = spec.dtype.itemsize
     all_of = [
         _Dimension(size, stride * width, number in over)
@@ -84,7 +86,7 @@ def _in_order(spec: TensorSpec, over: frozenset[int]) -> list[_Dimension]:
 
 
 def _coalesced(dims: Iterable[_Dimension]) -> list[_Dimension]:
-    """The dimensions with neighbours joined that lie in memory as one."""
+    """The dimensions, with neighbours merged where one stride leads through both."""
     found: list[_Dimension] = []
     for dim in dims:
         if found and found[-1].reduced == dim.reduced and found[-1].size * found[-1].stride == dim.stride:
@@ -95,7 +97,8 @@ def _coalesced(dims: Iterable[_Dimension]) -> list[_Dimension]:
 
 
 def _staged(dims: list[_Dimension], width: int, element: int, chip: Chip) -> int:
-    """The staging buffer of a reduction, split into halves where its input is too large for 32-bit offsets."""
+    """Bytes of the staging buffer of a reduction. An input that is too large for 32-bit offsets is reduced in halves,
+    of which the larger buffer counts. `width` and `element` are the bytes of an input element and of an accumulator."""
     if sum((dim.size - 1) * dim.stride for dim in dims) <= _INDEXABLE:
         return _buffer(dims, width, element, chip)
     at = max(range(len(dims)), key=lambda number: (dims[number].size - 1) * dims[number].stride)
@@ -106,7 +109,8 @@ def _staged(dims: list[_Dimension], width: int, element: int, chip: Chip) -> int
 
 
 def _buffer(dims: list[_Dimension], width: int, element: int, chip: Chip) -> int:
-    """Bytes of the buffer and of its blocks' counters, 0 where one thread block computes a result."""
+    """Bytes of the staging buffer and of the counters of its thread blocks; 0 where one thread block computes a result.
+    `width` and `element` are the bytes of an input element and of an accumulator."""
     outputs = math.prod(dim.size for dim in dims if not dim.reduced)
     inputs = math.prod(dim.size for dim in dims if dim.reduced)
     kept = next((number for number, dim in enumerate(dims) if not dim.reduced), len(dims))
@@ -139,7 +143,8 @@ def _buffer(dims: list[_Dimension], width: int, element: int, chip: Chip) -> int
 
 
 def _vector(dims: list[_Dimension], kept: int, width: int) -> int:
-    """The results that one thread computes: 4, or fewer where rows are not aligned."""
+    """The number of results that one thread computes: 4, or fewer where rows are not aligned. `kept` is the position of
+    the first dimension that is not reduced, `width` the bytes of an input element."""
     divisor = math.gcd(4, dims[kept].size)
     for number, dim in enumerate(dims):
         if number != kept:
@@ -148,7 +153,7 @@ def _vector(dims: list[_Dimension], kept: int, width: int) -> int:
 
 
 def _thread_block(along: int, across: int, most: int) -> tuple[int, int]:
-    """Columns and rows of a thread block."""
+    """The numbers of columns and rows of a thread block of at most `most` threads."""
     width, height = (min(most, 1 << (max(1, size).bit_length() - 1)) for size in (along, across))
     columns = min(width, _WARP)
     rows = min(height, most // columns)
@@ -156,8 +161,9 @@ def _thread_block(along: int, across: int, most: int) -> tuple[int, int]:
 
 
 def _accumulated(call: OpCall, element: int) -> int:
-    """What the parts of an input that is too large for 32-bit offsets are gathered in, where results are no place for
-    it: numbers in 16 bits, and accumulators that are no numbers."""
+    """Bytes of the tensor in which the results of the parts of an input are added up if it is too large for 32-bit
+    offsets; `element` is the bytes of an accumulator. 0 where the result itself can hold them, as it cannot in 16 bits
+    or where accumulators are no numbers."""
     given, made = call.inputs[0], call.outputs[0]
     narrow = given.dtype == made.dtype and made.dtype.itemsize < 4
     apart = narrow or schema_of(call.op).name.split("::")[-1] in _ACCUMULATORS

@@ -44,12 +44,13 @@ def all_bytes(call: OpCall) -> int:
 
 
 def copies(call: OpCall) -> int:
-    """Contiguous copies of the inputs that are not contiguous, for kernels that take no others."""
+    """Bytes of contiguous copies of the inputs that are not contiguous, for kernels that take no others."""
     return sum(spec.dense_bytes for spec in call.inputs if not spec.contiguous)
 
 
 def strided_rows(call: OpCall) -> int:
-    """Copies of the inputs whose rows have gaps, for kernels that read rows of any order whole."""
+    """Bytes of copies of the inputs whose last dimension has gaps, for kernels that read rows whole but in any
+    order."""
     return sum(spec.dense_bytes for spec in call.inputs if spec.size and spec.size[-1] > 1 and spec.stride[-1] != 1)
 
 
@@ -62,23 +63,24 @@ def nothing(call: OpCall) -> int:
 
 
 def loss(call: OpCall) -> int:
-    """The elementwise loss, in fp32 where values of 16 bits are averaged; some kernels reduce it in place, so that it
-    stays behind the result's single number."""
+    """Bytes of an elementwise loss before it is averaged, in fp32 for values of 16 bits. Some kernels reduce it in
+    place, so that all of it stays allocated behind the result's single number."""
     spec = max(call.inputs, key=lambda s: s.numel)
     return 2 * spec.dense_bytes + (4 * spec.numel if spec.dtype.itemsize < 4 else 0) + SCALARS
 
 
 def index(call: OpCall) -> int:
-    """A mask becomes the int64 coordinates of its elements, twice; broadcast indices are expanded."""
+    """Bytes of indexing: a mask becomes the int64 coordinates of its elements, twice; broadcast indices are
+    expanded."""
     masks = [spec for spec in call.inputs[1:] if spec.dtype in MASKS]
     expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
     return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
 
 
 def chunked_loss(call: OpCall) -> int:
-    """The chunked cross entropy: a chunk of logits in fp32 (with a further copy for a softcap, for smoothing by class
-    weights and for fp16's scale) and in 16 bits; the layer's weight in the dtype of its input; the sums of its gradient
-    in fp32; some numbers for each row."""
+    """Bytes of the chunked cross entropy: a chunk of logits in fp32 (with a further copy for a softcap, for smoothing
+    by class weights and for fp16's scale) and in 16 bits; the layer's weight in the dtype of its input; the sums of its
+    gradient in fp32; some numbers for each row."""
     hidden, weight = call.inputs[:2]
     tokens, width = hidden.size
     rows = min(tokens, call.argument(10) or chunk_rows(tokens, width))
@@ -93,9 +95,10 @@ def chunked_loss(call: OpCall) -> int:
 
 
 def linear_rows(call: OpCall) -> int:
-    """Numbers computed from rows of logits, at most: for a chunk each value of the program in fp32, its gradient and
-    one more, also with zeros behind the classes; each layer's weight in the dtype of its input, and the sums of its
-    gradient in fp32."""
+    """Bytes of `memopt::linear_rows` or its backward, at most. For a chunk of rows: in fp32 the logits and all values
+    that its program computes from them, each as large as the logits with up to 8 padded classes; in the backward twice
+    as many. Then each layer's weight in the dtype of its input, the sums of its gradient in fp32, and copies of all
+    operands and results."""
     backward = rule_name(call) == "linear_rows_backward"
     hidden, weights = call.args[backward : backward + 2]
     program, chunk = call.argument(6 + backward), call.argument(7 + backward)
@@ -110,14 +113,14 @@ def linear_rows(call: OpCall) -> int:
 
 
 def class_vectors(call: OpCall) -> int:
-    """Numbers for each class in a chunked cross entropy: bias, class weights, their casts and sums."""
+    """Bytes of the values for each class in a chunked cross entropy: bias, class weights, their casts and sums."""
     hidden, weight = call.inputs[:2]
     return 4 * weight.size[0] * max(4, hidden.dtype.itemsize)
 
 
 def fp8_scales(call: OpCall) -> int:
-    """The scales of an 8-bit tensor and the tensors that they are computed from: one for all elements, one for each
-    128, or, rounded to powers of two in several steps, one for each 32."""
+    """Bytes of the scales of an 8-bit tensor and of the tensors that they are computed from. There is one scale for all
+    elements or one for each 128; or one for each 32, rounded to a power of two in several steps."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
@@ -166,15 +169,15 @@ COMMON: dict[str, Rule] = {
 
 
 def rule_name(call: OpCall) -> str:
-    """The name by which rules know an operator: that in place has the rule of the other."""
+    """The name under which rules list an operator: without namespace, overload and the `_` of an operator in place."""
     return schema_of(call.op).name.split("::")[-1].removesuffix("_")
 
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
-    """The workspace of a call by the rules of a device, else by those that hold on every device.
+    """The bytes of the workspace of a call, by the rules of a device, else by those that hold on every device.
 
-    Of the operators without a rule, those for lists of tensors and those that return an alias hold nothing, pointwise
-    ones and reductions as said for the device; others are assumed to copy all their tensors once.
+    Of the operators without a rule, those for lists of tensors and those that return an alias hold nothing. Pointwise
+    ones and reductions hold what `pointwise` and `reduction` say; others are assumed to copy all their tensors once.
     """
     name = rule_name(call)
     rule = rules.get(name) or COMMON.get(name)

@@ -24,7 +24,8 @@ def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options
             the optimizer is the one among `objects`.
 
     Raises:
-        ValueError: where the objects have no or several trained models, or several optimizers.
+        ValueError: where the objects have none or several trained models; or none or several optimizers, and `options`
+            do not say what is counted.
     """
     budgeted = Budgeted(budget_gb, **options)
     models = [number for number, given in enumerate(objects) if isinstance(given, nn.Module) and _is_trained(given)]

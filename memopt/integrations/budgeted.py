@@ -1,4 +1,4 @@
-"""What all integrations share: a budget with options for `memopt.optimize`, given before the model is there."""
+"""What all integrations share: a budget with options for `memopt.optimize`, given before the model is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.run.session import session_of
 
 
 class Budgeted:
-    """A budget and the options of `memopt.optimize`, applied to a net once its loop has built it.
+    """A budget and the options of `memopt.optimize`, applied to a model once the training loop has built it.
 
     Two defaults differ from those of `memopt.optimize`: the precision is "fp32", so that the loop's own setting (its
     autocast) decides, and the optimizer is the loop's.
@@ -32,9 +32,10 @@ class Budgeted:
         self._shown: Plan | None = None
 
     def optimizer_among(self, optimizers: Sequence[Any]) -> Any:
-        """The optimizer that steps the net: the one of the options, else the only one of the loop.
+        """The optimizer that the plan counts: that of the options if they have one, even None, else the only one of the
+        loop.
 
-        Raises `ValueError` where the loop has none or several, and the options do not say what counts.
+        Raises `ValueError` where the loop has none or several, and the options have none.
         """
         if "optimizer" in self.options:
             return self.options["optimizer"]
@@ -46,13 +47,13 @@ class Budgeted:
         return inner_optimizer(optimizers[0])
 
     def begin(self, net: nn.Module, optimizer: Any, **defaults: Any) -> None:
-        """Optimise the net, in place, for a run with the optimizer; `defaults` are options that hold where the user
-        gave none. Nothing is planned yet."""
+        """Optimise the model `net`, in place, for a run with the optimizer. `defaults` are options that hold where the
+        user gave none. Nothing is planned yet."""
         optimize(net, self.budget_gb, **{**defaults, **self.options, "optimizer": optimizer})
         self._net, self._shown = net, None
 
     def end(self) -> None:
-        """Remove memopt from the net, which is the plain one from then on."""
+        """Remove memopt from the model, which is the plain one from then on."""
         if self._net is not None:
             remove(self._net)
             self._net = None

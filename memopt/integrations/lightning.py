@@ -33,12 +33,13 @@ class MemoptCallback(Callback):
         self._net = net
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Optimise the net. Raises `ValueError` where it is not known which one, or with which optimizer."""
+        """Optimise the net. Raises `ValueError` for a name that is no submodule, and where the loop has none or several
+        optimizers."""
         net = net_of(pl_module) if self._net is None else _named(pl_module, self._net)
         self._budgeted.begin(net, self._budgeted.optimizer_among(trainer.optimizers))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Give a plan that is new in this step to the loggers."""
+        """Log the figures of the plan by which this step ran, if it is another one than in the step before."""
         news = self._budgeted.news()
         if news is not None:
             for logger in trainer.loggers:
@@ -54,7 +55,7 @@ class MemoptCallback(Callback):
 
 
 def net_of(module: nn.Module) -> nn.Module:
-    """The only submodule that holds all trained parameters and can be called; `module` itself where there is none."""
+    """The submodule that holds all trained parameters and can be called; `module` itself where there is none."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for child in module.children():
         if trained <= {id(parameter) for parameter in child.parameters()} and _is_callable(child):

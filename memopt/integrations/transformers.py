@@ -26,7 +26,7 @@ class MemoptCallback(TrainerCallback):
     is the plain one again after the training.
 
     The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed;
-    under `torch_compile`, what the plan runs is left as it is.
+    under `torch_compile`, training runs by the plan, and only the rest is compiled.
     """
 
     @takes_options(StepOptions, DEFAULTS)
@@ -37,7 +37,7 @@ class MemoptCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Optimise the model. Raises `ValueError` for a Trainer whose engine holds the parameters elsewhere."""
+        """Optimise the model. Raises `ValueError` for a Trainer with DeepSpeed, or with several GPUs in one process."""
         model: nn.Module = parts["model"]
         _check(args)
         self._checkpointed = _without_checkpoints(model)
@@ -50,7 +50,8 @@ class MemoptCallback(TrainerCallback):
         self._budgeted.begin(model, self._budgeted.optimizer_among([parts["optimizer"]]), **defaults)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Add a plan that is new in this step to the Trainer's log."""
+        """Add the figures of the plan by which this step ran to the Trainer's log, if it is another one than in the
+        step before."""
         news = self._budgeted.news()
         if news is not None and state.is_world_process_zero:
             state.log_history.append({**news, "epoch": state.epoch, "step": state.global_step})
@@ -64,7 +65,7 @@ class MemoptCallback(TrainerCallback):
 
 
 def _check(args: TrainingArguments) -> None:
-    """Raise `ValueError` for engines under which the step cannot be planned."""
+    """Raise `ValueError` for DeepSpeed and for several GPUs in one process, with which a step cannot be planned."""
     if args.deepspeed:
         raise ValueError("memopt plans no step under DeepSpeed, which holds the parameters itself; leave deepspeed out")
     if args.n_gpu > 1:

@@ -61,7 +61,8 @@ LeverName: TypeAlias = Literal[
 if TYPE_CHECKING:
 
     class _LeverNames(frozenset[LeverName | Lever]):
-        """A set of names whose union with others is one of names, too: a type checker would take those for any text."""
+        """A set of names whose union with other names is typed as one, too: a type checker would otherwise take the
+        names for any text."""
 
         def __or__(self, other: AbstractSet[LeverName | Lever]) -> _LeverNames: ...  # type: ignore[override]
 
@@ -82,8 +83,11 @@ def allowable() -> tuple[str, ...]:
 
 def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
     """The levers in `allow` in the order in which they are tried: those of `LEVERS`, given by name or as they are, and
-    then the user's own by name. Raises `TypeError`, and `ValueError` for a name that is not in `LEVERS` or that another
-    option takes."""
+    then the user's own, sorted by name.
+
+    Raises `TypeError` where `allow` is no collection, or a single text. Raises `ValueError` for a name that is not in
+    `LEVERS` or that another option takes, and for two different levers of one name.
+    """
     if isinstance(allow, str) or not isinstance(allow, Collection):
         raise TypeError(f"allow must be a set of lever names, such as memopt.DEFAULT_LEVERS | {{'fp8'}}, not {allow!r}")
     own: list[Lever] = []
@@ -103,18 +107,18 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
 
 
 def recompute_note(allow: Collection[str]) -> tuple[str, ...]:
-    """A sentence for plans and refusals where `allow` leaves recomputation out; else nothing."""
+    """A sentence for plans and refusals where `allow` leaves recomputation out; otherwise an empty tuple."""
     if RECOMPUTE.name in allow:
         return ()
     return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give {allow_with(allow)}",)
 
 
 def allow_with(names: Collection[str]) -> str:
-    """The argument that adds levers to the default ones, as users write it."""
+    """The argument that adds the levers with these names to the default ones, as users write it."""
     added = ", ".join(map(repr, sorted(set(names) - DEFAULT_LEVERS)))
     return f"allow=memopt.DEFAULT_LEVERS | {{{added}}}" if added else "allow=memopt.DEFAULT_LEVERS"
 
 
 def allow_exactly(names: Collection[str]) -> str:
-    """The argument for these levers and no others, as users write it."""
+    """The argument for the levers with these names and no others, as users write it."""
     return allow_with(names) if set(names) >= DEFAULT_LEVERS else f"allow={{{', '.join(map(repr, sorted(names)))}}}"

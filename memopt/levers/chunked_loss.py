@@ -14,10 +14,11 @@ LABEL = "chunked_loss"
 
 @dataclass(frozen=True)
 class _ChunkLosses:
-    """Decides which losses of a region are computed in chunks, without holding the logits.
+    """Decides which losses of a region are computed in chunks of rows, without holding the logits.
 
-    The forward of a cross entropy's mean or sum computes the gradients too. With `weight_in_backward` the backward
-    computes that of the weight, from recomputed logits: a fourth matmul, but the gradient is held only once.
+    For the mean or sum of a cross entropy the forward computes the gradients too. With `weight_in_backward`, the
+    backward computes the weight's gradient from recomputed logits: that is a fourth matmul, but the gradient is held
+    only once.
     """
 
     weight_in_backward: bool = False

@@ -1,5 +1,5 @@
-"""What a lever is: one value that says what it does, at what price, and how a plan applies it. And the rewritings that
-a plan is sought with, from no lever to all that are allowed."""
+"""The value that describes a lever: what it does, at what price, and how a plan applies it; and the rewritings among
+which a plan is sought, from no lever to all that are allowed."""
 
 from __future__ import annotations
 
@@ -21,47 +21,53 @@ Deciders: TypeAlias = tuple[Decide, ...]
 
 @dataclass(frozen=True)
 class GraphChange:
-    """The passes of a lever that rewrites the captured step: it is tried on top of the levers before it."""
+    """How a lever rewrites the captured step. It is tried on top of the levers before it."""
 
     deciders: Deciders | Callable[[Rewriting, Hardware, str], Deciders]
-    """The deciders to try, each in place of the one before it. Their pipelines have the lever's name as label. Where
-    they depend on the step: a function of its rewriting without levers, of the hardware, and of the prefix of the names
-    of the model's scale histories (see `DecideFp8`)."""
+    """The deciders to try, each in place of the one before it. The pipelines that they return have the lever's name as
+    label.
+
+    If they depend on the step, this is a function that returns them. It takes the step's rewriting without levers, the
+    hardware, and the prefix of the names under which the model keeps histories of scales (see `DecideFp8`).
+    """
     place: Literal["before", "with", "after"] = "after"
-    """Where they run: before precision, which then decides the dtypes of what they make, next to it, or after it."""
+    """When the deciders run: before those of precision, which then decide the dtypes of what these make; right after
+    them ("with"); or last."""
     joint: DecideJoint | None = None
-    """Decides passes on the joint graph instead, whatever the deciders find."""
+    """Decides the passes on the joint graph, in place of the one of levers before. A lever that has it is tried even if
+    its deciders find nothing to rewrite."""
     faster: Callable[[Hardware], bool] | None = None
-    """Whether the lever promises a shorter step on a device: it is then tried first of all, whether or not the step
-    fits without it."""
+    """Whether the lever promises a shorter step on a device. If so, it is tried first of all, even if the step fits
+    without it."""
     needs_low: bool = False
-    """Whether the step must be in 16 bits."""
+    """Whether the lever works only in a step in 16 bits."""
     exclusive: str = ""
-    """What it does that two levers with the same text cannot both do, as the end of "which …"."""
+    """What only one lever may do: levers with the same text exclude each other. It ends the sentence "allow names … and
+    …, which …" of the error; empty for a lever that excludes no other."""
 
 
 @dataclass(frozen=True)
 class OptimizerChange:
-    """The wrapper that a lever puts around the optimizer. Such a lever is used where no lever on the graph makes the
-    step fit the budget."""
+    """How a lever wraps the optimizer. It is used where no lever on the graph makes the step fit the budget."""
 
     wrap: Callable[[Any], optim.Optimizer]
-    """The optimizer with the lever around it; stepped on fake tensors too, for its price."""
+    """Returns an optimizer with the lever around the given one. It is also stepped on fake tensors, to find its
+    price."""
     changes: str
     """The change that it makes, for receipts."""
     exactness: str
     """How far the numbers differ from those of the plain step, for receipts."""
     _: KW_ONLY
     check: Callable[[Any], None] | None = None
-    """Raises `ValueError` for an optimizer that it does not fit."""
+    """Raises `ValueError` for an optimizer that the lever does not fit."""
     apply: Callable[[nn.Module, optim.Optimizer], optim.Optimizer] | None = None
-    """Does as `wrap`, and changes the model's parameters, in place."""
+    """Called in place of `wrap` where the lever also changes the model's parameters, in place."""
     narrows: bool = False
     """Whether parameters and gradients become bfloat16."""
     offloads: bool = False
     """Whether the optimiser's state is held in the host's memory."""
     in_backward: bool = False
-    """Whether parameters are stepped in the backward. Such a lever is put around all others."""
+    """Whether parameters are stepped in the backward. Such a lever is put around all other levers."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Lever:
     """One way to make a training step smaller or faster."""
 
     name: str
-    """As `allow` takes it."""
+    """The name by which `allow` takes it."""
     what: str
     """The lever's effect, in one sentence."""
     exactness: Exactness
@@ -77,12 +83,12 @@ class Lever:
     """The lever's cost in time, memory or exactness."""
     _: KW_ONLY
     default: bool = False
-    """Whether `allow` holds it unless told otherwise."""
+    """Whether it is in the default of `allow`."""
     option: str = "allow"
-    """The option of `optimize` that names it."""
+    """The option of `optimize` by which users choose it."""
     tried_by: str = "the search"
-    """What tries it: the search, which adds levers with `graph` one after the other, and those with `optimizer` where
-    nothing else fits; or what knows better whether it helps."""
+    """What tries the lever, in words for users. "the search" adds levers with a `graph` one after the other, and those
+    with an `optimizer` where nothing else fits; other levers are decided elsewhere, such as by the solver."""
     graph: GraphChange | None = None
     optimizer: OptimizerChange | None = None
 
@@ -94,11 +100,12 @@ def lever_sets(
     base: Rewriting, levers: Collection[Lever], card: Hardware, *, histories: str = ""
 ) -> tuple[Rewriting, ...]:
     """Returns `base` without levers, followed by rewritings that each add one lever that rewrites graphs to those
-    before it: first those that are faster on `card`, then the others in the order given.
+    before it: first those that are faster on `card`, then the others in the order given. A lever with several deciders
+    has one rewriting for each.
 
-    The field `needed` of each says that its newest lever must find something to rewrite. Raises ValueError for levers
-    that exclude each other, and for one that needs a step in 16 bits where this is in fp32. `histories`: see
-    `GraphChange`.
+    In each one `needed` names the lever added last, which must find something to rewrite. Raises `ValueError` for
+    levers that exclude each other, and for one that needs a step in 16 bits where this one is in fp32. `histories` is
+    the prefix that `GraphChange.deciders` takes.
     """
     changes = [(lever, lever.graph) for lever in levers if lever.graph is not None]
     _check_exclusive(changes)

@@ -17,25 +17,25 @@ from memopt.optimizers.parameterwise import check_inner
 from memopt.units import duration, size
 
 Wanted: TypeAlias = Callable[[Sequence[Lever]], bool]
-"""Whether a combination of levers is worth its price."""
+"""Whether a combination of levers is worth the time that it takes to price it."""
 Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
-"""Prices found so far, for the same facts."""
+"""The prices found so far of training with these changes, for the same `TrainingFacts`."""
 
 
 @dataclass(frozen=True)
 class PricedLevers:
-    """Levers on the optimizer taken together, from the inside out, and the step without and with them."""
+    """Levers on the optimizer taken together, the innermost first, and the prices of training without and with them."""
 
     levers: tuple[Lever, ...]
     before: TrainingPrice
     after: TrainingPrice
     each: tuple[PricedLevers, ...] = ()
-    """Of several levers: each alone, priced on top of those before it."""
+    """For each of the levers, that lever alone, priced on top of those before it; empty in these entries themselves."""
 
     @classmethod
     def of(cls, facts: TrainingFacts, levers: Sequence[Lever], known: Known | None = None) -> PricedLevers:
-        """The price of `levers`, from the inside out but for one that steps in the backward, which is put around all
-        others; prices that are new are added to `known`.
+        """The price of `levers`, the innermost first. One that steps in the backward is put around all others, wherever
+        it stands. Prices that are new are added to `known`.
 
         Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit.
         """
@@ -52,19 +52,19 @@ class PricedLevers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The levers' names in `allow`, from the inside out."""
+        """The levers' names in `allow`, the innermost first."""
         return tuple(lever.name for lever in self.levers)
 
     @property
     def added_seconds(self) -> float:
-        """Estimated seconds that they add to `optimizer.step()`; negative where it is faster."""
+        """Estimated seconds that the levers add to `optimizer.step()`; negative where they make it faster."""
         if self.each:
             return sum(one.added_seconds for one in self.each)
         return round(self.after.seconds - self.before.seconds, 9)  # sums of floats differ by their order
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that they hold."""
+        """Bytes of the host's memory that the levers hold."""
         return self.after.host_bytes - self.before.host_bytes
 
     @property
@@ -83,11 +83,11 @@ class PricedLevers:
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """An account with the rows of parameters, gradients and optimizer as these levers make them; it may be of a
-        model whose parameters are in bfloat16 already.
+        """The account with its rows of parameters, gradients and optimizer as these levers make them. It may be that of
+        a model whose parameters are in bfloat16 already.
 
-        Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0: the solver's
-        problem has them.
+        Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0, since they are
+        storages of the solver's problem then.
         """
         rows: dict[str, Any] = self.after.rows
         if self.stepping is not None:
@@ -107,7 +107,7 @@ class PricedLevers:
 
     @property
     def effect(self) -> str:
-        """What they change beside memory and time, and how exact that is."""
+        """What the levers change beside memory and time, and how exact that is, as a text."""
         changed = "; ".join(f"{change.changes}; {change.exactness}" for change in changes_of(self.levers))
         return f"{changed}; {size(self.host_bytes)} on the host" if self.host_bytes else changed
 
@@ -118,9 +118,10 @@ def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
 
 
 def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Put levers around an optimizer, in the order given, and change the parameters of `model` where they do.
+    """Put levers around an optimizer, in the order given, and change the parameters of `model` where they do; returns
+    the outermost optimizer.
 
-    Raises `TypeError` or `ValueError` where one does not fit the optimizer, and then changes nothing.
+    Raises `TypeError` or `ValueError` where a lever does not fit the optimizer, and then changes nothing.
     """
     if levers:
         check_inner(optimizer, levers[0].name)
@@ -133,8 +134,8 @@ def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Opt
 
 
 def least_with_levers(account: Account) -> int:
-    """Bytes that are resident whatever levers on the optimizer are used: these leave half of the parameters at
-    least."""
+    """Bytes of a lower bound of what is resident with any levers on the optimizer: no state, no gradients, and half of
+    the parameters, which is the least that levers leave."""
     return replace(account, parameters=account.parameters // 2, optimizer_state=0, gradients=0).resident_bytes
 
 
@@ -144,9 +145,12 @@ def combinations_of(
     allowed: Collection[str],
     wanted: Wanted = lambda levers: True,
 ) -> Iterator[PricedLevers]:
-    """The combinations of the levers that fit the optimizer: those of `allowed` levers alone, by the time that they
-    add, least first; and then those with others, the smallest ones first, and of as many levers by the time that they
-    add. Of the latter only those that are `wanted` once they come up are priced."""
+    """The combinations of `levers` that fit the optimizer, each with its price.
+
+    First come those of `allowed` levers alone, the least added time first. Then those with others, the smallest
+    combinations first, and among equally many levers the least added time first; of these only the ones for which
+    `wanted` is true when their size is reached are priced.
+    """
     known: Known = {}
     numbers = range(1, len(levers) + 1)
     own = [lever for lever in levers if lever.name in allowed]

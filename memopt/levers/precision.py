@@ -26,9 +26,9 @@ LEFT_TO_AUTOCAST = "torch.autocast is on: dtypes are left to it"
 
 
 def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
-    """Returns the rewriting that gives a model's operator graphs their precision on a device; nothing for fp32.
+    """Returns the rewriting that gives a model's operator graphs their precision on a device; an empty one for fp32.
 
-    Raises ValueError for unknown names, and for fp16 on a device without it.
+    Raises `ValueError` for unknown names, and for fp16 on a device without it.
     """
     low = low_dtype(policy, hardware)
     rules = Rules() if isinstance(policy, str) else Rules.of(policy)
@@ -45,7 +45,7 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
 class DecidePrecision:
     """Decides the dtype of each operator of a region, and names the passes that apply it.
 
-    What the model's caller gets has the dtype that the plain model gives it.
+    The results that the model's caller gets keep the dtypes that the plain model gives them.
     """
 
     low: torch.dtype
@@ -54,9 +54,9 @@ class DecidePrecision:
     yields: bool = False
     """Whether a region that is captured under the caller's own autocast is left alone."""
     screenings: Screenings | None = field(default=None, compare=False, repr=False)
-    """The ranges of values on sample batches; None where nothing is to compute in fp16."""
+    """The ranges of values on sample batches; None where no operator may compute in fp16."""
     prices: OpPrices | None = field(default=None, compare=False, repr=False)
-    """The prices by which dtypes are searched; None for the default choices."""
+    """The prices with which the best dtypes are searched for; None for the default choices."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if self.left_to_autocast:
@@ -71,7 +71,7 @@ class DecidePrecision:
 
     @property
     def left_to_autocast(self) -> bool:
-        """Whether it decides nothing, since the caller's own autocast is on."""
+        """Whether nothing is decided, since the caller's own autocast is on and `yields` is set."""
         return self.yields and autocast_is_on()
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:

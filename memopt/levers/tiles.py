@@ -1,4 +1,4 @@
-"""The lever that runs what treats rows apart on some rows after the others."""
+"""The lever that runs operators which treat each row by itself on some of the rows at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LABEL = "tiles"
 
 @dataclass(frozen=True)
 class _Tile:
-    """Decides which segments of a region run in tiles: those with the most bytes inside."""
+    """Decides which segments of a region run in `tiles` parts, one after the other: those that hold the most bytes
+    inside."""
 
     tiles: int
 

@@ -34,7 +34,7 @@ PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Parameters, optimizer and hardware; the parameters may be on "meta"."""
+    """What the price of training with levers on the optimizer depends on. The parameters may be on "meta"."""
 
     parameters: tuple[torch.Tensor, ...]
     """All parameters of the model, each once, frozen ones too."""
@@ -53,7 +53,7 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware, link: Link = PCIE) -> TrainingFacts:
-        """What the price of training `model` with levers on this optimizer depends on."""
+        """The facts of training `model` with this optimizer on this hardware."""
         return cls(
             tuple(model.parameters()),
             optimizer,
@@ -103,7 +103,7 @@ class TrainingPrice:
     host_bytes: int
     seconds: float
     stepping: Stepping | None = None
-    """With the optimizer in the backward: the bytes that each parameter's step makes there."""
+    """With the optimizer in the backward, the bytes that stepping each kind of parameter takes there; else None."""
     state_blocks: tuple[int, ...] = ()
     """The bytes of each tensor of the optimizer's state on a GPU, in the order of the parameters."""
 
@@ -120,8 +120,8 @@ class TrainingPrice:
 
 
 def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> TrainingPrice:
-    """The price of training with `changes` around the optimizer, from the inside out, found by running it alone, on
-    fake tensors.
+    """The price of training with `changes` around the optimizer, the innermost first, found by stepping the optimizer
+    alone on fake tensors.
 
     With the optimizer in the backward, the rows of gradients and temporaries are those of the moment at which their sum
     is largest. That moment lies within the backward, beside saved activations: it is estimated from the model's modules

@@ -33,8 +33,8 @@ def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torc
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    """The bits of the values, with the same NaN for all NaNs: adding to the bits of others could overflow into a
-    number."""
+    """The bits of float32 values as int32, in place. All NaNs get the same bits, since adding to those of others could
+    overflow into a number."""
     nan, infinity = float("nan"), float("inf")
     return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
 
@@ -74,8 +74,9 @@ _KEPT_WIDE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class BF16ParametersOptimizer(Parameterwise):
     """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
 
-    An update of 1e-4 to a weight of 1 is 40 times smaller than the distance between neighbouring bfloat16 values there,
-    so plain bfloat16 would never change. The new value is therefore rounded up or down at random, right in expectation.
+    An update of 1e-4 to a weight just below 1 is 40 times smaller than the distance between neighbouring bfloat16
+    values there, so plain bfloat16 would never change. The new value is therefore rounded up or down at random, right
+    in expectation.
 
     Args:
         inner: any optimizer that steps each parameter independently of the others.
@@ -131,13 +132,14 @@ def use_bf16_parameters(model: nn.Module, optimizer: optim.Optimizer, seed: int 
 
 
 def kept_wide(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model` that stay in float32, since their kernels want it."""
+    """The parameters of `model` that stay in float32: those of batch norms, whose kernels take no others."""
     wide = (module for module in model.modules() if isinstance(module, _KEPT_WIDE))
     return [parameter for module in wide for parameter in module.parameters()]
 
 
 def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) -> None:
-    """Convert one parameter to bfloat16, and its state, if an optimizer steps it, to float32."""
+    """Convert one parameter and its gradient to bfloat16; if `wrapped` is the optimizer that steps it, also convert the
+    parameter's state to float32."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)

@@ -32,8 +32,8 @@ _ELEMENTWISE = (
 def step_one(
     optimizer: optim.Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Step `tensor`, which has a gradient, by the code of `optimizer`, a group's `options` and the `state`; return the
-    state after the step.
+    """Step `tensor`, which has a gradient, by the code of `optimizer` with a group's `options` and the tensor's
+    `state`. Returns the state after the step.
 
     The optimizer's groups and state are not changed. Tensors of `state` may be written to.
 
@@ -65,8 +65,8 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer is known to treat each element by itself; subclasses are not, since they may do
-    anything."""
+    """Whether the optimizer is one of torch's that treat each element by itself; False for subclasses of these, which
+    may do anything."""
     return type(optimizer) in _ELEMENTWISE
 
 
@@ -83,7 +83,7 @@ class Piece:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the only piece of its parameter."""
+        """Whether this is the only piece of its parameter."""
         return self.first and self.last
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

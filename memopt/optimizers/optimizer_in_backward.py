@@ -21,19 +21,19 @@ class OptimizerInBackward(Parameterwise):
     trains; call `step()` after each backward nevertheless: schedulers need it, and it steps parameters that got their
     gradients in another way. `state_dict` is that of `inner`.
 
-    Autograd calls a hook for a parameter once its gradient is complete. The backward of a captured call hands all
-    gradients to autograd at its end; one that is planned with this proposal calls the hook inside, once nothing reads
-    the parameter any more.
+    Autograd calls a hook for a parameter once its gradient is complete. The backward of a captured call gives all
+    gradients to autograd at its end; if it is planned with this lever, it calls the hook itself, as soon as nothing
+    reads the parameter any more.
 
     Whatever needs all gradients before one is used is impossible, and refused where it is known: clipping by the total
     norm, a `GradScaler`, several backwards for one step. A backward that fails half-way has stepped some parameters.
 
     Args:
-        inner: any optimizer that steps each parameter independently of the others, or a proposal's wrapper of one.
+        inner: any optimizer that steps each parameter independently of the others, or a lever's wrapper of one.
         max_grad_norm, scaler, accumulate: the options of the training step, as for `memopt.TrainStep`.
 
     Raises:
-        ValueError: where these are not None, None and 1; at the second backward before a `step()`.
+        ValueError: where these three are not None, None and 1; at the second backward before a `step()`.
     """
 
     title: ClassVar[str] = "optimizer_in_backward"
@@ -56,7 +56,8 @@ class OptimizerInBackward(Parameterwise):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """End the step: parameters that still have a gradient (set by hand, or only lately trained) are stepped now."""
+        """End the step. Parameters that still have a gradient, as they got it outside of a backward or are trained only
+        since lately, are stepped now."""
         refuse_closure(closure, self.title)
         super().step()
         self._stepped.clear()
@@ -91,7 +92,7 @@ class OptimizerInBackward(Parameterwise):
         self._stepped: set[int] = set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which has no hooks: it steps in `step()`."""
+        """Restore a copy or a pickle. It has no hooks, so that all its parameters are stepped in `step()`."""
         super().__setstate__(state)
         if "_handles" not in self.__dict__:
             self._forget_hooks()
@@ -116,7 +117,8 @@ def stepping_hooks(parameter: torch.Tensor) -> list[SteppingHook]:
 def refuse_what_needs_all_gradients(
     max_grad_norm: float | None = None, scaler: Any = None, accumulate: int = 1
 ) -> None:
-    """Raise `ValueError` for options of a training step that need all gradients before one is used."""
+    """Raise `ValueError` for options of a training step that need all gradients before any is used: a `max_grad_norm`,
+    an enabled `scaler`, or an `accumulate` other than 1."""
     if max_grad_norm is not None:
         raise ValueError(
             f"max_grad_norm={max_grad_norm} needs the norm of all gradients before any is used, and with "

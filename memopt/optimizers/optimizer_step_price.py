@@ -24,21 +24,23 @@ from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
 from memopt.optimizers.parameterwise import Parameterwise, goes_in_pieces
 
 Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a parameter; parameters of the same kind cost the same."""
+"""Shape, strides and dtype of a parameter; stepping parameters of the same kind costs the same."""
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """The bytes that stepping parameters within the backward takes, where a call is captured as one region."""
+    """The temporary bytes of stepping parameters within the backward of a call that is captured as one region."""
 
     temporaries: tuple[tuple[Kind, int], ...]
-    """For each kind of parameter the most bytes alive at once that its step makes and frees."""
+    """For each kind of parameter, the most bytes alive at once among those that its step makes and frees."""
     left: frozenset[int] = frozenset()
-    """Numbers of the inputs that are stepped at the backward's end, although an earlier step is possible."""
+    """Numbers of the region's inputs (parameters) that are stepped at the backward's end, although they could be
+    stepped earlier."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """Returns the value for parameters, each with the dtype it is stepped in and its step's temporary bytes."""
+        """Returns the value for `parameters`: each with the dtype in which it is held, and the temporary bytes of its
+        step."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -46,29 +48,31 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """Returns a copy by which these inputs, too, are stepped at the backward's end."""
+        """Returns a copy in which the inputs with these numbers, too, are stepped at the backward's end."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:
-        """Bytes of temporaries of stepping a graph's input, given its fake tensor; None where it is no parameter."""
+        """Temporary bytes of stepping an input of the graph, given the input's fake tensor; None where it is none of
+        the parameters."""
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
         return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))
 
 
 Wraps: TypeAlias = tuple[Callable[[Any], optim.Optimizer], ...]
-"""What is put around an optimizer, from the inside out."""
+"""The wrappers that are put around an optimizer, the innermost first."""
 
 
 @dataclass(frozen=True)
 class OptimizerStepPrice:
-    """Bytes that one `optimizer.step()` keeps and makes, and the seconds it takes."""
+    """Bytes of state that `optimizer.step()` keeps, temporary bytes that it makes and frees, and the seconds it
+    takes."""
 
     state_bytes: int
     temporary_bytes: int
     seconds: float
     arrays: tuple[int, ...] = ()
-    """Bytes of each tensor of the state that has dimensions."""
+    """Bytes of each tensor of the state that is not 0-dimensional."""
 
 
 NOTHING = OptimizerStepPrice(0, 0, 0.0)
@@ -76,7 +80,8 @@ NOTHING = OptimizerStepPrice(0, 0, 0.0)
 
 @dataclass(frozen=True)
 class _Trial:
-    """The bytes of `OptimizerStepPrice`, and what the kernels of a step read and write."""
+    """The bytes of an `OptimizerStepPrice`, and the traffic of the step's kernels, from which its seconds follow on any
+    hardware."""
 
     state_bytes: int
     temporary_bytes: int
@@ -114,8 +119,8 @@ def prices_of_each(
     """The prices of stepping each parameter alone, in the dtype given for it, with `wraps` around the optimizer.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
-    alike in group, shape, strides and dtype one is tried. `device` is the type of device whose kernels run, by default
-    that of the hardware; with the host's, tensors in its memory count too.
+    that are alike in group, shape, strides and dtype, one is tried. `device` is the type of device whose kernels run,
+    by default that of the hardware. With the host's, tensors in the host's memory are counted too.
     """
     if optimizer is None:
         return [NOTHING for _ in parameters]
@@ -138,8 +143,8 @@ def _price_of_one(
     wraps: Wraps,
     device: str,
 ) -> OptimizerStepPrice:
-    """The price of one parameter. One of more than three pieces is tried as two and as three: every further piece adds
-    as much as the third."""
+    """The price of stepping one parameter. A parameter of more than three pieces is tried with two and with three:
+    every further piece adds as much as the third."""
     make = _maker(optimizer, [parameter], wraps)
     foreach = device_of(hardware).foreach
 
@@ -176,7 +181,8 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def _maker(
     optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wraps: Wraps = ()
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
-    """A function that makes the optimizer over stand-ins for the originals, given in their order."""
+    """A function that makes the optimizer, with `wraps` around it, over stand-ins for the original parameters, which it
+    takes in the same order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
         named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
@@ -189,9 +195,9 @@ def _maker(
 
 
 def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
-    """The number of the group of the optimizer that the parameter is in; 0 where no instance is given.
+    """The number of the optimizer's group that the parameter is in; 0 if the optimizer is not given as an instance.
 
-    Raises `ValueError` where it is in none.
+    Raises `ValueError` where the parameter is in no group.
     """
     if not isinstance(optimizer, optim.Optimizer):
         return 0
@@ -214,8 +220,9 @@ def _trial_of_class(
     foreach: bool,
     threads: int,
 ) -> _Trial:
-    """The trial of one parameter by an optimizer given as a class, which depends on nothing but these: it is asked for
-    again by each combination of levers, and by each plan. `threads` is the number of torch's threads."""
+    """The trial of one parameter by an optimizer that is given as a class or name, which depends on these arguments
+    only. It is kept, as each combination of levers and each plan asks for it. `threads` is torch's number of
+    threads."""
     parameter = on_meta(shape, stride, dtype)
     return _tried(_maker(optimizer, [parameter], wraps), [parameter], device, foreach=foreach)
 
@@ -223,7 +230,8 @@ def _trial_of_class(
 def _tried(
     make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], device: str, *, foreach: bool
 ) -> _Trial:
-    """Bytes by the optimizer's account, and the traffic of the second step, since the first makes the state."""
+    """A trial of the optimizer on fake tensors: its bytes as `optimizer_account` counts them, and the traffic of its
+    second step, since the first one makes the state. Raises `ValueError` where the account can only guess."""
     account = optimizer_account(make, parameters, device)
     if account.guess:
         raise ValueError(account.guess)
@@ -238,7 +246,7 @@ def _tried(
 
 
 class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
-    """Notes the bytes that each kernel reads and writes; single numbers cost nothing."""
+    """Notes the bytes that each kernel reads and writes, but for kernels that write a single number."""
 
     def __init__(self) -> None:
         super().__init__(CUDA.type, HOST.type)  # no kernel of the CPU is run to find its workspace

@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Span:
-    """Elements `start` to `stop` of an array with `whole` of them."""
+    """Elements `start` to `stop` of an array with `whole` elements."""
 
     start: int
     stop: int
@@ -28,19 +28,19 @@ class Parameterwise(optim.Optimizer):
     """Steps by `inner`'s own code, parameter by parameter. Do not step `inner` by itself any more.
 
     It shares the groups and the state of `inner`, so that schedulers of either work and training goes on from the state
-    that `inner` has. `state_dict` is that of `inner`, with values in the form in which they are kept, and a further key
-    "proposal".
+    that `inner` has. `state_dict` is that of `inner`, with values in the form in which this optimizer keeps them, and a
+    further key "proposal".
 
     Subclasses say in which form parameters and state are kept between steps: `_open` converts them for `inner`, and
     `_close…` methods convert them back.
     """
 
     title: ClassVar[str]
-    """Its name in errors and in `state_dict`."""
+    """The name in errors and in `state_dict`, which is also the lever's."""
     fields: ClassVar[tuple[str, ...]] = ("inner",)
     """Attributes that copies and pickles have beside those of any optimizer."""
     keeps_form: ClassVar[bool] = False
-    """Whether values are kept in the form that `inner` has, so that state dicts of either can be loaded into both."""
+    """Whether values are kept in the form in which `inner` has them, so that both can load each other's state dicts."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_inner(inner, self.title)
@@ -49,18 +49,20 @@ class Parameterwise(optim.Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
 
     def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor in the shape of `tensor`, on the device where state of `parameter` is kept."""
+        """A new tensor with the shape of `tensor`, on the device where this optimizer keeps the state of
+        `parameter`."""
         return torch.empty_like(tensor, dtype=dtype, device=parameter.device, requires_grad=False)
 
     def extra_state(self) -> dict[str, Any]:
-        """The value of "proposal" in `state_dict`, of plain values and tensors."""
+        """The value of "proposal" in `state_dict`: plain values and tensors that tell which optimizer the state is
+        of."""
         inner = self.inner.extra_state() if isinstance(self.inner, Parameterwise) else {}
         return inner if self.keeps_form else {"title": self.title, "inner": inner}
 
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
         """Restore what `extra_state` returned.
 
-        Raises `ValueError` for that of another kind of optimizer, before anything is changed.
+        Raises `ValueError`, before anything is changed, where that was another kind of optimizer's.
         """
         title = saved.get("title") if saved else None
         wanted = None if self.keeps_form else self.title
@@ -82,7 +84,8 @@ class Parameterwise(optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state, whose tensors are copied in their own dtypes.
 
-        Raises `ValueError` where it is not of an optimizer built as this one.
+        Raises `ValueError` where the state's groups have other numbers of parameters, or it is of another kind of
+        optimizer.
         """
         saved = {key: value for key, value in state_dict.items() if key != "proposal"}
         sizes, own = (
@@ -127,7 +130,8 @@ class Parameterwise(optim.Optimizer):
                     self.step_parameter(group, parameter)
 
     def step_parameter(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Step one parameter by the options of its group."""
+        """Step one parameter, which has a gradient, by the options of its group. Raises `ValueError` for a sparse
+        gradient."""
         assert parameter.grad is not None
         if parameter.grad.layout != torch.strided:
             raise ValueError(
@@ -157,14 +161,15 @@ class Parameterwise(optim.Optimizer):
         self._close(parameter, piece, tensor)
 
     def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """What `inner` is given for a piece of a parameter, of its gradient, or of its state."""
+        """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor of its
+        shape."""
         return piece.of(kept)
 
     def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
-        """Write the tensor of `_open`, as `inner` stepped it, back into the parameter."""
+        """Write `tensor`, which `_open` returned for a piece and `inner` has stepped, back into the parameter."""
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Piece) -> State:
-        """The state of a piece, as `inner` expects it."""
+        """The state of a piece, in the form that `inner` expects."""
         given = {}
         for key, value in state.items():
             span = self._inner_span(key, parameter, piece)
@@ -178,7 +183,7 @@ class Parameterwise(optim.Optimizer):
         return given
 
     def _give(self, parameter: torch.Tensor, state: State, piece: Piece, given: State, after: State) -> None:
-        """Keep the state of a piece as it is `after` the step; `given` is what `_take` returned before."""
+        """Keep the state of a piece as `inner` left it (`after`); `given` is what `_take` returned before."""
         shape = piece.of(parameter).shape
         for key, value in after.items():
             span = self._inner_span(key, parameter, piece)
@@ -195,8 +200,8 @@ class Parameterwise(optim.Optimizer):
     def _close_state(
         self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
     ) -> None:
-        """Keep `value` as a piece's part of a tensor with the parameter's shape; `in_place`: it is the tensor of
-        `_open`."""
+        """Keep `value` as a piece's part of the state tensor `key`, which has the parameter's shape. `in_place` says
+        that it is the tensor that `_open` returned, which `inner` has written to."""
         if in_place:
             return
         if piece.whole:
@@ -207,18 +212,19 @@ class Parameterwise(optim.Optimizer):
         piece.of(state[key]).copy_(value)
 
     def _close_part(self, kept: torch.Tensor, value: torch.Tensor, in_place: bool) -> None:
-        """Write a piece's part of a tensor of another shape; `in_place`: `value` is the tensor of `_take`."""
+        """Write `value`, a piece's part of a state tensor that has another shape than the parameter, into `kept`.
+        `in_place` says that `value` is the tensor that `_take` returned."""
         if not in_place:
             kept.copy_(value)
 
     def _close_other(self, parameter: torch.Tensor, kept: Any, value: Any) -> Any:
-        """The value to keep in the state instead of `value`, which has another shape than the parameter and no parts;
-        `kept` is the one kept before."""
+        """The value to keep in the state in place of `value`, which has another shape than the parameter and is not
+        divided into pieces; `kept` is the one kept before."""
         return value
 
     def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
-        """The part of a state tensor of another shape than the parameter that belongs to a piece; None where it has no
-        parts."""
+        """The elements of the state tensor `key`, of another shape than the parameter, that belong to a piece; None
+        where that tensor is not divided into pieces."""
         return self._inner_span(key, parameter, piece)
 
     def _inner_span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
@@ -227,7 +233,7 @@ class Parameterwise(optim.Optimizer):
 
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer may step a tensor in pieces."""
+    """Whether the optimizer can step a tensor piece by piece: it, or the one inside of it, is elementwise."""
     return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)
 
 
@@ -237,7 +243,8 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def check_inner(inner: Any, title: str) -> None:
-    """Raise `TypeError` or `ValueError` for an optimizer that cannot be stepped parameter by parameter."""
+    """Raise `TypeError` for what is no optimizer, and `ValueError` for one that cannot be stepped parameter by
+    parameter: it needs a closure, or takes sparse gradients only. `title` is the wrapper's name in the message."""
     if not isinstance(inner, optim.Optimizer):
         raise TypeError(f"{title} wraps a torch.optim.Optimizer, not {inner!r}")
     closure = inspect.signature(type(inner).step).parameters.get("closure")
@@ -251,7 +258,7 @@ def check_inner(inner: Any, title: str) -> None:
 
 
 def refuse_closure(closure: Any, title: str) -> None:
-    """Raise `ValueError` for a closure."""
+    """Raise `ValueError` if a closure is given to `step`; `title` names the optimizer in the message."""
     if closure is not None:
         raise ValueError(f"{title} steps without a closure; call backward() first, then step()")
 

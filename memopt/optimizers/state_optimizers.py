@@ -98,7 +98,7 @@ class LowBitOptimizer(Parameterwise):
     piece of a parameter at a time to float32 to step it.
 
     Parameters of less than 4096 elements keep their moments in float32. In the state of the others, "exp_avg_codes" and
-    "exp_avg_scales" take the place of "exp_avg", and so for the other moments.
+    "exp_avg_scales" take the place of "exp_avg", and likewise for the other moments.
 
     Raises:
         TypeError, ValueError: for another optimizer than these two, or `BF16ParametersOptimizer` around one of them.
@@ -159,7 +159,7 @@ def _slices(state: State, key: str, piece: Piece) -> tuple[torch.Tensor, torch.T
 
 
 def check_adam(optimizer: Any) -> None:
-    """Raise `ValueError` for an optimizer whose state cannot be kept in 8 bits."""
+    """Raise `ValueError` for an optimizer whose state cannot be kept in 8 bits: any but torch's own Adam and AdamW."""
     if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
         raise ValueError(
             "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
@@ -168,10 +168,10 @@ def check_adam(optimizer: Any) -> None:
 
 
 class OffloadedOptimizer(Parameterwise):
-    """Keeps `inner`'s state in the host's memory, and steps one piece of a parameter at a time: its state is copied to
-    the device and back. The numbers are those of `inner` stepping parameters one by one.
+    """Keeps `inner`'s state in the host's memory, and steps one piece of a parameter at a time, whose state is copied
+    to the device and back. The numbers are those of `inner` stepping parameters one by one.
 
-    The state of parameters in the host's memory is copied too, without use. Copies wait for each other. `state_dict` is
+    The state of parameters in the host's memory is copied too, without use. The copies do not overlap. `state_dict` is
     that of `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
 
     Raises:

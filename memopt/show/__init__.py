@@ -1,1 +1,1 @@
-"""Text, tables and pictures of figures that are given to them."""
+"""Text, tables, pages and pictures of plans and frontiers, which they are given as data."""

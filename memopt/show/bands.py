@@ -1,4 +1,5 @@
-"""The rows of the account as coloured bands over a step's time; the heart of a page for notebooks, drawn of them."""
+"""The rows of a plan's account as coloured bands over the time of a step, and the small HTML picture of them that
+notebooks show."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ COLOURS = {
     "optimizer temporaries": "#4fa08b",
     WORKSPACE: "#c9a227",
 }
-"""The bands from the bottom to the top, with their colours; all other rows of the account are one band."""
+"""The bands from the bottom to the top, with their colours; all rows of the account that are not here make one band."""
 # The optimiser's step takes this share of the axis: its time is not known.
 _OPTIMIZER_SHARE = 0.035
 _WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
@@ -47,14 +48,15 @@ def band_of(row: str) -> str:
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The seconds at which each moment begins; at the end those at which the optimiser's step is drawn to end."""
+    """The seconds at which each moment begins. The last two are those at which the optimizer's step begins and is drawn
+    to end."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 
 
 def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
-    """For each of `count` columns of equal width from 0 to `end` seconds, the moment in it that holds the most; None
-    behind the step."""
+    """For each of `count` columns of equal width from 0 to `end` seconds, the number of the moment in it at which the
+    most is held; None for columns after the step."""
     at: list[int | None] = [None] * count
     begins = edges(memory)
     for moment, live in enumerate(memory.live_bytes):
@@ -68,7 +70,8 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
-    """The bytes of each band at some moments; bands that are empty at all of them are left out."""
+    """For each band its bytes at the given moments, 0 at a moment that is None. Bands that are empty at all of them are
+    left out."""
     by_moment = list(map(_by_band, memory.held()))
     found = {
         band: [by_moment[moment].get(band, 0) if moment is not None else 0 for moment in moments] for band in COLOURS
@@ -84,7 +87,8 @@ def _by_band(rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def heart(plan: Plan, step: Step | None) -> str:
-    """The plan as a piece of HTML; without the memory over the step where there is no `step`."""
+    """A plan as a piece of HTML for notebooks: headline, bars of both peaks, and, where a `step` is given, the memory
+    over it."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
     used |= set(_found(step)) if step is not None else set()
     picture = _picture(plan, step) if step is not None else ""
@@ -95,7 +99,7 @@ def heart(plan: Plan, step: Step | None) -> str:
 
 
 def _bars(plan: Plan) -> str:
-    """A bar for each peak, in which every row of the account has its length."""
+    """Two bars, for the peak with nothing recomputed and the planned one, each divided into the rows of the account."""
     whole = max(plan.plain.peak_bytes, plan.planned.peak_bytes)
     order = list(COLOURS)
     text = ""
@@ -117,7 +121,8 @@ def _keys(used: list[str]) -> str:
 
 
 def _picture(plan: Plan, step: Step) -> str:
-    """The memory over the step as planned, that with nothing recomputed as a line, and the budget."""
+    """The planned memory over the step as bands, the memory with nothing recomputed as a line, and the budget, as
+    SVG."""
     end = _end(step)
     most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)
     areas = "".join(_areas(_found(step), most))
@@ -144,7 +149,7 @@ def _found(step: Step) -> dict[str, list[int]]:
 
 
 def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
-    """An area for each band, on top of those before it."""
+    """An SVG path for each band, on top of the bands before it; `most` is the bytes at the top of the picture."""
     base: Sequence[int] = [0] * _COLUMNS
     for band, values in found.items():
         top = [low + value for low, value in zip(base, values, strict=True)]
@@ -160,8 +165,9 @@ def _line(memory: StepMemory, end: float, most: float) -> str:
 
 
 def _stairs(points: Sequence[tuple[int, int]], most: float, side: int) -> str:
-    """The tops of columns, each as wide as the picture has room for; it ends at the left (`side` 0) or right (1) of the
-    last. Columns of one height are one line."""
+    """The SVG path along the tops of columns, given as (column, bytes), with one line for neighbours of one height. It
+    ends at the left (`side` 0) or the right (`side` 1) of the last column. `most` is the bytes at the top of the
+    picture."""
     width = _WIDTH / _COLUMNS
     text, before = "", None
     for at, nbytes in points:

@@ -1,4 +1,5 @@
-"""Folds the changes of a plan into rows: blocks of the model that repeat are said once, and alike changes together."""
+"""Folds the changes that a plan makes into rows: what repeats in the blocks of a model is shown once, and similar
+changes share a row."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from memopt.planning.changes import DTYPE, IN_PLACE, KINDS, OFFLOADED, RECOMPUTE
 _BY_LINE = (RECOMPUTED, OFFLOADED, SAVED)
 _DEPTHS, _OTHER_DEPTHS = (9, 9, 9, 9, 1, 0), (9, 1, 0, 0, 0, 0)
 LEVELS = len(_DEPTHS)
-"""Levels of folding. At 0 a row is for one line of the user's code, and for operators that change in the same blocks;
-at the last for a whole part of the model. Dtypes and results in place are folded before recomputations and offloads:
-`_DEPTHS` are the parts of a module's path within its block that are told apart by each level."""
+"""The number of levels of folding. At level 0 a row is for one line of the user's code and for operators that change in
+the same blocks; at the last it is for a whole part of the model. Changes of dtype and results in place are folded
+earlier than recomputations and offloads: `_DEPTHS` and `_OTHER_DEPTHS` say by how many parts of a module's path within
+its block each level tells modules apart."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A module's place: in which section of the model, in which block of the section, and where in the block."""
+    """Where a module is in the model: its section (all blocks of one list, or a path outside of blocks), its block, and
+    its path within the block."""
 
     section: str
     """The path with "*" for the block's number: "transformer.h.*"; the whole path outside of blocks."""
@@ -34,7 +37,7 @@ class Entry:
 
     place: Place
     by_block: Mapping[str, Change]
-    """The change in each block, in the order of the blocks; "" stands for a section that is no block."""
+    """The change in each block, by the block's path in the order of the blocks; by "" in a section without blocks."""
 
     @property
     def first(self) -> Change:
@@ -59,11 +62,12 @@ class Row:
 
     @property
     def blocks(self) -> frozenset[str]:
-        """The blocks in which at least one of the entries holds."""
+        """The paths of the blocks in which at least one of the entries holds."""
         return frozenset().union(*(entry.blocks for entry in self.entries))
 
     def figures(self) -> tuple[int, float, bool]:
-        """The bytes and seconds of the block in which they are the most, and whether they are the same in all."""
+        """The bytes and seconds of the entries in the block in which they are the most, and whether the bytes are the
+        same in all blocks."""
         changes = {block: [e.by_block[block] for e in self.entries if block in e.by_block] for block in self.blocks}
         sums = {
             (sum(change.nbytes * max(change.times, 1) for change in some), sum(change.seconds for change in some))
@@ -74,7 +78,8 @@ class Row:
 
 
 def places(paths: Iterable[str]) -> dict[str, Place]:
-    """The place of each module path. A list of modules is one of blocks if two of its modules have modules inside."""
+    """The place of each module path. A list of modules counts as a list of blocks if the paths have submodules of at
+    least two of its elements."""
     paths = tuple(paths)
     numbers: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for path in paths:
@@ -99,7 +104,8 @@ def _place(parts: list[str], blocks: set[tuple[str, ...]]) -> Place:
 
 
 def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry]:
-    """The changes, in the order of their modules in `where`, with those that differ in the block only put together."""
+    """The changes as entries: those that differ in nothing but their block are one. They are in the order of their
+    modules in `where`."""
     order = {path: number for number, path in enumerate(where)}
     alike: dict[object, list[Change]] = defaultdict(list)
     for change in sorted(changes, key=lambda change: order[change.module]):
@@ -133,7 +139,8 @@ def rows(found: Iterable[Entry], level: int) -> list[Row]:
 
 
 def _what(entry: Entry, level: int) -> tuple[object, ...]:
-    """What changes must have in common to be shown in one row, less of it at each higher `level`: a key to group by."""
+    """What entries of one module must have in common to be shown in one row, as a key to group by; less of it at each
+    higher `level`."""
     change = entry.first
     same = (
         change.sign,
@@ -146,7 +153,7 @@ def _what(entry: Entry, level: int) -> tuple[object, ...]:
 
 
 def _inner(entry: Entry, level: int) -> str:
-    """The module within the block, as far as the level tells modules apart."""
+    """The module's path within its block, cut to as many parts as `level` tells apart for this kind of change."""
     depth = _DEPTHS[level] if entry.first.kind in _BY_LINE else _OTHER_DEPTHS[level]
     return ".".join(entry.place.inner.split(".")[:depth])
 
@@ -157,7 +164,8 @@ def _section(entry: Entry, level: int) -> str:
 
 
 def folded(found: Sequence[Entry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
-    """The rows of the finest level at which they make at most `most` lines, or those of the last."""
+    """The rows of the finest level at which `lines` counts at most `most` lines; those of the last level if there is
+    none."""
     for level in range(LEVELS):
         made = rows(found, level)
         if lines(made) <= most:

@@ -13,9 +13,10 @@ from memopt.units import duration, size
 
 WIDTH = 120
 _MOST_LINES, _MOST_LINES_OF_MANY, _MANY = 57, 76, 12
-"""Lines that a diff is folded to where that is possible: for models of up to `_MANY` blocks, and of more."""
+"""The numbers of lines to which a diff is folded where that is possible: the first for models of up to `_MANY` blocks,
+the second for models of more."""
 _HEADING = 2
-"""The lines of a heading beside these; a longer one leaves as many less."""
+"""The lines of a heading that these numbers leave room for; each further line of a heading is taken off them."""
 _COLOURS = {RECOMPUTED: "yellow", OFFLOADED: "magenta", SAVED: "blue", DTYPE: "cyan", CAST: "cyan", MOVED: "dim"}
 _NAMES = 4
 _LABELS = {DTYPE: "in another dtype", CAST: "with operands cast only", SAVED: "saved in fewer bits"}
@@ -34,8 +35,9 @@ def render(heading: str, changes: Sequence[Change], modules: Sequence[str], widt
 def fold(
     changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH, taken: int = _HEADING
 ) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
-    """The rows to which the changes are folded for lines of `width` columns, of which the heading has `taken`; the
-    entries that the rows are made of; and the blocks of each section."""
+    """The rows to which the changes are folded for lines of `width` columns, the entries that they are made of, and the
+    paths of the blocks of each section. `modules` are in the order in which they are to be shown; `taken` is the number
+    of lines of the heading."""
     where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
     found = entries(changes, where)
     sections = blocks_of(where)
@@ -45,7 +47,8 @@ def fold(
 
 
 def summary(changes: Sequence[Change]) -> str:
-    """`33 recomputed, 12 offloaded`; the counts of the other kinds where there is neither; or `no change`."""
+    """The changes in a few words: `33 recomputed, 12 offloaded`; the counts of the other kinds if there is neither; or
+    `no change`."""
     counts = {kind: sum(_count(change) for change in changes if change.kind == kind) for kind in KINDS}
     main = {kind: count for kind, count in counts.items() if count and kind in (RECOMPUTED, OFFLOADED)}
     told = main or {_LABELS.get(kind, kind): count for kind, count in counts.items() if count}
@@ -69,7 +72,7 @@ def _count(change: Change) -> int:
 
 
 def blocks_of(where: Mapping[str, Place]) -> dict[str, list[str]]:
-    """For each section of the diff, the blocks of modules that occur in it, in the order of `where`."""
+    """The paths of the blocks of each section, in the order of `where`; [""] for a section without blocks."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
         sections[place.section][place.block] = None
@@ -79,7 +82,7 @@ def blocks_of(where: Mapping[str, Place]) -> dict[str, list[str]]:
 def _lines(
     made: Sequence[Row], found: Sequence[Entry], sections: Mapping[str, Sequence[str]], width: int
 ) -> Iterator[Text]:
-    """The rows as lines; a section of blocks gets a title."""
+    """The rows as lines of text, with a title before each section of blocks."""
     alone = max((len(module_of(row)) for row in made if "*" not in row.section), default=0)
     shown: tuple[str, str] | None = None
     for row in made:
@@ -95,12 +98,13 @@ def _lines(
 
 
 def module_of(row: Row) -> str:
-    """The module of a row, within its block where it has one."""
+    """What a row shows as its module: the path within the block in a section of blocks, else the whole path."""
     return row.inner or "(block)" if "*" in row.section else row.section or "(model)"
 
 
 def title_of(blocks: Sequence[str], found: Sequence[Entry]) -> str:
-    """`transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`."""
+    """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`. `found` are
+    the section's entries, which tell the blocks that change alike."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
     for block in blocks:
         has = ((number, entry.by_block[block].times) for number, entry in enumerate(found) if block in entry.by_block)
@@ -114,14 +118,15 @@ def title_of(blocks: Sequence[str], found: Sequence[Entry]) -> str:
 
 
 def _short(block: str) -> str:
-    """`h.3` for `transformer.h.3`, `layers.0.blocks.1` for `encoder.layers.0.blocks.1`."""
+    """The number of a block with the name of its list: `h.3` for `transformer.h.3`, `layers.0.blocks.1` for
+    `encoder.layers.0.blocks.1`."""
     parts = block.split(".")
     first = next(at for at, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[max(first - 1, 0) :])
 
 
 def _spans(some: Sequence[str] | frozenset[str], blocks: Sequence[str]) -> str:
-    """`h.0, h.3 to h.7`; `31 of 48 blocks` for more than three spans."""
+    """Some of the `blocks` in words, such as `h.0, h.3 to h.7`; more than three spans as `31 of 48 blocks`."""
     runs: list[list[int]] = []
     for number in sorted(blocks.index(block) for block in some):
         if runs and runs[-1][-1] == number - 1:
@@ -149,7 +154,7 @@ def _row(row: Row, module: str, blocks: Sequence[str], width: int) -> list[Text]
 
 
 def _wrapped(text: Text, indent: int, width: int) -> list[Text]:
-    """The text in lines of at most `width` columns, all but the first indented."""
+    """The text in lines of at most `width` columns, all but the first indented by `indent` columns."""
     first, *_ = text.wrap(_CONSOLE, width)
     if first.cell_len >= len(text.plain.rstrip()):
         return [text]
@@ -165,7 +170,8 @@ def _wrapped(text: Text, indent: int, width: int) -> list[Text]:
 
 
 def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
-    """Write the user's line behind the last line of a row: the file and the number, and as much of it as fits."""
+    """Write where the change is in the user's code behind the last line of a row: file and line number, and as much of
+    the code as fits."""
     change = row.first
     if not change.source:
         return
@@ -184,12 +190,13 @@ def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
 
 
 def label_of(change: Change) -> str:
-    """The kind of a change, or its dtypes where these say more."""
+    """The kind of a change as a row shows it; the dtypes of a change of dtype."""
     return {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
 
 
 def names_of(row: Row, blocks: Sequence[str]) -> str:
-    """The operators, of recomputations all, of other kinds a few; with the blocks where they differ in them."""
+    """The names of a row's operators: of recomputations all, of other kinds the first few. Where operators change in
+    different blocks, their blocks follow in brackets."""
     by_blocks: dict[frozenset[str], list[str]] = defaultdict(list)
     for entry in row.entries:
         by_blocks[entry.blocks].append(entry.first.op)
@@ -205,7 +212,7 @@ def names_of(row: Row, blocks: Sequence[str]) -> str:
 
 
 def facts_of(row: Row, blocks: Sequence[str]) -> str:
-    """Reason, bytes and time of a row in one block, in a clause."""
+    """Reason, bytes and time of a row's changes in one block, in a clause; `blocks` are the blocks of its section."""
     first = row.first
     nbytes, seconds, equal = row.figures()
     much = f"{'' if equal else 'up to '}{size(nbytes)}"
@@ -233,7 +240,7 @@ def facts_of(row: Row, blocks: Sequence[str]) -> str:
 
 
 def _whose(row: Row, before: str) -> str:
-    """The operators in whose backward the values are read: two by name."""
+    """The operators in whose backward a row's values are read, two by name, after the words `before`; "" for none."""
     changes = [change for entry in row.entries for change in entry.by_block.values()]
     readers = list(dict.fromkeys(reader for change in changes for reader in change.readers))
     more = f" and {len(readers) - 2} more" if len(readers) > 2 else ""

@@ -34,7 +34,8 @@ _NEARER = 1.4
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches, which pyplot knows nothing of. Raises `ModuleNotFoundError`."""
+    """An empty matplotlib figure of a size in inches, which pyplot does not keep. Raises `ModuleNotFoundError` without
+    matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -49,14 +50,15 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def quiet_frame(axes: Axes, font_size: float) -> None:
-    """Leave of the frame the lines at the left and at the bottom, with short ticks, in grey."""
+    """Remove the frame of the axes at the top and right, and draw what is left, with short ticks, in grey."""
     axes.tick_params(length=3, color=QUIET, labelsize=font_size)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(QUIET)
 
 
 def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
-    """Draw a figure, and write it to a file. Raises `ValueError` for other `KINDS` of files."""
+    """Draw a figure and write it to a file. Raises `ValueError`, before it is drawn, for a file whose name does not end
+    in one of `KINDS`."""
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
     figure = draw()
@@ -110,7 +112,7 @@ def place(
 
 @dataclass
 class _Room:
-    """The places in the frame of a picture that are already taken, in pixels."""
+    """What is already drawn in the frame of a picture, and where a label still has room, in pixels."""
 
     inside: Box
     points: Sequence[Point]
@@ -121,17 +123,18 @@ class _Room:
     """Boxes of the labels that are placed."""
 
     def best(self, point: Point, width: float, height: float) -> tuple[Box, float]:
-        """The box for a label of the given size, and its distance from the point in multiples of its height."""
+        """The nearest free box for a label of this size, else the one that covers least; and its distance from the
+        point in multiples of the label's height."""
         places = list(_places(point, width, height))
         least = min(places, key=lambda place: self._covers(place[0]) - _common(place[0], self.inside))
         return next((place for place in places if self._is_free(place[0], point, place[1])), least)
 
     def _covers(self, box: Box) -> float:
-        """The area of curve, dots and labels that a label in the box would cover."""
+        """The area, in pixels, of curve, dots and labels that a label in the box would cover."""
         return sum(_common(box, other) for other in (*self.drawn, *self.written))
 
     def _is_free(self, box: Box, point: Point, distance: float) -> bool:
-        """Whether a label in the box covers nothing, and is not taken for another point's."""
+        """Whether a label in the box covers nothing and would not be taken for that of another point."""
         if not _contains(self.inside, box) or self._covers(box):
             return False
         if distance > _LEADS:
@@ -143,7 +146,8 @@ class _Room:
 
 
 def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, float]]:
-    """Boxes to try, with their distances: the nearest first, and at each distance in all directions."""
+    """Boxes to try for a label, with their distances in multiples of its height: the nearest first, and at each
+    distance in all directions."""
     for distance in _DISTANCES:
         for degrees in _DIRECTIONS:
             across, up = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))

@@ -43,7 +43,8 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
-    """The format that is asked for, else the one of the file's name. Raises `ValueError` for another."""
+    """The format that is asked for, else the one that goes with the file's name. Raises `ValueError` where there is
+    none of either."""
     if given is None:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
@@ -55,9 +56,10 @@ def format_of(path: Path, given: str | None) -> Format:
 
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
-    """Write a file in the format given or in that of its name, from the step or from the joint graph of a plan.
+    """Write a file in the format given or in that of its name, from the step or from the joint graph of a plan, which
+    are made only if needed.
 
-    Raises `ValueError` for another format, `OSError` where the file cannot be written.
+    Raises `ValueError` for an unknown format or name, `OSError` where the file cannot be written.
     """
     chosen = format_of(path, given)
     if chosen == "snapshot":
@@ -70,7 +72,7 @@ def write_export(path: Path, given: str | None, step: Callable[[], Step], graph:
 
 
 def chrome_trace(step: Step) -> dict[str, Any]:
-    """The trace of a step: one process as planned, one with nothing recomputed."""
+    """A step as a trace in Chrome's format: one process for the planned step, one for that with nothing recomputed."""
     events: list[Event] = []
     for process, (name, memory) in enumerate((("planned", step.planned), ("nothing recomputed", step.plain)), start=1):
         events.append(_named("process_name", name, process))
@@ -105,7 +107,8 @@ def _operators(step: Step, memory: StepMemory) -> Iterator[Event]:
 
 
 def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
-    """Slices of modules within modules: from the first to the last of neighbouring operators that a module runs."""
+    """Slices for modules, nested as the modules are: each from the first to the last of neighbouring operators that the
+    module runs."""
     opened: list[tuple[str, float]] = []
     end = 0.0
     for now in memory.evaluations:
@@ -121,7 +124,8 @@ def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
 
 
 def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[Event]:
-    """Close all but the first `left` open modules, the inner ones first."""
+    """The slices of all open modules but the first `left`, the inner ones first, which end at `end` seconds; they are
+    no longer open then."""
     while len(opened) > left:
         path = ".".join(part for part, _ in opened)
         name, start = opened.pop()
@@ -129,7 +133,7 @@ def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[
 
 
 def _counters(memory: StepMemory) -> Iterator[Event]:
-    """The bytes held at the start of each evaluation, by row of the account."""
+    """The bytes held at the start of each evaluation and during the optimizer's step, by row of the account."""
     resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
     kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
     *during, at_end = memory.held()
@@ -154,8 +158,8 @@ def _micros(seconds: float) -> float:
 
 
 def graphviz(graph: DiGraph) -> str:
-    """The text of a directed graph with the attributes of `Plan.networkx`: operator, module, fate, bytes and time in
-    each node, which is coloured by its fate.
+    """The text of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`; operator, module, fate,
+    bytes and time stand in each node, which is coloured by its fate.
 
     Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
     the operator whose memory it sees.
@@ -176,7 +180,7 @@ def _lines(graph: DiGraph) -> Iterator[str]:
 
 
 def _makers(graph: DiGraph) -> dict[str, tuple[str, ...]]:
-    """For each node the shown nodes that it reads, itself or through nodes that are left out."""
+    """For each node, the nodes shown that it reads, directly or through nodes that are left out."""
     found: dict[str, tuple[str, ...]] = {}
     for name in graph:  # in the order of the graph, in which a node comes after those that it reads
         read: dict[str, None] = {}

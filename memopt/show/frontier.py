@@ -77,7 +77,7 @@ def _recipe_table(frontier: Frontier) -> Table:
 
 
 def spread(points: Sequence[FrontierPoint], most: int = ROWS) -> Sequence[FrontierPoint]:
-    """At most `most` of the points, with both ends, at even distances along the curve as a picture shows it."""
+    """At most `most` of the points, with both ends, at even distances along the curve as it is drawn."""
     if len(points) <= most:
         return points
     width = points[-1].budget_gb - points[0].budget_gb
@@ -91,7 +91,7 @@ def spread(points: Sequence[FrontierPoint], most: int = ROWS) -> Sequence[Fronti
 
 
 def unit_of(frontier: Frontier) -> tuple[str, float]:
-    """The unit of all sizes of the curve, "GB" or "MB", and how many of it make a GB."""
+    """The unit in which all sizes of the curve are shown, "GB" or "MB", and how many of it make a GB."""
     return ("GB", 1.0) if frontier.plain_gb >= 1 else ("MB", 1024.0)
 
 
@@ -104,7 +104,8 @@ def sizes(frontier: Frontier) -> Callable[[float], str]:
 
 
 def draw(frontier: Frontier, path: Path) -> None:
-    """Write the picture to a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError`."""
+    """Write the picture to a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError` without
+    matplotlib."""
     write_figure(lambda: figure_of(frontier), path)
 
 
@@ -119,7 +120,8 @@ def as_svg(frontier: Frontier) -> str | None:
 
 
 def figure_of(frontier: Frontier) -> Figure:
-    """The curve of added time over the budget as a matplotlib figure. Raises `ModuleNotFoundError`."""
+    """The curve of added time over the budget as a matplotlib figure. Raises `ModuleNotFoundError` without
+    matplotlib."""
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
@@ -152,7 +154,8 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
 
 
 def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
-    """Draw a vertical line at the smallest and at the plain peak, named above the frame."""
+    """Draw a vertical line at the smallest peak and at that with nothing recomputed, with their names above the
+    frame."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),
         (frontier.plain_gb, "nothing recomputed", "right"),
@@ -197,7 +200,8 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
 
 
 def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
-    """Draw a dot for each recipe that recomputes anything; returns their labels, one for dots that touch."""
+    """Draw a dot for each recipe that recomputes anything. Returns labels for them, one for several dots that touch
+    each other."""
     together: list[list[Recipe]] = []
     for recipe in sorted(frontier.recipes, key=lambda recipe: recipe.peak_gb):
         if recipe.added_time > 0:
@@ -217,7 +221,8 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
 
 
 def named(recipes: Iterable[Recipe]) -> str:
-    """The names of several recipes as one short label; "per block" and "every k blocks" by k only: "1, 2, √L"."""
+    """The names of several recipes as one short label: "per block" and "every k blocks" are shown by k, as in "1, 2,
+    √L"."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
     numbers = [name.split()[1] if _is_every(name) else name for name in names]
     return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))

@@ -1,7 +1,8 @@
-"""What filled a card, by a snapshot of torch's memory history (`torch.cuda.memory._dump_snapshot`) of any run.
+"""Reads a snapshot of torch's memory history (`torch.cuda.memory._dump_snapshot`) of any run, and says what filled the
+card.
 
-The format is that of `torch.cuda.memory._snapshot`: segments with their blocks, and the events of each device.
-Snapshots are pickles of strangers: nothing in them is called or imported.
+The format is that of `torch.cuda.memory._snapshot`: segments with their blocks, and the events of each device. A
+snapshot is a pickle that may come from anybody: nothing in it is called or imported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _GAPS = 0.1
-"""The share of the reserved bytes from which gaps between blocks are told."""
+"""If gaps between blocks are more than this share of the reserved bytes, they get a row."""
 _GAPS_ROW = "gaps between blocks"
 ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
     "activations",
@@ -27,7 +28,7 @@ ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
     "no stack was recorded",
 )
 _WRAPPERS = r"(^|/)(torch|einops|accelerate)/|^<"
-"""Files whose lines are not those that a reader looks for."""
+"""A pattern of files whose lines do not tell a reader where memory was allocated: torch's and those of wrappers."""
 # For each row, the function and the file of a frame by which it is known: the first that any frame of a stack has. The
 # autograd engine's own threads have frames of C++ only.
 _SIGNS = (
@@ -57,11 +58,11 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Held:
-    """The blocks that one line allocated, at the moment at which most was held."""
+    """The blocks of one row that one line allocated, at the moment at which the most was held."""
 
     row: str
     place: str
-    """The function, and "file:line"."""
+    """The function that allocated them, with "file:line"."""
     nbytes: int
     blocks: int
 
@@ -72,23 +73,24 @@ class MemoryHistory:
 
     device: int
     reserved_bytes: int
-    """In torch's segments when the snapshot was taken."""
+    """Bytes of torch's segments when the snapshot was taken."""
     allocated_bytes: int
-    """In blocks that were given out then."""
+    """Bytes of the blocks that were in use when the snapshot was taken."""
     peak_bytes: int
-    """The most that was given out at once while events were recorded."""
+    """The most bytes in use at once while events were recorded."""
     held: tuple[Held, ...]
-    """What was held at that moment, the largest first."""
+    """What was in use at that peak, the most bytes first."""
     gaps_bytes: int = 0
-    """What was reserved at that moment and not given out."""
+    """Bytes that were reserved at the peak and not in use."""
     missing_bytes: int | None = None
-    """Of a run that died: the bytes that it could not have; None for others."""
+    """For a run that ran out of memory, the bytes that it asked for last; None for others."""
     free_bytes: int = 0
-    """What was free on the card then."""
+    """For such a run, the bytes that were free on the card then."""
 
     @property
     def rows(self) -> dict[str, int]:
-        """The bytes of each row, the largest first, and the gaps between blocks where they are many."""
+        """The bytes in use at the peak by kind (such as "activations"), the most first; also the gaps between blocks,
+        where they are large."""
         found: Counter[str] = Counter()
         for one in self.held:
             found[one.row] += one.nbytes
@@ -98,12 +100,12 @@ class MemoryHistory:
 
     @property
     def advice(self) -> dict[str, str]:
-        """What memopt would do about each row, by its name."""
+        """For each row for which there is any, what memopt would do about it."""
         return {row: _ADVICE[row] for row in self.rows if row in _ADVICE}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes plain containers, strings and numbers, and refuses all else."""
+    """Reads containers, strings and numbers, and raises `SnapshotError` at anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise SnapshotError(f"it names {module}.{name}, and a snapshot has plain containers, strings and numbers only")
@@ -143,7 +145,7 @@ def read_history(path: str | Path) -> MemoryHistory:
 
 
 Block = tuple[int, str, list[Mapping[str, Any]]]
-"""Bytes, the category that the recorder gave, and the stack."""
+"""The bytes of a block, the category that the recorder gave it ("" for none), and the stack that allocated it."""
 
 
 def _of_device(device: int, segments: list[Any], events: list[Any]) -> MemoryHistory:
@@ -165,8 +167,8 @@ def _of_device(device: int, segments: list[Any], events: list[Any]) -> MemoryHis
 
 
 def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Block], int, int]:
-    """The blocks that are held when most is, their bytes, and the bytes by which segments grow afterwards; `end` are
-    the blocks that are left, by their address."""
+    """The blocks that are in use at the peak, the bytes of that peak, and the bytes by which segments grow after it.
+    `end` has the blocks in use when the snapshot was taken, by address."""
     live = dict(end)
     for event in reversed(events):  # back to the beginning of the recording
         if event["action"] == "alloc":
@@ -188,11 +190,11 @@ def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Blo
 
 
 _SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""Events by which the reserved bytes grow and shrink."""
+"""For each event that changes the reserved bytes, whether they grow (1) or shrink (-1)."""
 
 
 def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
-    """Change the blocks as an event does, and return by how many bytes."""
+    """Change the blocks in use (`live`, by address) as an event does. Returns by how many bytes they grew."""
     before = live.pop(event["addr"], (0, "", []))[0] if event["action"] in ("alloc", "free_completed") else 0
     if event["action"] != "alloc":
         return -before
@@ -212,7 +214,8 @@ def _by_line(blocks: Iterable[Block]) -> Iterator[Held]:
 
 
 def _row(frames: list[Mapping[str, Any]]) -> str:
-    """The row of what was allocated under a stack, whose innermost frame comes first."""
+    """The kind of memory (such as "activations") that was allocated under a stack, whose innermost frame comes
+    first."""
     if not frames:
         return OTHER
     for row, function, file in _SIGNS:
@@ -222,7 +225,7 @@ def _row(frames: list[Mapping[str, Any]]) -> str:
 
 
 def _place(frames: list[Mapping[str, Any]]) -> str:
-    """The innermost function outside of torch and of wrappers, with its line; "" where there is none."""
+    """The innermost function of a stack outside of torch and of wrappers, with its line; "" where there is none."""
     for frame in frames:
         path = _path(frame)
         if path == "memopt":  # a snapshot that memopt exported

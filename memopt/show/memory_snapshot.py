@@ -19,12 +19,13 @@ from memopt.show.step import LiveRange, Step, StepMemory
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _PAGE = 2 * 1024**2
 _NAMED = frozenset({"parameters", "optimizer state", "gradients", "buffers", "inputs"})
-"""Rows of the account that are categories of their own. The visualiser wants some events to be "unknown"."""
+"""Rows of the account that are categories in the snapshot. All others are "unknown", a category that the visualiser
+expects to find."""
 
 
 def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
-    """The snapshot of a step that holds `memory`. Rows of the account are allocated before the first operator, one
-    block for each module that has a part in them."""
+    """The snapshot of a step whose memory over time is `memory`. The resident rows of the account are allocated before
+    the first operator, with one block for each module that has a part in a row."""
     recording = _Recording()
     for row, nbytes in memory.resident.items():
         for module, share in step.shares(row, nbytes):
@@ -49,8 +50,8 @@ def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
 
 
 class _Recording:
-    """Collects the allocations and frees of a planned step, with addresses by the model of torch's caching allocator,
-    in the format of `torch.cuda.memory._snapshot`."""
+    """Collects the allocations and frees of a planned step in the format of `torch.cuda.memory._snapshot`. Their
+    addresses are those that the model of torch's caching allocator gives."""
 
     def __init__(self) -> None:
         self.micros = 0
@@ -59,7 +60,7 @@ class _Recording:
         self._live: dict[Hashable, dict[str, Any]] = {}
 
     def allocate(self, key: Hashable, nbytes: int, category: str, frames: list[dict[str, Any]]) -> None:
-        """Record an allocation, to be freed by its key; nothing for no bytes."""
+        """Record an allocation, which `free` finds by its `key`. Does nothing for 0 bytes."""
         if nbytes > 0:
             address = self._allocator.malloc(nbytes)
             self._live[key] = {"addr": address, "size": nbytes, "stream": 0, "category": category, "frames": frames}
@@ -95,8 +96,9 @@ class _Recording:
         self.events.append({"action": action, **block, "time_us": self.micros})
 
     def _layout(self) -> tuple[list[int], Callable[[int], int]]:
-        """Where the allocator's segments begin, and a function that moves its addresses next to each other: the
-        visualiser reads them as floating-point numbers, which cannot tell those of its own far apart."""
+        """The addresses at which the allocator's segments begin, and a function that maps addresses to others at which
+        the segments follow each other closely. The visualiser reads addresses as floating-point numbers, which are too
+        coarse for the allocator's own."""
         starts: list[int] = []
         bases: list[int] = []
         end, base = -1, _FIRST_ADDRESS
@@ -127,7 +129,8 @@ def _block(address: int, nbytes: int, owner: dict[str, Any] | None) -> dict[str,
 
 
 def _frames(step: Step, number: int) -> list[dict[str, Any]]:
-    """The operator that makes a block, in the place of a call stack: its name and module, and the user's line."""
+    """What stands for the call stack of a block that operator `number` of the step makes: the operator's name and
+    module, and the user's line."""
     op = step.ops[number]
     path, _, line = op.source.rpartition(":")
     place = f"{op.name} of {op.module}" if op.module else op.name

@@ -1,4 +1,5 @@
-"""What `Plan.explain` and `memopt explain` say: the largest values that the backward needs, and the story of one op."""
+"""What `Plan.explain` and `memopt explain` say: the largest values that the backward needs, and all that is known of
+one operator."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ _CASTS = ("_to_copy", "convert_element_type", "to")
 
 
 def explain(plan: Plan, op: str | None) -> str:
-    """What `Plan.explain` returns."""
+    """The text that `Plan.explain` returns."""
     tables = [headline(plan), bytes_table(plan), values_table(plan)] if op is None else story_of(plan, op)[1]
     return as_text(*tables, width=110)
 
 
 def values_table(plan: Plan) -> Table:
-    """The forward's largest values among those that the backward or the caller needs, the equal ones of a model's
-    blocks in one row."""
+    """A table of the forward's largest values among those that the backward or the caller needs. Equal values of a
+    model's blocks share a row."""
     groups: dict[tuple[Any, ...], list[tuple[str, Facts]]] = defaultdict(list)
     for name, facts in plan.networkx().nodes(data=True):
         if facts["half"] == "forward" and facts["bytes"] and facts["fate"] in _NEEDED:
@@ -56,8 +57,9 @@ def values_table(plan: Plan) -> Table:
 
 
 def story_of(plan: Plan, wanted: str) -> tuple[Any, list[Table]]:
-    """The story of the op of that name, as figures for JSON and as a table. Where several are meant, as those of a
-    module, a list of them, and the story of the one whose forward takes longest. Raises `ValueError` for none."""
+    """All that is known of the op named `wanted`, as figures for JSON and as a table. If that names several, such as
+    the ops of a module, the figures are a list of them, and the tables are that list and the op whose forward takes
+    longest. Raises `ValueError` if it names none."""
     graph = plan.networkx()
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
@@ -120,7 +122,8 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
 
 
 def _value(plan: Plan, name: str, region: int) -> str:
-    """The dtype and sizes of a node's value in the captured graph, of each tensor where it has several; "" for none."""
+    """The dtype and sizes of a node's value in the captured graph of this region, or of each tensor in it; "" if it has
+    none."""
     graphs = plan.graphs["captured"]
     local = name.removeprefix(f"{region}.") if len(graphs) > 1 else name
     node = next((node for node in graphs[region].graph.nodes if node.name == local), None)
@@ -133,7 +136,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _source(source: str | None) -> str:
-    """The line of the model's code, with its place."""
+    """File name, line number and code of a source line given as "file:line"; "" for None."""
     if source is None:
         return ""
     file, _, line = source.rpartition(":")
@@ -145,8 +148,8 @@ def _short(operator: str) -> str:
 
 
 def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
-    """The reason for the dtype of an op, of which `facts` are those of `Plan.networkx`: the choice that was made for
-    the operator it comes from, by the precision that was asked for. `readers` are the names of ops that read it."""
+    """Why an op has its dtype: the choice that the plan made for the operator that it comes from. `facts` are the op's
+    in `Plan.networkx`, `readers` the names of the ops that read it."""
     captured = plan.captured
     assert captured is not None
     region = captured.regions[facts["region"]]
@@ -175,6 +178,6 @@ def _is_of(node: fx.Node, facts: Mapping[str, Any]) -> bool:
 
 
 def _base_name(operator: str) -> str:
-    """`addmm` for `aten.addmm.default`."""
+    """The operator's name without namespace and overload: `addmm` for `aten.addmm.default`."""
     parts = operator.split(".")
     return parts[1] if len(parts) > 1 else operator

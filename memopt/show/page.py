@@ -24,16 +24,17 @@ from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
 
 _Texts: TypeAlias = defaultdict[str, int]
-"""Texts by number, so that equal ones stand in a page once."""
+"""The number of each text. The page has each text once, and refers to it by its number."""
 _SCRIPTS = (
     "text", "state", "data", "moments", "theme", "summary", "axes", "timeline", "tensors", "pointing", "squarify",
     "treemap", "frontier", "cards", "types", "diff", "story", "operators", "search", "start",
 )  # fmt: skip
-"""The scripts in the order in which they stand in the page. All of them are defined before `start` runs."""
+"""The names of the scripts in the order in which they stand in the page. All others are defined before `start` runs."""
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file, and `OSError`."""
+    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file, and `OSError` where it cannot
+    be written."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"the page is a file named *.html, not {path.name!r}")
     path.write_text(text, encoding="utf-8")
@@ -47,10 +48,10 @@ def page(
     frontier: Frontier[Any] | None = None,
     cards: Sequence[OnCard] = (),
 ) -> str:
-    """The page of a plan as text; `step` and `diff` are None for a plan without graphs.
+    """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs.
 
-    `cards` are those of `Plan.cards`. `recipes` are those of checkpointing by hand on the same step; a `frontier` has
-    its own, and its curve is shown.
+    `cards` are those of `Plan.cards`. `recipes` are those of checkpointing by hand on the same step. If a `frontier` is
+    given, its curve is shown, with its own recipes.
     """
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     texts: _Texts = defaultdict()
@@ -87,7 +88,7 @@ def _asset(name: str) -> str:
 
 
 def _json(figures: Mapping[str, Any]) -> str:
-    """The figures as JSON that may stand within a `script` element."""
+    """The figures as JSON, escaped so that it may stand within a `script` element."""
     text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -167,8 +168,8 @@ def _rows(rows: Mapping[str, int], texts: _Texts) -> list[list[int]]:
 
 
 def _sections(diff: PlanDiff, texts: _Texts) -> list[dict[str, Any]]:
-    """The changes as rows of plain texts, folded as in the text, by part of the model: `title` names its blocks, and is
-    "" outside of blocks."""
+    """The changes as rows of plain texts, folded as `Plan.diff` prints them, by part of the model. `title` names the
+    part's blocks; it is "" outside of blocks."""
     made, found, sections = fold(diff.changes, diff.modules)
     parts = []
     for section, rows in groupby(made, key=lambda row: row.section if "*" in row.section else ""):
@@ -179,7 +180,7 @@ def _sections(diff: PlanDiff, texts: _Texts) -> list[dict[str, Any]]:
 
 
 def _row(row: Row, blocks: Sequence[str], texts: _Texts) -> dict[str, Any]:
-    """One line of the diff, and every change that it stands for."""
+    """One row of the diff for the page, with every change that it stands for."""
     first = row.first
     others = len({entry.first.source for entry in row.entries}) - 1
     return {
@@ -202,8 +203,8 @@ def _change(change: Change, texts: _Texts) -> list[Any]:
 
 
 def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
-    """The recipes, and the curve with the plan as one of its points: a search for one budget may find more than that of
-    the curve did, and what fits a budget fits every larger one."""
+    """The recipes, and the curve with the plan as one of its points. What fits a budget fits every larger one, so a
+    point never adds more time than one at a smaller budget, which the plan, searched for alone, may."""
     points = [
         (point.budget_gb * GIB, point.peak_gb * GIB, point.added_time, point.bound, point.method)
         for point in (curve.points if curve else ())
@@ -224,8 +225,8 @@ def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None
 
 
 def short_source(source: str) -> str:
-    """The source line without the folders above site-packages or the working directory, so that a page that is passed
-    on does not tell where its author's files are."""
+    """The source line without the folders above site-packages or the working directory: a page that is passed on does
+    not tell where its author's files are."""
     path = source.rpartition("site-packages/")[2]
     here = f"{Path.cwd()}/"
     return path.removeprefix(here)

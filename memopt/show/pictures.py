@@ -31,7 +31,8 @@ Box = tuple[float, float, float, float]
 
 
 def timeline_figure(plan: Plan, step: Step) -> Figure:
-    """The memory over the step, planned and plain, as a matplotlib figure. Raises `ModuleNotFoundError`."""
+    """The memory over the step, planned and with nothing recomputed, as a matplotlib figure. Raises
+    `ModuleNotFoundError` without matplotlib."""
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)
@@ -52,7 +53,7 @@ def timeline_figure(plan: Plan, step: Step) -> Figure:
 
 
 def _scale(end: float) -> tuple[float, str]:
-    """The unit of the time axis, and how many of it make a second."""
+    """How many units of the time axis make a second, and the unit's name, for a step that ends at `end` seconds."""
     return next(
         ((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if end * scale >= 1), (1e6, "µs")
     )
@@ -76,7 +77,7 @@ def _line(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: 
 
 
 def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
-    """Name the backward and the optimiser's step above the frame, where they begin."""
+    """Mark where the backward and the optimizer's step begin, with their names above the frame."""
     begins = edges(memory)
     for name, moment, align in (("backward", memory.boundary, "left"), ("optimizer", len(memory.evaluations), "right")):
         at = begins[moment] * scale
@@ -88,7 +89,7 @@ def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
 
 
 def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_unit: str) -> None:
-    """Titles, axes and the legend."""
+    """Draw titles, the labels of the axes and the legend."""
     figure.text(0.075, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"peak {size(step.planned.peak_bytes)} within {size(plan.budget_bytes)}"
     told += f"; {size(step.plain.peak_bytes)} with nothing recomputed"
@@ -102,7 +103,7 @@ def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_u
 
 @dataclass
 class _Module:
-    """A module with its bytes by band, and the modules in it."""
+    """A module with its own bytes by band, and the modules in it."""
 
     path: str = ""
     own: Counter[str] = field(default_factory=Counter)
@@ -114,7 +115,8 @@ class _Module:
 
 
 def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
-    """The picture of the peak of one of the step's memories, as a matplotlib figure. Raises `ModuleNotFoundError`."""
+    """The bytes by module at the peak of `memory` (the step's planned or plain one), as a matplotlib figure. Raises
+    `ModuleNotFoundError` without matplotlib."""
     figure = new_figure(9.0, 5.4)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.1, top=0.9)
@@ -146,7 +148,8 @@ def _tree(rows: Mapping[str, Counter[str]]) -> _Module:
 
 
 def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module, str, int]]:
-    """The boxes of a module's bands (with the band) and of the modules in it (with ""), the outer ones first."""
+    """The boxes of what a module holds within `box`, with the band, or "" for a module in it, and the depth of nesting;
+    a module comes before what is in it."""
     parts = [(part.nbytes, part, "") for part in map(_through, module.parts.values())]
     parts += [(nbytes, module, band) for band, nbytes in module.own.items()]
     parts = sorted((part for part in parts if part[0] > 0), key=lambda part: -part[0])
@@ -157,14 +160,14 @@ def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module
 
 
 def _through(module: _Module) -> _Module:
-    """The module, or the first one below it that has more than one thing in it."""
+    """The module, or, where all it has is one other module, the first one below it that has more."""
     while len(module.parts) == 1 and not module.own:
         (module,) = module.parts.values()
     return module
 
 
 def _inside(box: Box, depth: int) -> Box:
-    """The room that the label of a module leaves below it; all of it where the module is too small for one."""
+    """The part of a module's box that is left below its label; all of the box if it is too small for a label."""
     x, y, width, height = box
     return (x + 1.5, y + _HEAD, width - 3, height - _HEAD - 1.5) if _is_named(box, depth) else box
 
@@ -200,7 +203,8 @@ def _legend(figure: Figure, used: list[str]) -> None:
 
 
 def squarify(areas: Sequence[float], box: Box) -> list[Box]:
-    """A box for each of the areas, in proportion; the areas are positive, and the largest come first."""
+    """A box within `box` for each of the areas, in proportion to them. The areas are positive and sorted, the largest
+    first."""
     x, y, width, height = box
     scale = width * height / sum(areas) if areas else 0.0
     placed: list[Box] = []
@@ -225,7 +229,7 @@ def squarify(areas: Sequence[float], box: Box) -> list[Box]:
 
 
 def _worst(row: Sequence[float], side: float, scale: float) -> float:
-    """The worst ratio of the sides of the rectangles of a row along a side."""
+    """The worst ratio of the sides of the rectangles of these areas, laid in a row along a side of the box."""
     total = sum(row) * scale
     square = side * side
     return (

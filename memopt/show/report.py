@@ -20,14 +20,15 @@ from memopt.units import duration, size
 MODULE_ROWS = 60
 AS_CAPTURED = "as captured"
 BRIEF_LINES = 40
-"""The most lines of a plan that is printed."""
+"""The most lines that `print(plan)` takes."""
 # Rows of bytes and of modules of a plan that is printed, tried until it has no more than `BRIEF_LINES` lines.
 _BRIEF = ((99, 16), (99, 10), (99, 6), (8, 8), (8, 5), (6, 4), (4, 2))
 _BRIEF_NOTES = 3
 # Narrower tables of modules have no columns for the numbers of operators.
 _WIDE = 100
 _NOTABLE = 0.0005
-"""The share of a step from which memopt's own work in it is told: what is a digit of the added time."""
+"""The least share of a step that memopt's own work must take to be mentioned: half of the last digit of the added
+time."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
 _MODULE_WIDTH = 16
 
@@ -38,8 +39,8 @@ def render(plan: Plan, width: int = 110) -> str:
 
 
 def brief(plan: Plan, width: int = 110) -> str:
-    """As `render`, in at most `BRIEF_LINES` lines: smaller rows of bytes in one, modules summed, a line for each note,
-    and at the end where the rest is."""
+    """What `render` shows, shortened to at most `BRIEF_LINES` lines where it is longer: small rows of bytes are summed,
+    modules too, the first notes have a line each, and the last line says how to print the rest."""
     whole = render(plan, width)
     if whole.count("\n") < BRIEF_LINES:
         return whole
@@ -61,7 +62,8 @@ def parts(plan: Plan, width: int = 110) -> list[RenderableType]:
 def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
-    """The headline and the tables, with at most so many rows of bytes and of modules."""
+    """The headline and the tables, with at most `byte_rows` rows of bytes and `module_rows` rows of modules; None for
+    no limit of bytes, and the usual one of modules."""
     receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
@@ -90,13 +92,15 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
 
 
 def new_table(title: str, *headers: str | Column, right: Iterable[str] = ()) -> Table:
-    """A table without rows: columns of these headers, and after them columns that are aligned to the right."""
+    """A table without rows: columns with these `headers`, then columns with the headers `right`, which are aligned to
+    the right."""
     numbers = (Column(header, justify="right") for header in right)
     return Table(*headers, *numbers, title=title, title_justify="left")
 
 
 def headline(plan: Plan) -> str:
-    """The plan in one sentence: its peak within the budget, what it was before, and its added time."""
+    """The plan in one sentence: its peak and the budget, the peaks of the plain step and with nothing recomputed, and
+    its added time."""
     name, before = before_all(plan)
     between = f", nothing recomputed {size(plan.plain.peak_bytes)}" * (before != plan.plain.peak_bytes)
     return (
@@ -108,7 +112,8 @@ def headline(plan: Plan) -> str:
 
 
 def _added(plan: Plan) -> str:
-    """The added time, memopt's own work within it, and between which times such a step was measured to take."""
+    """The added time in words, with the share of memopt's own work, the lower bound, and the range of measured
+    times."""
     fastest, slowest = (duration(times * plan.step_seconds) for times in MEASURED_TIMES)
     own = f"{plan.host_share:.1%} of it guards and memopt's own work, " if plan.host_share >= _NOTABLE else ""
     return (
@@ -118,13 +123,15 @@ def _added(plan: Plan) -> str:
 
 
 def before_all(plan: Plan) -> tuple[str, int]:
-    """The step that a plan is compared with, in words, and its peak: the plain step, where it was counted."""
+    """The step that a plan is compared with, in words, and its peak in bytes: the plain step, or, where that was not
+    counted, the captured one."""
     first = plan.receipt[0] if plan.receipt else ReceiptRow("", plan.plain.peak_bytes, plan.step_seconds)
     return first.lever or AS_CAPTURED, first.peak_bytes
 
 
 def _offload_line(plan: Plan) -> str:
-    """The host memory that offloading takes, which is not part of the budget, and the time that compute waits."""
+    """A sentence about offloading: the bytes that are copied and the most on the host at once, which is not part of the
+    budget, and the time that compute waits for copies."""
     waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for"
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
@@ -133,7 +140,8 @@ def _offload_line(plan: Plan) -> str:
 
 
 def _hosted_line(plan: Plan) -> str:
-    """The frozen parameters that lie on the host, and what is brought of them."""
+    """A sentence about the frozen parameters that lie on the host, and the bytes of them that a step brings to the
+    device."""
     waits = f"; compute waits {duration(plan.stall_seconds)} for it" if plan.stall_seconds else ""
     return (
         f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step brings "
@@ -142,7 +150,7 @@ def _hosted_line(plan: Plan) -> str:
 
 
 def _kept_line(plan: Plan) -> str:
-    """The blocks whose parameters are not gathered again for the backward."""
+    """A sentence about the blocks whose parameters stay gathered for the backward."""
     paths = [path for path, _ in plan.kept]
     named = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
     held = size(sum(nbytes for _, nbytes in plan.kept))
@@ -153,7 +161,8 @@ def _kept_line(plan: Plan) -> str:
 
 
 def _decisions_line(plan: Plan) -> str:
-    """The operators that are computed once, with what is saved of them."""
+    """A sentence about the operators that are never recomputed since they decide something, and what is saved of their
+    results."""
     calls: Counter[str] = Counter()
     for row in plan.decisions:
         calls[row.operator] += row.calls
@@ -165,8 +174,8 @@ def _decisions_line(plan: Plan) -> str:
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:
-    """The bytes of each row of the account at the peak, with nothing recomputed and as planned; those of the smallest
-    in one row where there are more than `most`."""
+    """A table of the bytes of each row of the account at the peak, with nothing recomputed and as planned. If there are
+    more than `most` rows, the smallest are summed in one."""
     table = new_table("Where every byte goes at the peak", "row", right=("nothing recomputed", "planned"))
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
     names = list(dict.fromkeys([*plain, *planned]))
@@ -189,7 +198,8 @@ def bytes_table(plan: Plan, most: int | None = None) -> Table:
 
 
 def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
-    """A row for each module, or for runs of equal blocks, summed over submodules until there are at most `most`."""
+    """A table with a row for each module, or each run of equal blocks, summed over submodules until there are at most
+    `most` rows."""
     rows = alike(folded(plan.modules)) if most is None else alike(folded(plan.modules, most, runs=True))
     wide = width >= _WIDE
     longest = max((len(row.path) for row, *_ in rows), default=0)
@@ -214,8 +224,8 @@ def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
 
 
 def receipt_table(plan: Plan) -> Table:
-    """The plain step, then a row per lever: the step's peak and time with it and all levers before it, and the changes
-    that it made. Added times are shares of the same step as the plan's own."""
+    """A table with the plain step, then a row for each lever: the step's peak and time with it and all levers before
+    it, and what it changed in both. Added times are shares of the same step as the plan's own."""
     table = new_table("Levers in use", "lever", right=("peak", "less", "time", "added"))
     before = plan.receipt[0]
     for row in plan.receipt:
@@ -232,8 +242,8 @@ def _signed(nbytes: int) -> str:
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
-    """The rows, summed over submodules down to the deepest level at which at most `most` rows are left, or with `runs`
-    as many runs of rows that are `alike`."""
+    """The rows, summed over submodules down to the deepest level at which at most `most` rows are left; with `runs`, at
+    most `most` runs of equal rows, as `alike` counts them."""
     rows = list(rows)
     depth = max((row.path.count(".") for row in rows), default=0)
     while True:
@@ -263,7 +273,8 @@ def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
 
 
 def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
-    """Whether two rows are numbered elements of one list of modules, with equal figures but for rounding of times."""
+    """Whether two rows are numbered elements of one list of modules with equal figures; times may differ by
+    rounding."""
     same_list = a.path.rpartition(".")[0] == b.path.rpartition(".")[0] and a.path[-1:].isdigit()
     seconds = zip((a.seconds, a.added_seconds), (b.seconds, b.added_seconds), strict=True)
     close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in seconds)
@@ -280,7 +291,8 @@ def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
 
 
 def _cluster_table(step: ClusterStep) -> Table:
-    """The seconds of a card's step by what bounds them, and the exchanges of its groups of parameters."""
+    """A table of the seconds of one card's step by what bounds them, and of the exchanges of its groups of
+    parameters."""
     title = (
         f"On {step.cards:,} cards ({step.mesh}) over {step.interconnect}: a step takes {duration(step.seconds)}, most "
         f"of it bounded by {step.bound}"

@@ -10,7 +10,7 @@ from functools import cached_property
 from memopt.account.breakdown import GRADIENTS, OPTIMIZER_STEP, WORKSPACE
 
 BY_PARAMETERS = frozenset({"parameters", "optimizer state", GRADIENTS})
-"""Rows of the account that belong to modules in the proportion of their parameters."""
+"""Rows of the account that are divided among modules in proportion to their parameters."""
 
 WHY = {
     "saved": "the backward reads it, and the budget has room to hold it: recomputing it would add time",
@@ -52,21 +52,22 @@ class StepOp:
     seconds: float = 0.0
     """Seconds of one run, by the time model."""
     recomputed: int = 0
-    """How often it runs beyond the first time."""
+    """How many times it runs beyond the first."""
 
 
 @dataclass(frozen=True)
 class LiveRange:
-    """One version of a storage in memory, from the evaluation that makes it to the last one that needs it."""
+    """A stretch of time in which a storage is in memory: from the evaluation that makes it, or fetches it from the
+    host, to the last one that needs it. A storage that is recomputed has several."""
 
     op: int
     """Number of the operator that makes the storage, in `Step.ops`."""
     nbytes: int
     kind: str
-    """The row of the account to which it belongs."""
+    """The row of the account to which its bytes belong."""
     first: int
     last: int
-    """Positions of evaluations, both included."""
+    """The positions in `StepMemory.evaluations` of the first and last evaluation, both included."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,13 @@ class Evaluation:
     workspace_bytes: int = 0
     """Bytes that its kernel takes for itself meanwhile."""
     again: bool = False
-    """Whether it ran before in this step."""
+    """Whether the operator ran before in this step: this is a recomputation."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """An offloaded value on its way to the host (`out`) or back, in seconds from the beginning of the step."""
+    """An offloaded value on its way to the host (`out`) or back: the number of the operator in `Step.ops` that made it,
+    its bytes, and start and end in seconds from the beginning of the step."""
 
     op: int
     nbytes: int
@@ -96,16 +98,17 @@ class Copy:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Everything that a step holds at every moment. Moment `len(evaluations)` is that of `optimizer.step()`."""
+    """Everything that a step holds at every moment. There is a moment for each evaluation, by its position, and moment
+    `len(evaluations)` is that of `optimizer.step()`."""
 
     resident: Mapping[str, int]
-    """The rows of the account that are held through forward and backward."""
+    """The bytes of the rows of the account that are held through forward and backward."""
     evaluations: tuple[Evaluation, ...]
     boundary: int
-    """How many of the evaluations belong to the forward."""
+    """The number of evaluations that belong to the forward, which are the first ones."""
     ranges: tuple[LiveRange, ...]
     optimizer: Mapping[str, int]
-    """The rows of the account while the optimiser steps."""
+    """The bytes of the rows of the account while the optimizer steps."""
     seconds: float
     """Seconds of forward and backward."""
     copies: tuple[Copy, ...] = ()
@@ -129,7 +132,8 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The first moment at which the most is held; the optimiser's only where it holds more than any other."""
+        """The first moment at which the most is held; that of the optimizer's step only if it holds more than any
+        other."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)
 
     @property
@@ -138,18 +142,19 @@ class StepMemory:
         return self.live_bytes[self.peak]
 
     def live(self, moment: int) -> Iterator[LiveRange]:
-        """What is alive at a moment beside the resident rows."""
+        """The live ranges that a moment lies in; none at the optimizer's step."""
         if moment < len(self.evaluations):
             yield from (kept for kept in self.ranges if kept.first <= moment <= kept.last)
 
     def rows(self, moment: int) -> Mapping[str, int]:
-        """The rows of the account that are held as a whole at a moment."""
+        """The rows of the account that are held for all of the phase in which a moment lies, which is the optimizer's
+        step or what is before it."""
         return self.resident if moment < len(self.evaluations) else self.optimizer
 
 
 @dataclass(frozen=True)
 class TypedOp:
-    """An operator of the forward with the dtype of its result, and why it has that."""
+    """An operator of the forward with the dtype of its result, and the reason for it."""
 
     name: str
     operator: str
@@ -160,18 +165,18 @@ class TypedOp:
 
 @dataclass(frozen=True)
 class Step:
-    """A step with nothing recomputed (`plain`) and as planned."""
+    """The operators of a training step, and its memory with nothing recomputed (`plain`) and as planned."""
 
     ops: tuple[StepOp, ...]
     plain: StepMemory
     planned: StepMemory
     parameters: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of parameters by module, as far as their module is known."""
+    """Bytes of trained parameters by the path of their module; "" for those whose module is not known."""
     types: tuple[TypedOp, ...] = ()
 
     def by_module(self, memory: StepMemory, moment: int) -> dict[str, Counter[str]]:
-        """The bytes of each module at a moment, by row; "" stands for what belongs to none. They sum up to the bytes
-        held. Negative rows are left out."""
+        """The bytes of each module at a moment, by row of the account; "" stands for what belongs to no module. They
+        sum up to the bytes held, but for negative rows, which are left out."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for row, nbytes in memory.rows(moment).items():
             for module, share in self.shares(row, nbytes):
@@ -185,14 +190,14 @@ class Step:
         return {module: rows for module, rows in kept_rows.items() if rows}
 
     def at(self, memory: StepMemory, moment: int) -> str:
-        """The name of a moment: the operator that runs."""
+        """A moment in words: the operator that runs, or the optimizer's step."""
         if moment == len(memory.evaluations):
             return OPTIMIZER_STEP
         op = self.ops[memory.evaluations[moment].op]
         return f"{op.name} of {op.module}" if op.module else op.name
 
     def shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
-        """The share of each module in a row of the account; "" gets the rest."""
+        """The modules' shares of the bytes of a row of the account; "" gets what belongs to none."""
         known = sum(self.parameters.values())
         if row not in BY_PARAMETERS or not known:
             yield "", nbytes

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 def step_memory(
     problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
 ) -> StepMemory:
-    """The memory of a step that runs by `schedule`. `numbers` gives the number in `Step.ops` of each op of the problem,
-    `account` what the step holds beside the problem's storages; the problem's own resident bytes are ignored."""
+    """The memory of a step that runs by `schedule`. `numbers` gives the number in `Step.ops` of each op of the problem;
+    `link` is the link to the host, None for a schedule without offloads. `account` is what the step holds beside the
+    problem's storages; the problem's own resident bytes are ignored."""
     times = time_line(problem, schedule, link or ANY_LINK)
     return StepMemory(
         resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
@@ -57,7 +58,8 @@ def _evaluations(
 
 
 def _ranges(problem: RematProblem, schedule: Schedule, numbers: Sequence[int]) -> tuple[LiveRange, ...]:
-    """All versions of all storages, in the order of their making."""
+    """The live ranges of all storages, several for one that is recomputed or fetched, in the order of their
+    beginning."""
     evaluations = schedule.evaluations
     first: dict[int, int] = {}
     for position, op in enumerate(evaluations):
@@ -101,7 +103,8 @@ def step_of(plan: Plan) -> Step:
 
 
 def smallest_memory(plan: Plan, step: Step) -> StepMemory:
-    """The memory of a plan's step, of which `step` has the operators, within the smallest budget that works."""
+    """The memory of a plan's step within the smallest budget that works. `step` is that of the plan, whose operators it
+    has."""
     priced, joined = plan.solved[0], plan.solved[0].problem
     number = {op.name: at for at, op in enumerate(step.ops)}
     numbers = [number[name] for name in op_names(priced.traced, joined)]
@@ -110,7 +113,8 @@ def smallest_memory(plan: Plan, step: Step) -> StepMemory:
 
 
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
-    """The nodes of the joint graphs, and what takes memory beside them."""
+    """The nodes of `Plan.networkx` as operators of the step: those of the joint graphs, and what takes memory beside
+    them."""
     nodes: dict[str, tuple[GraphFacts, fx.Node]] = {}
     several = len(captured.regions) > 1
     for number, region in enumerate(captured.regions):
@@ -147,8 +151,8 @@ def _parameters(captured: TracedStep) -> dict[str, int]:
 
 
 def _types(captured: TracedStep) -> Iterator[TypedOp]:
-    """The operators of the forward with a floating-point result, in the last operator graph of each region; in the
-    joint graph of one that has none."""
+    """The operators of the forward with a floating-point result and their dtypes: in the operator graph of each region
+    as it was rewritten last, or in the joint graph where a region has none."""
     for region in captured.regions:
         rewritten = region.operators if region.operators and region.operators.stages else None
         graph = (rewritten.stages[-1] if rewritten else region.module).graph

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
-    """Write the page of `Plan.report`, of a plan without graphs with its budget only."""
+    """Write the page of `Plan.report`. That of a plan without graphs has its figures and the `frontier` only."""
     if plan.source is None:
         write_page(path, page(plan, frontier=frontier))
     else:
@@ -36,23 +36,23 @@ def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: 
 
 
 def export(plan: Plan, path: Path, format: Format | None) -> None:
-    """Write the file of `Plan.export`."""
+    """Write the file of `Plan.export`, in `format` or in that of its name."""
     write_export(path, format, lambda: step_of(plan), plan.networkx)
 
 
 def timeline(plan: Plan, path: str | Path | None) -> Figure:
-    """The figure of `Plan.plot_timeline`."""
+    """The figure of `Plan.plot_timeline`, also written to `path` if that is given."""
     return _drawn(lambda: timeline_figure(plan, step_of(plan)), path)
 
 
 def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
-    """The figure of `Plan.plot_treemap`."""
+    """The figure of `Plan.plot_treemap`, also written to `path` if that is given."""
     step = step_of(plan)
     return _drawn(lambda: treemap_figure(plan, step, step.planned if planned else step.plain), path)
 
 
 def notebook(plan: Plan) -> str:
-    """The HTML of the middle part of the page, for notebooks: without its frame and its search."""
+    """A plan as HTML for notebooks: headline, bars and memory over the step."""
     return heart(plan, None if plan.source is None else step_of(plan))
 
 

@@ -1,5 +1,6 @@
-"""The microbatches between two optimizer steps: their sums, each weighted by the terms that its mean loss averages, on
-all ranks together; and how many a batch is split into where the step would not fit its budget otherwise."""
+"""The microbatches between two optimizer steps. Their gradients and losses are summed over all ranks, each weighted by
+the number of terms in its mean loss; and batches are split into microbatches where the step would not fit its
+budget."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from memopt.run.session import session_of
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """The process groups whose ranks train the model: one, or, where parameters are spread over a mesh of several
-    dimensions, one for each of these; none for a model on one device."""
+    """The process groups whose ranks train the model: one; if parameters are sharded over a mesh of several dimensions,
+    one for each dimension; none for a model on one device."""
     if isinstance(model, DistributedDataParallel):
         return [model.process_group]
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
@@ -38,8 +39,8 @@ def groups_of(model: nn.Module) -> list[Any]:
 
 
 def check_split(model: nn.Module) -> None:
-    """Raise `ValueError` for a model that `parallelize_module` has split: torch neither clips nor scales gradients of
-    which some are sharded and others are not."""
+    """Raise `ValueError` for a model that `parallelize_module` has split: torch neither clips nor unscales gradients
+    some of which are sharded and others not."""
     if is_tensor_parallel(model):
         raise ValueError(
             f"TrainStep does not train {type(model).__name__}, which is split by parallelize_module (tensor "
@@ -48,15 +49,14 @@ def check_split(model: nn.Module) -> None:
 
 
 def is_parallel(model: nn.Module) -> bool:
-    """Whether the model is trained by several ranks: it is in `DistributedDataParallel`, or its parameters are
-    sharded."""
+    """Whether several ranks train the model: it is in `DistributedDataParallel`, or its parameters are sharded."""
     return bool(groups_of(model))
 
 
 def gradients_kept_here(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backwards do not exchange gradients (`no_sync`); the next backward outside exchanges their
-    sum. Sharded parameters have their gradients exchanged by every backward, since keeping them would take whole
-    ones."""
+    """A context in which backwards of `DistributedDataParallel` do not exchange gradients (`no_sync`); the next
+    backward outside exchanges their sum. For sharded parameters it does nothing: gradients that are not exchanged would
+    be held unsharded."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
@@ -184,18 +184,19 @@ class EffectiveBatch:
         return replace(self, tokens=self.tokens + count, loss=self.loss + weighted_loss.detach())
 
     def over_ranks(self, model: nn.Module) -> EffectiveBatch:
-        """The sums averaged over the ranks that train `model`, as gradients are."""
+        """These sums averaged over the ranks that train `model`, as gradients are."""
         tokens, loss = mean_over_ranks(torch.stack((self.tokens, self.loss)), model)
         return replace(self, tokens=tokens, loss=loss)
 
     @property
     def correction(self) -> torch.Tensor:
-        """The factor for gradients: exactly 1 where the reference was right, and infinite without tokens."""
+        """The factor by which gradients and loss are multiplied in the end: exactly 1 where the reference was right,
+        and infinite without tokens."""
         return self.reference / self.tokens
 
     @property
     def mean_loss(self) -> torch.Tensor:
-        """The mean over all tokens; NaN without any."""
+        """The mean loss over all tokens so far; NaN without any."""
         return self.loss * self.correction
 
 
@@ -212,25 +213,29 @@ def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.T
 
 
 MOST_SIGNATURES = 256
-"""Signatures of batches whose number of pieces is remembered; the oldest one is planned again."""
+"""The most signatures of batches for which the number of pieces is remembered; the oldest one is dropped, and planned
+again."""
 
 
 class Splitting:
-    """The number of equal pieces for batches of each signature (shapes and dtypes): 1 until a plan is refused."""
+    """The number of equal pieces into which batches of each signature (shapes and dtypes) are split: 1 until a plan is
+    refused, or `microbatches` if that is not None."""
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
         self._pieces: LruCache[str, int] = LruCache(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
-        """The number of pieces that is known to be needed for this batch; 1 where none is."""
+        """The number of pieces into which this batch is split, as far as is known: 1 for a batch that was not
+        refused."""
         return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:
         """The least number of pieces above the present one with which the step fits, found by planning and remembered.
 
-        Raises `refused` where the user has set the number, gives microbatches or does not allow the lever, where pieces
-        would have batch statistics of their own, and where not even single samples fit.
+        Raises `refused` where the user has set the number, gives microbatches or does not allow the lever. Raises
+        `BudgetError` where pieces would have batch statistics of their own, and the refusal with the smallest budget
+        where not even single samples fit.
         """
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
@@ -258,7 +263,7 @@ class Splitting:
         raise least
 
     def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
-        """Raise `BudgetError` where the model normalises over the batch, so that pieces would change the numbers."""
+        """Raise `BudgetError` if the model normalises over the batch, so that to split it would change the numbers."""
         assert plan.captured is not None
         if any(region.has_batch_statistics for region in plan.captured.regions):
             instead = (

@@ -63,9 +63,10 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
 
 
 def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
-    """The learning rate schedulers, none, one or several, as a tuple.
+    """The learning rate schedulers (one, a list of them, or None) as a tuple.
 
-    Raises `TypeError` for another object, `ValueError` for a scheduler of an optimizer that is not among `optimizers`.
+    Raises `TypeError` for another object and for `ReduceLROnPlateau`, and `ValueError` for a scheduler of an optimizer
+    that is not among `optimizers`.
     """
     if scheduler is None:
         return ()
@@ -87,7 +88,7 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 
 
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Raise `ValueError` where the model's plan counts on proposals that the optimizers do not have."""
+    """Raise `ValueError` where the model's plan counts on levers on the optimizer that these optimizers do not have."""
     planned = session_of(model)
     chosen = [lever.name for lever in planned.chosen] if planned is not None else []
     if OPTIMIZER_IN_BACKWARD.name in chosen:
@@ -104,7 +105,8 @@ def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
 
 
 def norm_limit(value: Any) -> float | None:
-    """`max_grad_norm`, checked; None for no clipping. Raises `TypeError`, `ValueError`."""
+    """`max_grad_norm` as a float, or None for no clipping. Raises `TypeError` for what is no number, and `ValueError`
+    for a number that is not positive."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -117,7 +119,7 @@ def norm_limit(value: Any) -> float | None:
 def with_gradients(optimizers: Optimizers) -> Optimizers:
     """Returns those of the optimizers that have a parameter with a gradient.
 
-    Raises `ValueError` if there is none, or for sparse gradients.
+    Raises `ValueError` if none has one, or for sparse gradients.
     """
     for parameter in parameters_of(optimizers):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -139,8 +141,8 @@ def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
-    """Clip the total norm of all gradients to `limit`, in place, unless it is None; return the norm before. That of
-    sharded gradients is over all ranks."""
+    """Clip the total norm of all gradients to `limit`, in place, unless it is None. Returns the norm before that; for
+    sharded gradients it is that over all ranks."""
     if limit is None:
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     else:

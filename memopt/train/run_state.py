@@ -41,7 +41,7 @@ class RunState:
         self.step = step
 
     def state_dict(self) -> StateDict:
-        """The state, to be saved or loaded into; parameters and optimizer state as the ranks have them."""
+        """The state to be saved, or to be loaded into: parameters and optimizer state sharded as on the ranks."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
 
         if calls := self.step.effective_batch.calls:
@@ -56,7 +56,8 @@ class RunState:
         return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Set model, optimizers and the rest to a state that `torch.distributed.checkpoint` has loaded."""
+        """Set the model, the optimizers and the state of the loop to a state that `torch.distributed.checkpoint` has
+        loaded."""
         from torch.distributed.checkpoint.state_dict import set_state_dict  # it takes a second to import
 
         saved = state[LOOP]
@@ -84,7 +85,7 @@ class RunState:
         return found
 
     def _place(self) -> tuple[int, int]:
-        """This rank's position in `_generators`, and the number of ranks."""
+        """The position of this rank's generators in `_generators`, and the number of ranks."""
         position, ranks = 0, 1
         for group in groups_of(self.step.model):
             size = distributed.get_world_size(group)

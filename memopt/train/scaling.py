@@ -40,7 +40,7 @@ class _Verdict:
 
     @cached_property
     def skipped(self) -> bool:
-        """Whether it was skipped; waits for the device if necessary."""
+        """Whether the batch was skipped; waits for the device if necessary."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._flag)
@@ -87,8 +87,8 @@ class Scaling:
 
     A given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, so that
     a NaN never reaches the parameters; the numbers are bitwise those without a scaler. The cost is a pass over the
-    gradients and, for optimizers that are not fused, one flag read from the device in each step; fused ones read it on
-    the device.
+    gradients and, for optimizers that are not fused, one flag that the host reads from the device in each step; fused
+    ones read it on the device.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
@@ -104,7 +104,8 @@ class Scaling:
         return self.scaler.scale(torch.ones((), device=device))
 
     def unscale(self, optimizers: Sequence[torch.optim.Optimizer], finite: torch.Tensor) -> torch.Tensor:
-        """Divide the gradients by the scale; return a tensor on the device, 1.0 if the step is skipped and else 0.0.
+        """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
+        0.0.
 
         It is skipped if `finite` is false or any gradient of any optimizer is not finite. GradScaler by itself decides
         for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all.
@@ -135,7 +136,8 @@ class Scaling:
         self._unscaled = False
 
     def forget(self) -> None:
-        """Reset for the next batch after an error, which may have come before `update`; the scale does not change."""
+        """Reset for the next batch after an error, which may have come between `unscale` and `update`; the scale stays
+        as it is."""
         if self._unscaled:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
@@ -159,7 +161,7 @@ def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.Grad
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise `TypeError` for an object that is neither a `GradScaler` nor None."""
+    """Raise `TypeError` for a scaler that is neither a `GradScaler` nor None."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"scaler must be a torch.amp.GradScaler, or None for the one that the precision needs, not {scaler!r}"
@@ -167,8 +169,8 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_autocast(autocast: Any, model: nn.Module) -> None:
-    """Raise `ValueError` for a dtype that autocast does not support, or for an optimised model, which has its
-    precision."""
+    """Raise `ValueError` for a dtype other than float16, bfloat16 and None; also for any dtype if the model is
+    optimised, which has a precision of its own."""
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, not {autocast!r}")
     if autocast is not None and session_of(model) is not None:
@@ -176,9 +178,10 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
 
 
 def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Let the scaler step the optimizer, and return whether its `step` ran.
+    """Have the scaler step the optimizer. Returns whether the optimizer's `step` ran, which `GradScaler.step` does not
+    tell.
 
-    A fused optimizer's always runs, and may skip inside. `GradScaler.step` does not tell: it returns None either way.
+    That of a fused optimizer always runs, and may skip the update inside.
     """
     ran: list[bool] = []
     handle = optimizer.register_step_post_hook(lambda *_: ran.append(True))
@@ -190,9 +193,10 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers after the optimizers, and warns once of a skipped step that a smaller scale would not mend.
+    """Steps the schedulers after the optimizers stepped, and warns once of a skipped step that a smaller scale would
+    not have saved.
 
-    A result whose verdict is still on the device waits for `settle`.
+    If the host does not know yet whether a step was skipped, both wait until `settle`.
     """
 
     def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
@@ -201,13 +205,14 @@ class FollowUp:
         self._warned = False
 
     def take(self, number: int, result: StepResult) -> None:
-        """Take the result of effective batch `number`, the latest, and act on it now if its verdict is on the host."""
+        """Take the result of effective batch `number`, and act on it now if the host knows whether it was skipped."""
         self._waiting = number, result
         if result.verdict is not None and result.verdict.on_host:
             self.settle()
 
     def settle(self) -> None:
-        """Act on the latest result, unless that is done; waits for the device where its verdict is there."""
+        """Act on the latest result, unless that is done; waits for the device if the host does not know yet whether it
+        was skipped."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return

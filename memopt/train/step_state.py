@@ -20,11 +20,11 @@ from memopt.training_state import generator_states, set_generators
 from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"
-"""Names in saved states, of whatever cards they are."""
+"""Keys in saved states: of the host's generator, and of those of cards, whatever their kind."""
 
 
 def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, of the last on the host and on the cards given."""
+    """The states of the random generators: Python's, numpy's, torch's on the host, and torch's on the given cards."""
     python, (kind, keys, *rest), host, _ = generator_states(HOST)
     states = {device: device_of(device).generator_state(device) for device in devices}
     return {
@@ -73,7 +73,7 @@ class _Stateful(Protocol):
 
 
 def state_of(step: _Stateful) -> StateDict:
-    """The state as plain values and tensors, which are not copied, as in torch's own state dicts."""
+    """The state of a `TrainStep` as plain values and tensors, which are not copied, as in torch's own state dicts."""
     parameters = step.parameters
     return {
         **loop_state(step),
@@ -103,7 +103,8 @@ def generators_of(step: _Stateful) -> StateDict:
 def restore(step: _Stateful, state: StateDict) -> None:
     """Set `step` to `state`.
 
-    Raises `ValueError` where the state is damaged, or of a TrainStep built otherwise; the step is then as before.
+    Raises `ValueError` where the state is damaged, or was saved by a TrainStep that was built otherwise; the step is
+    then as before.
     """
     try:
         _check(step, state)
@@ -128,7 +129,7 @@ def _said(failure: Exception) -> str:
 
 
 def set_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Set what `loop_state` returned; also the random generators, unless those of the state are None.
+    """Set what `loop_state` returned; also the random generators, unless `state["generators"]` is None.
 
     Raises `ValueError`, before anything is set, for the state of a TrainStep that was built otherwise.
     """
@@ -183,8 +184,8 @@ def _check(step: _Stateful, state: StateDict) -> None:
 
 
 def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) -> None:
-    """Raise `ValueError` where a state is of a TrainStep with another number of optimizers or schedulers, or with a
-    scaler where this one has none."""
+    """Raise `ValueError` for a state of a TrainStep with other numbers of the `lists` ("optimizers", "schedulers"), or
+    if only one of both has a scaler."""
     for name in lists:
         own = getattr(step, name)
         if len(state[name]) != len(own):

@@ -62,18 +62,20 @@ class TrainStep:
             optimised with the lever "microbatch", as few as fit its budget where the whole batch does not.
         count: returns for a batch the number of terms in its mean loss, an int or a tensor: its weight in an effective
             batch. None: see `effective_batch.count_of`.
-        verify_every: before the first of this many effective batches each, its first microbatch is also trained by the
-            plain model, from the same state, and `GradientMismatchError` is raised where the planned gradients differ
-            by more than the plan's precision explains. That takes the plain step's memory, and the time of four steps.
+        verify_every: once in this many effective batches, before the batch begins, its first microbatch is also run by
+            the plain model, from the same state, and `GradientMismatchError` is raised where the planned gradients
+            differ by more than the plan's precision explains. That takes the plain step's memory, and the time of four
+            steps.
         autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
 
     A batch may also be a list or an iterator of microbatches of any sizes. However the tokens are distributed over
     microbatches, calls and ranks, the gradient is that of the mean over all tokens. Batch statistics (BatchNorm) and
     losses that compare samples of a batch (contrastive ones) see one microbatch at a time.
 
-    A step whose loss or gradients are not finite changes nothing but the scale, and `result.skipped` is True; a warning
-    is given the first time that the scale cannot be the cause. Results wait for the device only when they are read.
-    Where all optimizers are fused on CUDA, schedulers do not wait either: they step in the next call, or in `settle`.
+    A step whose loss or gradients are not finite changes nothing but the scale, and `result.skipped` is True; the first
+    time that the scale cannot be the cause, there is a warning. The host waits for the device only where a result is
+    read. Where all optimizers are fused on CUDA, schedulers do not wait either: they step in the next call, or in
+    `settle`.
 
     Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later leaves gradients as they
     were; if it had already added to those of earlier calls, it leaves no gradients, and a new effective batch begins.
@@ -173,8 +175,8 @@ class TrainStep:
         return StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
-        """Step the schedulers for the latest effective batch, which otherwise the next call does: call it behind the
-        last one. Does nothing where they are up to date, or where the optimizers skipped the batch."""
+        """Step the schedulers for the latest effective batch. The next call does so too, so this is to be called after
+        the last one. Does nothing where they are up to date, or where the optimizers skipped the batch."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:
@@ -202,7 +204,8 @@ class TrainStep:
         return parameters_of(self.optimizers)
 
     def _counts(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
-        """The weight of each microbatch; 1, without counting, where there is only one."""
+        """The weight of each microbatch; 1, without counting, where the effective batch is a single microbatch on one
+        rank."""
         if len(microbatches) == self.accumulate == 1 and not is_parallel(self.model):
             return [as_count(1, self.effective_batch)]
         pairs = has_loss_function(self.model, self.loss_fn)
@@ -223,8 +226,8 @@ class TrainStep:
 
     @contextmanager
     def _undone_on_error(self, microbatches: Sequence[Any]) -> Iterator[None]:
-        """A block that, when it fails, leaves gradients as they were, or none where it has added to those of earlier
-        calls."""
+        """A block that, when it fails, leaves gradients as they were; if it has already added to those of earlier
+        calls, it leaves none."""
         earlier, first = self.effective_batch, self.effective_batch.calls == 0
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False
