@@ -41,8 +41,8 @@ class _WithStepBytes(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """What other models held at one moment while a forward waited, or in its backward: the forwards of the entries in
-    `waiting`, in the order in which they began, and the step that `runs`."""
+    """What other models held at one moment while a forward waited, or in its backward: the forwards of the entries
+    `waiting`, in the order in which they began, and the forward or backward of the entry `runs`."""
 
     waiting: tuple[weakref.ref[_WithStepBytes], ...]
     runs: weakref.ref[_WithStepBytes] | None = None

@@ -208,9 +208,10 @@ class TrainingCalls:
         self.planner.forget_sizes()
 
     def forget_without_state(self, gradients: frozenset[int], parameters: frozenset[int], latest: Plan | None) -> None:
-        """Have calls planned again, but for those by the `latest` plan, once a call, or code outside of the forward,
-        has trained parameters that those before it did not reach: there is state of the optimiser for them from then
-        on. Given are the `id`s of the model's parameters, and of those among them that have gradients now."""
+        """Have calls planned again, but for those by the `latest` plan, once parameters are trained that calls did not
+        reach before: by a call, or by code outside of the forward. The optimiser has state for them from then on.
+        `parameters` has the `id`s of the model's parameters, `gradients` those of the ones among them that have
+        gradients now."""
         accounts = self.planner.accounts
         accounts.note_reached(gradients)
         reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parameters
