@@ -191,7 +191,7 @@ def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @contextmanager
 def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -> Iterator[None]:
-    """A block in which the calls of modules go through what `call_of` returns for them."""
+    """A block in which each module of `spots` is called by what `call_of` returns for it."""
     before = [(spot.module, compiled_call(spot.module)) for spot in spots]
     calls = [call_of(spot) for spot in spots]
     for spot, call in zip(spots, calls, strict=True):
@@ -204,9 +204,10 @@ def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -
 
 
 def choices(model: nn.Module) -> Iterator[Checkpoints]:
-    """The choices of modules worth trying, from the fastest to the one that holds least: the repeated blocks of the
-    model; then the same, where within each block, while it runs a second time, the modules that it is made of are
-    checkpoints, too; and the parts of these. None for a model without such blocks."""
+    """The choices of modules that are worth trying, from the fastest to the one that holds least. The first is the
+    repeated blocks of the model. The next has in each block the modules that it is made of as checkpoints, too, for
+    while the block runs a second time; the last has the parts of these as well. None for a model without such
+    blocks."""
     blocks = tuple(dict.fromkeys(_blocks(model)))
     before = None
     for depth in range(_DEEPEST) if blocks else ():

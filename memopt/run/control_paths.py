@@ -107,10 +107,9 @@ class ControlPaths:
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """The captured calls to plan for, each of which needs less than the one before it. The caller takes the next
-        one where a plan for the last one does not fit the budget. They are the first path; and if a capture was joined
-        to it, the same without a margin above the sizes that were seen (as all later ones), and the latest capture
-        alone."""
+        """The captured calls to plan for, one after the other: the caller takes the next one where a plan for the last
+        one does not fit the budget. They are the first path; and if a capture was joined to it, the same without a
+        margin above the sizes that were seen (as all later ones), and the latest capture alone."""
         first = self.calls[0]
         yield first
         if first in self._joins:

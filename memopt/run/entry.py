@@ -121,8 +121,8 @@ class LatestLooks:
         return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
-        """No less than what a look would find where `level` bytes are allocated without those that are known. It is
-        assumed that no fewer of them belong to something else than at the latest looks."""
+        """No less than what a look would find where `level` bytes are allocated without those that are known. It takes
+        at least as many of them not to lie elsewhere as at each of the latest looks did not."""
         return max(0, level - min([rest for _, rest in self.levels]))
 
 
@@ -238,7 +238,8 @@ class Entry:
         return self.fixed_bytes is not None or bool(self.looks)
 
     def begin(self, waiting: int) -> None:
-        """Count a forward that begins while `waiting` others wait for their backward; the first of a group if none."""
+        """Count a forward that begins while `waiting` others wait for their backward; if none waits, it is the first of
+        a group."""
         self.ending.clear()
         if waiting:
             self._group = max(self._group, waiting + 1)

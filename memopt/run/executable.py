@@ -127,8 +127,8 @@ class Executable:
 
 
 def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
-    """The numbers of the parameters whose gradients a run may add to `.grad` itself, as `JointGraph.parameter_inputs`:
-    those in the places of the ones for which the planned run does, whose graph is `joint`."""
+    """The `JointGraph.parameter_inputs` of a run in the place of a planned one: the parameters in the places of those
+    whose gradients the planned run adds to `.grad` itself. `joint` is the planned run's graph."""
     numbers = {
         joint.place_of(number): joint.place_of(own)
         for number, own in zip(planned.parameter_ids, run.parameter_ids, strict=True)

@@ -1,5 +1,5 @@
-"""Frozen parameters that lie in the host's memory between steps and in them, where a plan copies each to the device
-when it is read.
+"""Frozen parameters that lie in the host's memory, also during a step: its plan copies each to the device when it is
+read.
 
 Between calls such a parameter is a tensor on the host, with its values: what reads, saves or loads the model works on
 that. While the model is called, the parameter is a tensor on its device without memory, as it was captured, and the

@@ -35,7 +35,8 @@ class KeptPlans:
         self.planner = planner
 
     def key(self, recorded: Recorded) -> str | None:
-        """The key that plans of a recorded call are kept under; None where they are not kept."""
+        """The key that plans of a recorded call are kept under; None for a call in several regions, one whose inputs
+        the caller changes in place, and where plans are not kept."""
         graph = recorded.captured.graph
         changed = any(region.changed for region in recorded.captured.regions)
         if graph is None or changed or not self._keeps():

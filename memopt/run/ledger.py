@@ -129,7 +129,7 @@ class Moment:
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan that was made for a situation leaves room for all that is here, and that is to come. A plan
-        that was made beside far more than is here now does not fit either (`_has_shrunk`)."""
+        that adds time and was made beside far more than is here now does not fit either (`_has_shrunk`)."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         own = situation.to_come or self.entry.held_after is None
         others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)

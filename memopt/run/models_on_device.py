@@ -19,7 +19,7 @@ _TRAINS = 1024
 _GUESSED = 1.25
 """A model that was not called yet is guessed to need this many times what its breadth lets expect."""
 _MARGIN = 64
-"""A budget that is named for the steps of several models is larger by one part in so many."""
+"""A budget that is named for the steps of several models is larger by its bytes divided by this."""
 
 
 class ModelsOnDevice:

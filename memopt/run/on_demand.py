@@ -55,7 +55,7 @@ class _Waiting(Protocol):
     """A forward whose backward has not run yet."""
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Have `value` let go of its bytes when the backward begins."""
+        """Have `value` released, which frees `nbytes`, when the backward begins."""
 
 
 class Releasable(Protocol):

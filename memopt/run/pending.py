@@ -364,8 +364,8 @@ class PendingForward:
 
 def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: object) -> None:
     """Raise the error of autograd where a tensor that the backward of a region reads was changed in place since the
-    forward, in a sentence that says what to do. Eager mode need not read an input again from which a plan computes once
-    more, so that the plain model may train so."""
+    forward, in a sentence that says what to do. The plain model may train with such a change: eager mode need not read
+    an input in the backward from which a plan recomputes."""
     if changed := changed_since_saved(node()):
         raise RuntimeError(
             f"an input or output of {type(model()).__name__}, {changed}, has been modified by an inplace operation "

@@ -147,8 +147,8 @@ class _Kind:
 class PlainCalls:
     """Says which training calls may run as the plain model does, and runs those.
 
-    They run in eager mode where the user had compiled the model, too: what compiled code holds is another matter than
-    what is counted here.
+    They run in eager mode even where the user has compiled the model: compiled code may hold other bytes than are
+    counted here.
     """
 
     def __init__(
@@ -324,8 +324,8 @@ class PlainCalls:
         return result
 
     def _check_retained(self, fitting: CountedStep, situation: Situation, moment: Moment) -> None:
-        """Raise `BudgetError` where the backward of a call exceeds the budget if its graph is kept; later calls are
-        counted with that."""
+        """Raise `BudgetError` where the backward of a plain call keeps its graph and exceeds the budget by that; later
+        calls are counted as keeping theirs."""
         if fitting.step.retained:
             return
         self.entry.keeps_graph = True

@@ -69,8 +69,8 @@ class Ranks:
         self.settle(failure)
 
     def settle(self, failure: Exception | None, offered: int = 0) -> tuple[int, int]:
-        """The smallest and the largest of the numbers that ranks offer, the same on all ranks. Where ranks have a
-        `failure`, all raise: these their own, the others an error with the words of the first."""
+        """The smallest and the largest of the numbers that ranks offer, the same on all ranks. Where a rank has a
+        `failure`, all raise: that rank its own error, the others one with the words of the first."""
         failed, least, most = self._over_all(failed=failure is not None, offered=offered)
         if not failed:
             return least, most
@@ -153,7 +153,8 @@ def _few(numbers: list[int]) -> str:
 
 
 class DataParallel:
-    """The wrapper around a model, if there is one: given, or found when its forward calls the model."""
+    """The `DistributedDataParallel` around a model, if there is one: given, or found when its forward calls the
+    model."""
 
     def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
         self.model = model

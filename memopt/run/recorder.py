@@ -336,7 +336,7 @@ def _shapes(call: Call) -> Shapes:
 
 
 def _cover(larger: Shapes, shapes: Shapes) -> bool:
-    """Whether the tensors of two calls are as many with as many dimensions, and no size of `shapes` is above that of
+    """Whether two calls have as many tensors, of as many dimensions, and no size of `shapes` is above that of
     `larger`."""
     alike = list(map(len, larger)) == list(map(len, shapes))
     return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))

@@ -127,8 +127,8 @@ class Replay:
         return "" if all(same) else "the weights or inputs have changed since its forward"
 
     def _arguments(self, require_grad: bool) -> list[Any]:
-        """The inputs with the values from before the first forward, apart from their autograd graphs: those that have
-        gradients are leaves, which require them if `require_grad`."""
+        """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
+        gradients are detached from their graphs, and require gradients again if `require_grad`."""
         assert self.inputs is not None
         arguments = list(self.inputs)
         for number, value in enumerate(arguments):

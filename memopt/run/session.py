@@ -147,8 +147,8 @@ class Session:
         return torch.is_grad_enabled() and self.model.training and not others
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain model, whose blocks FSDP2 frees after their forward again; a backward through it in eval mode
-        is noticed."""
+        """Run the plain model, with all blocks left to FSDP2 again (`Resharding.restore`); a backward through it in
+        eval mode is noticed."""
         self.resharding.restore()
         if torch.is_grad_enabled() and not self.model.training and not torch.compiler.is_compiling():
             self.watch.begin()
@@ -234,7 +234,8 @@ class Session:
     def _run_plain(
         self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment
     ) -> Any:
-        """Run a call whose step fits as the plain model does. Raises `StepMemoryError`."""
+        """Run a call whose step fits as the plain model does. Raises `StepMemoryError` where an allocation of its
+        forward fails."""
         bring_back(self.model)
         self._enter(State.PLAIN, fits.reason)
         calls.recorded.size_bounds.see(call)
