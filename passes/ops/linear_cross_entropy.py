@@ -138,7 +138,7 @@ def _linear_cross_entropy(
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, scale: float = 1.0,
     softcap: float = 0.0, rows: int = 0, weight_in_backward: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Falls apart where it is differentiated, since only there is it known which gradients are needed."""
+    """Is decomposed where it is differentiated, since only there is it known which gradients are needed."""
     needs = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]

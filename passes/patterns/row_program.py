@@ -23,7 +23,7 @@ from passes.rewrite_pattern import NoMatch, check_unwritten
 
 @dataclass(frozen=True)
 class Operand:
-    """A value that a program reads, of the graph, with what is to be done to it first."""
+    """A value of the graph that a program reads, and the calls that are made on it first."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -32,12 +32,13 @@ class Operand:
     """The value of the region whose rows it has, and with whose dimensions it is aligned, before those calls; None for
     one that is the same for all rows."""
     class_dim: int | None = None
-    """Where the classes are in `like`, or what stands for them; None if it has one element for each row."""
+    """The dimension of the classes, or of what the operand has in their place, in `like`; None if it has one element
+    for each row."""
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """A result, which the program's result of the same number is finished to."""
+    """A result of the region; it is made from what the program returns at the same position."""
 
     node: Node
     value: Node
@@ -76,7 +77,7 @@ class RowProgram:
         return f"{', '.join(parameters)}: {'; '.join(reversed(body))}"
 
     def learned(self) -> frozenset[str]:
-        """Returns the operands, by name, that the results have derivatives by."""
+        """Returns the names of the operands that the results have derivatives with respect to."""
         by_name: dict[str, frozenset[str]] = {}
         for name, expression in self.lines.items():
             stops = expression.startswith(_STOPS)
@@ -88,7 +89,7 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Writes a result of the region. Raises `NoMatch`."""
+        """Writes a result of the region. Raises `NoMatch` if one of its calls cannot be written in a program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))
@@ -156,7 +157,10 @@ class RowProgram:
         return self._operand("r", Operand(argument, steps, like, dim))
 
     def _reduced(self, node: Node, class_dim: int, steps: tuple[Step, ...]) -> str | None:
-        """Returns the name of a result of the region that other values of it read, [rows, 1]; None for other nodes."""
+        """Returns the name of a value [rows, 1] for a result that other values of the region read, such as a maximum.
+
+        None for any other node.
+        """
         inner: Any = node.args[0] if op_name(node) == "unsqueeze" else node
         value = self.region.results.get(inner)
         by_row = op_name(inner) in ("gather", "select") or (op_name(inner) in REDUCTIONS and len(reduced(inner)) == 1)
@@ -222,7 +226,7 @@ _PLACES = frozenset({"memory_format", "device", "layout", "pin_memory"})
 
 
 def _key(steps: Sequence[Step]) -> tuple[Any, ...]:
-    """Equal for calls that move rows alike."""
+    """Returns a key that is equal for calls that move rows alike."""
     return tuple((str(step.node.target), argument_key(step.node.args[1:]), step.class_dim) for step in steps)
 
 
@@ -235,7 +239,10 @@ def _without_views(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 def programs(region: Region) -> list[RowProgram]:
     """Returns the programs that give the results of a region: one for all that are computed from the same rows of a
-    layer, unless one of them depends on another. Raises `NoMatch`."""
+    layer, unless one of them depends on another.
+
+    Raises `NoMatch` if a call cannot be written in a program, or an operand cannot be read where the program runs.
+    """
     found: list[tuple[set[Any], RowProgram]] = []
     for node in sorted(region.results):
         alone = RowProgram(region)
