@@ -154,7 +154,8 @@ class _Search:
                 self.loose.add(node)
 
     def is_continuous(self, node: Node) -> bool:
-        """Returns whether a call is part of a continuous operator that was decomposed, and is read by nothing else."""
+        """Returns whether a call is part of a continuous operator that was decomposed, and is read in the forward by
+        other parts of it alone."""
         whole = _whole(node)
         if _is_marked(node) or whole not in _CONTINUOUS:
             return False

@@ -70,7 +70,7 @@ def format_value(value: object) -> str:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """`f32`, `bf16`, `i64`, `b8`, `u8`, `f8_e4m3fn`."""
+    """A dtype in short: `f32`, `bf16`, `i64`, `b8`, `u8`, `f8_e4m3fn`."""
     name = str(dtype).removeprefix("torch.")
     for long, short in _KINDS:
         if name.startswith(long):

@@ -43,7 +43,7 @@ class ChunkedLinear:
         self.bias = None if bias is None else self.padded(bias)
 
     def padded(self, given: Tensor) -> Tensor:
-        """A tensor of classes in the dtype of `hidden`, with zeros behind them."""
+        """Returns a weight or bias in the dtype of `hidden`, with `padding` classes of zeros behind its own."""
         if not self.padding:
             return given.to(self.hidden.dtype)
         padded = self.hidden.new_empty(self.classes + self.padding, *given.shape[1:])
@@ -58,10 +58,10 @@ class ChunkedLinear:
     def spread(
         self, gradient: Tensor, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, lift: float = 1.0
     ) -> None:
-        """Writes a chunk's rows of the gradient of `hidden`, computed from that of its logits, [chunk, classes], and
-        adds to that of `weight`, in the wide dtype.
+        """Computes the gradients of the layer from that of a chunk's logits, `gradient`, [chunk, classes].
 
-        `lift` multiplies the gradient of the logits while it is narrow, in the dtype of `hidden`.
+        Writes the chunk's rows of `of_hidden`, and adds to `of_weight`, in the wide dtype; None is left out. `lift`
+        multiplies the logits' gradient only while it is in the dtype of `hidden`, so that small values are not lost.
         """
         hidden, low = self.hidden[part], self.hidden.dtype
         narrow = gradient * lift if lift != 1.0 and low != self.wide else gradient

@@ -15,7 +15,7 @@ def _with_gradients(
     ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_hidden: bool,
     needs_weight: bool, needs_bias: bool, later: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns loss, divisor and the gradients of hidden, weight and bias (see `_Result`).
+    """Returns loss, divisor and the gradients of hidden, weight and bias (see `chunked_cross_entropy._Result`).
 
     Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
     backward.

@@ -224,7 +224,7 @@ def _factor(node: Node) -> float | None:
 
 
 def _added_to(node: Node) -> Node | None:
-    """The logits in a sum of logits and a bias."""
+    """The logits in a sum of logits and a bias; None for any other call."""
     one, other = (argument if isinstance(argument, Node) else None for argument in node.args[:2])
     if one is None or other is None or node.kwargs:
         return None

@@ -173,7 +173,7 @@ class RowProgram:
         return column if op_name(inner) == "gather" else self._line(f"aten.unsqueeze.default({column}, -1)")
 
     def _result(self, node: Node, value: Node, steps: tuple[Step, ...]) -> tuple[str, str]:
-        """Returns the expression of a result, after calls that move its rows, and how it is finished."""
+        """Returns the expression of a result, after calls that move its rows, and its `RowResult.finish`."""
         name, given = op_name(node), arguments_of(node)
         if name in TOKEN_LOSSES:
             return self._token_loss(value, name, given)
@@ -266,7 +266,7 @@ def place_of(program: RowProgram) -> Node:
 
 
 def late_operands(program: RowProgram) -> list[Node]:
-    """Returns, in order, what a program reads that is computed behind its place."""
+    """Returns, in order, the nodes that a program needs and that stand behind `place_of` it in the graph."""
     place, inside = place_of(program), program.region.inside
     pending, late = [node for node, _ in _reads(program)], set[Node]()
     while pending:
@@ -293,7 +293,8 @@ def _reads(program: RowProgram) -> Iterator[tuple[Node, Node]]:
 
 
 def _depends(alone: RowProgram, program: RowProgram) -> bool:
-    """Returns whether the operands of a result are computed from results that are computed by or behind a program."""
+    """Returns whether the operands of `alone`, which has one result, are computed from results of the region that stand
+    no earlier than the first of `program`."""
     first = place_of(program)
     before = {node for node in program.region.results if not node < first}
     pending, seen = [operand.node for operand in (*alone.rows, *alone.whole)], set[Node]()
@@ -308,7 +309,7 @@ def _depends(alone: RowProgram, program: RowProgram) -> bool:
 
 
 def _check_place(program: RowProgram) -> None:
-    """Raises `NoMatch` where an operand cannot be read at the program's place as it is read where it stands."""
+    """Raises `NoMatch` where an operand cannot be computed at the program's place, or may have another value there."""
     place = place_of(program)
     for node in late_operands(program):
         if not is_pure(node) or mutated_arguments(node) or node in program.region.results:

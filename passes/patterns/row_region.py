@@ -30,14 +30,14 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 @dataclass
 class Region:
-    """A region while it grows."""
+    """The part of a graph that treats each row alone, while it is collected."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
     layers: dict[Node, Linear] = field(default_factory=dict)
     """Those of the values that are a linear layer's results."""
     results: dict[Node, Node] = field(default_factory=dict)
-    """By result the value with classes that it is computed from."""
+    """Per result: the value with classes that it is computed from."""
 
     def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
         """Returns a layer that a value comes from, and the calls between them that move rows."""

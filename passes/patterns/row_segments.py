@@ -165,7 +165,7 @@ class _Growth:
         return RowSegment(members, inputs, tuple(node.name for node in outputs), self.rows, inside, edges)
 
     def _join(self, call: Node) -> bool:
-        """Makes a call a member; returns whether it can be one."""
+        """Makes a call a member of the segment, if it can be one; returns whether it can."""
         operand, place = self.first
         if self.places:
             operand = next(source for source in call.all_input_nodes if source in self.places)
@@ -218,8 +218,8 @@ class _Growth:
         return len(left) == 1 and left[0] not in self.inputs and bool(inputs) and _bytes(left[0]) <= max(inputs)
 
     def _can_join(self, node: Node) -> bool:
-        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where the
-        rows are merged with others, all else is numbers."""
+        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where a
+        dimension in front of the rows is merged with them, no other size is a symbol."""
         value, place = node.meta.get("val"), self.places[node]
         if not isinstance(value, torch.Tensor) or memory_order(value) is None:
             return False
