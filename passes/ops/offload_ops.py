@@ -124,7 +124,7 @@ class _HostMemory:
             self._free.append(block)
 
     def _trim(self) -> None:
-        """Unpins free blocks until these hold no more bytes than were ever leased."""
+        """Unpins free blocks until they hold at most `most_leased_bytes`."""
         while sum(block.nbytes for block in self._free) > self.most_leased_bytes:
             self._free.pop(0).unpin()
 
