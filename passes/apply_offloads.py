@@ -36,7 +36,7 @@ class HostStay:
 class ApplyOffloads(ApplySchedule):
     """Writes a schedule as `ApplySchedule` does, and offloads values to the host as `stays` says.
 
-    At the end of the forward (`boundary`), freeing belongs to the forward, and fetching to the backward.
+    At position `boundary`, the first of the backward, freeing is part of the forward, and fetching of the backward.
 
     Before:
         relu = aten.relu(addmm)
@@ -84,7 +84,7 @@ class _OffloadRewriter(Rewriter):
         super().__init__(schedule, graph)
         self.stays = schedule.stays
         self.went: dict[HostStay, fx.Node] = {}
-        """By offload the value that was copied out, and below its copy on the host and the one that is fetched."""
+        """Per offload: the node that was copied out. `host` has its copy on the host, `fetched` the copy back."""
         self.host: dict[HostStay, fx.Node] = {}
         self.fetched: dict[HostStay, fx.Node] = {}
 
@@ -113,7 +113,10 @@ class _OffloadRewriter(Rewriter):
             self.host[stay] = self.transfer(stay, AWAIT_OUT, (self.host[stay], self.went[stay]), "host")
 
     def due(self, now: Callable[[HostStay], bool], first: Callable[[HostStay], int]) -> list[HostStay]:
-        """Returns the offloads that are due now. Transfers queued together go by their deadlines, as in the solver."""
+        """Returns the offloads for which `now` is true, sorted by `first`.
+
+        Transfers that are queued at one position go by their deadlines, as in the solver.
+        """
         return sorted(filter(now, self.stays), key=first)
 
     def sent(self, now: Callable[[HostStay], bool], first: Callable[[HostStay], int]) -> list[HostStay]:

@@ -27,9 +27,10 @@ class ApplySchedule(Pass):
     """Runs the calls in the order in which `evaluations` names them; a repeated name is recomputed there.
 
     `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
-    constants) are derived from the latest version of what they read. The first `boundary` evaluations and the first
-    `forward_outputs` results are the forward; every node is tagged with its half in `meta["partitioner_tag"]`, as
-    PyTorch does. A random operator that is recomputed saves the generator's state at first and draws from it again.
+    constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
+    `forward_outputs` results are the forward; every node is tagged as forward or backward in `meta["partitioner_tag"]`,
+    as PyTorch does. A random operator that is recomputed saves the generator's state at its first evaluation, and draws
+    from that state again.
 
     Before:
         relu = aten.relu(addmm)
@@ -74,10 +75,11 @@ class ApplySchedule(Pass):
 
 
 class Rewriter:
-    """One walk over the schedule; `latest` maps nodes of the old graph to their newest version in the new one, `inputs`
-    those that are given to what stands for them.
+    """One walk over the schedule, which writes a new graph.
 
-    Subclasses override `before` and `after`, called at every evaluation, and `end_forward`.
+    `latest` maps each node of the old graph to the newest node that computes it in the new one, and `inputs` the old
+    placeholders to the new ones. Subclasses override `before` and `after`, called at every evaluation, and
+    `end_forward`.
     """
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
@@ -146,14 +148,17 @@ class Rewriter:
         self.take_out_elements(node)
 
     def take_out_elements(self, node: fx.Node) -> None:
-        """Takes the elements out of a tuple at once, which would keep all of them alive, and out of lists in it."""
+        """Takes the elements out of a tuple, and out of lists in it, right after the call that returns it.
+
+        The tuple would keep all of them alive.
+        """
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
                 self.bind(user)
                 self.take_out_elements(user)
 
     def bind(self, value: Argument) -> Argument:
-        """Returns an argument of the old graph as one of the new graph, in the newest versions."""
+        """Returns an argument of the old graph as one of the new graph, with the newest node for each node in it."""
         return fx.map_arg(value, self.newest)
 
     def newest(self, node: fx.Node) -> fx.Node:
@@ -167,7 +172,10 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops views and elements of older versions of `source` (None: of every node), so that they are made again."""
+        """Drops the views and elements that were made of `source` so far (None: of every node).
+
+        The next call that reads one makes it again, from the latest evaluation of `source`.
+        """
         if source is None:
             self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
             return

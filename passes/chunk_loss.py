@@ -30,7 +30,7 @@ class FoundLoss:
     """A loss in a graph, and whether `ChunkLoss` can rewrite it."""
 
     name: str
-    """The name of its node; of its first where several calls read the same logits."""
+    """The name of its node; of the first of its nodes where several calls read the same logits."""
     reason: str = ""
     """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
@@ -53,7 +53,10 @@ def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
 
 
 def _rolled(graph_module: GraphModule) -> GraphModule:
-    """Returns a graph with its loops over rows of logits rolled up, if that lets all of them be computed in chunks."""
+    """Returns a graph in which each unrolled loop over rows of logits is one computation for all rows (`roll_loops`).
+
+    Returns the graph as it is unless all of them can then be computed in chunks.
+    """
     if not ends_of_loops(graph_module.graph):
         return graph_module
     rolled = copy_graph_module(graph_module)
@@ -70,10 +73,11 @@ _Match: TypeAlias = LossMatch | tuple[Region, list[RowProgram]]
 
 
 def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tuple[Node, _Match | None, str]]:
-    """Yields the losses with what is known of them, and the reason where they cannot be rewritten.
+    """Yields each loss with its match, or with None and the reason why it cannot be rewritten.
 
-    First those that are a cross entropy's mean or sum, then, with the name of the first in it, each part of the graph
-    that computes anything else from rows of logits. The graph may be rewritten in between.
+    Losses that are the mean or sum of a cross entropy come first. Then comes each part of the graph that computes
+    anything else from rows of logits, with the first loss or `row_seeds` call in it. `names` limits both to calls of
+    these names. The graph may be rewritten in between.
     """
     others, taken = {}, set[Node]()
     for loss, match, reason in judged(losses(graph), match_loss, names):
@@ -123,7 +127,8 @@ class ChunkLoss(Pass):
     losses: frozenset[str] | None = None
     """Names of the losses to rewrite; None: all that can be."""
     rows: int | None = None
-    """Rows of a chunk; None: an eighth of all, at most half of the layer's width, at least 512."""
+    """Rows of a chunk. None: an eighth of all, at most half of the layer's width or 512, whichever is more; half as
+    many for `memopt::linear_rows`."""
     weight_in_backward: bool = False
     """Compute the weight's gradient in the backward, from recomputed logits: a fourth matmul, but the gradient is never
     held twice."""
@@ -161,7 +166,7 @@ class _Rewrite:
         self.graph: Graph = match.loss.graph
         self.width: int = match.linear.weight.meta["val"].shape[0 if match.linear.transposed else 1]
         self.hidden: dict[Node, Node] = {}
-        """By node of the path the layer's input, with its rows moved as the node's are."""
+        """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
 
     def apply(self, **options: Any) -> None:
         source = self.match.linear.hidden

@@ -63,7 +63,10 @@ def _width(linear: Linear) -> int:
 
 
 class _Rewrite:
-    """The rewriting of one program, ahead of its first result. `made` has by result of the region its new value."""
+    """The rewriting of one program, ahead of its first result.
+
+    `made` maps the results of the region that have been rewritten to their new nodes.
+    """
 
     def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
         self.made = made
@@ -81,7 +84,10 @@ class _Rewrite:
                 result.node.replace_all_uses_with(node)
 
     def _operands(self) -> tuple[list[Any], ...]:
-        """Returns hidden, weight, bias, rows, whole and biased. Those without derivatives are detached."""
+        """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`.
+
+        Those that the results have no derivatives by are detached.
+        """
         learned, program = self.program.learned(), self.program
         hidden, weight, bias, biased = list[Node](), list[Node](), list[Node](), list[int]()
         for at, layer in enumerate(program.layers):
@@ -153,7 +159,7 @@ class _Rewrite:
         return node if node.meta["val"].dim() < 2 else self._call(aten.reshape.default, node, [-1])
 
     def _laid_out(self, node: Node, found: Node) -> Node:
-        """Returns a value that a result's readers can read instead: with its strides, where they depend on them."""
+        """Returns `found` for the readers of `node`; with the strides of `node` where they depend on these."""
         changed = values_after({node: found.meta["val"]})
         if changed is not None:
             store(changed)
@@ -176,7 +182,10 @@ class _Rewrite:
         return found if found.meta["val"].dtype == dtype else self._call(aten.to.dtype, found, dtype)
 
     def _shaped(self, result: RowResult, found: Node) -> Node:
-        """Returns a program's result in the shape of the graph's; reduced over rows too by the graph's own call."""
+        """Returns a program's result in the shape of the graph's.
+
+        A result that is reduced over rows as well (`finish` is "again") is reduced by the graph's own call.
+        """
         node, class_dim = result.node, self.region.inside[result.value]
         shape, width = result.value.meta["val"].shape, found.meta["val"].shape[1:]
         rows = [at for at in range(len(shape)) if at != class_dim]

@@ -24,7 +24,7 @@ class Private:
     """The name within the module: `function`, `Class.method`, or an attribute that the instances of a class have."""
     call: str | None = None
     """The arguments that it is called with, in words: those by position, then keywords as `name=`. None for what is not
-    called, or is called with what it was called with."""
+    called, or is only called by its replacement, with the replacement's own arguments."""
     since: tuple[int, int] = (0, 0)
     until: tuple[int, int] = (999, 0)
     """The first and the last version of torch that has it; in others it is not looked for."""
@@ -118,14 +118,14 @@ def forget_erased(graph: fx.Graph) -> None:
 
 def enable_python_dispatcher() -> contextlib.AbstractContextManager[None]:
     """A context in which operators run by torch's Python implementation of them where they have one, as `make_fx` runs
-    them: of some operators only that takes symbolic sizes."""
+    them. Some operators take symbolic sizes only in that implementation."""
     from torch._dispatch.python import enable_python_dispatcher as enable
 
     return enable()
 
 
 def erase_all(graph: fx.Graph) -> None:
-    """Erases all nodes of a graph whose code is all that is needed any more."""
+    """Erases all nodes of a graph of which only the generated code is needed any more."""
     for node in reversed(graph.nodes):
         graph.erase_node(node)
     forget_erased(graph)
@@ -156,7 +156,7 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
 
 
 def depends_on_data(error: Exception) -> bool:
-    """Whether an operator failed on fake tensors since it asked for a size that only real data can tell."""
+    """Whether an operator failed on fake tensors because it asked for a size that only real data can tell."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)

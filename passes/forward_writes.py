@@ -19,7 +19,7 @@ aten = torch.ops.aten
 class ForwardWrites(Pass):
     """Has what reads a part of a buffer read the value that was written there; bit for bit the same numbers.
 
-    Code that writes tiles to a buffer becomes functional as copies of the whole buffer. One that nothing reads any
+    Code that writes tiles to a buffer becomes functional as copies of the whole buffer. A copy that nothing reads any
     more is not made. A value is read in place of a part only if it lies in memory as the part does; or, where the
     part has gaps between its rows, if what reads it gives the same bits without them.
 
@@ -44,7 +44,7 @@ class ForwardWrites(Pass):
 
 def _forward(graph: Graph) -> None:
     moved: set[Node] = set()
-    """Calls that read a value laid out in another way than what they read before."""
+    """Calls that read a value which may have other strides than before."""
     for node in list(graph.nodes):
         if node in moved and not _refreshed(node):
             moved.update(node.users)
@@ -59,7 +59,8 @@ def _forward(graph: Graph) -> None:
 
 
 def _refreshed(node: Node) -> bool:
-    """Compute a call's stored value again; returns whether it lies in memory as before."""
+    """Computes a call's stored value again; returns whether it is no view and has the strides that it had, so that
+    nothing changes for its readers."""
     before = node.meta.get("val")
     refresh(node)
     after = node.meta.get("val")
@@ -72,8 +73,8 @@ def _refreshed(node: Node) -> bool:
 
 
 def _written_value(node: Node) -> Node | None:
-    """Returns the value that the result of a copy, of a write to all of a buffer, or of a read of what was written
-    consists of; None for any other call."""
+    """Returns the value whose numbers a call returns: the source of a copy, the value that is written to all of a
+    buffer, or, for a slice of a buffer, the value that was written to just that slice. None for any other call."""
     into, source = (*node.args, None, None)[:2]
     if node.target is aten.copy.default:
         return source if isinstance(source, Node) else None
@@ -94,7 +95,10 @@ def _range(part: Node, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _can_stand_for(source: Node, node: Node) -> bool:
-    """Returns whether all readers of a call may read `source`, which holds the same numbers unless it is converted."""
+    """Returns whether all readers of `node` may read `source` instead, and give the same bits.
+
+    Both hold the same numbers, unless the call converts them to another dtype.
+    """
     value, result = source.meta["val"], node.meta["val"]
     if (value.dtype, value.device, value.layout) != (result.dtype, result.device, result.layout):
         return False
@@ -158,8 +162,10 @@ _TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
 def _fills_new_memory(value: Node) -> bool:
-    """Returns whether a value is all of what an operator of the graph made, which no later write to an input changes
-    and which holds no larger memory."""
+    """Returns whether a value fills memory that an operator of the graph allocated.
+
+    Then no later write to an input changes it, and holding it keeps no larger memory alive.
+    """
     maker = value
     while (viewed := viewed_argument(maker)) is not None:
         maker = viewed

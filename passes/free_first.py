@@ -17,7 +17,7 @@ from passes.graphs.op_kinds import is_view
 
 @dataclass(frozen=True)
 class FreeFirst(Pass):
-    """Moves a call that frees more than it makes in front of calls that make more than they free.
+    """Moves a call that frees more bytes than it makes in front of calls that make at least as many as they free.
 
     At every call no more memory is held than at the same call before, so that the peak does not rise whatever
     temporaries kernels need; for symbolic sizes, that is so for the values that they were captured with. Calls move

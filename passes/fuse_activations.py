@@ -148,9 +148,9 @@ def _bounded_calls(graph: Graph) -> Iterator[Node]:
 
 
 def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMatch | None:
-    """Returns the activation that a tanh, erf or sigmoid is a part of, or None if nothing like GELU is.
+    """Returns the activation that a tanh, erf or sigmoid is a part of; None if it is in no formula 0.5 x (1 + t).
 
-    Raises `NoMatch`, with the reason, for a formula like GELU's that is another function or cannot be replaced.
+    Raises `NoMatch`, with the reason, for such a formula that is neither GELU nor SiLU, or that cannot be replaced.
     """
     formulas = list(_formulas(graph_module, bounded))
     if not formulas:
@@ -200,7 +200,7 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
 
 
 def _is_half_of_both(reader: Reader, result: Node) -> bool:
-    """Returns whether a polynomial is 0.5 x + 0.5 x t."""
+    """Returns whether `reader` reads `result` as the polynomial 0.5 x + 0.5 x t."""
     try:
         read = reader(result)
     except Unknown:
@@ -209,7 +209,7 @@ def _is_half_of_both(reader: Reader, result: Node) -> bool:
 
 
 def _sources(bounded: Node) -> list[Node]:
-    """Yields the values from which the bounded one may be computed, nearest first."""
+    """Returns the values from which the bounded one may be computed, nearest first."""
     found: list[Node] = []
     pending = list(bounded.all_input_nodes)
     while pending and len(found) < _MOST_STEPS:
@@ -221,7 +221,7 @@ def _sources(bounded: Node) -> list[Node]:
 
 
 def _followers(bounded: Node) -> list[Node]:
-    """Yields the calls that depend on the bounded value, in the graph's order."""
+    """Returns the nearest calls that depend on the bounded value, in the graph's order."""
     found: set[Node] = set()
     pending = [bounded]
     while pending and len(found) < _MOST_STEPS:

@@ -63,7 +63,7 @@ class FuseNorms(Pass):
     """
 
     norms: frozenset[str] | None = None
-    """Names of the roots of the norms to rewrite; None: all that can be."""
+    """Names of the calls of `sqrt`, `rsqrt`, `std` and alike whose norms are rewritten; None: all that can be."""
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
@@ -108,7 +108,7 @@ def _roots(graph: Graph) -> Iterator[Node]:
 
 
 def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
-    """Returns the norm that a root is part of, or None if it is part of nothing like one.
+    """Returns the norm that one of `_roots` is part of, or None if it is part of nothing like one.
 
     Raises `NoMatch`, with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced.
     """
@@ -174,7 +174,10 @@ def _under(graph_module: GraphModule, root: Node) -> tuple[Variance | None, floa
 
 
 def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
-    """Returns the quotient by a root, its numerator, and whether a number is added to the root first; None for none."""
+    """Returns the quotient by a root, its numerator, and whether a number is added to the root first.
+
+    None if nothing is divided by the root.
+    """
     inverse, late_eps = op_name(root) == "rsqrt" or power_of(root) == -0.5, False
     pending = [(user, root) for user in root.users]
     for reader, node in pending:  # grows
@@ -200,7 +203,7 @@ def _is_numerator(node: Any, variance: Variance) -> bool:
 
 
 def _factors(node: Any, variance: Variance) -> tuple[Any, Any]:
-    """Returns weight and numerator if they are multiplied before the division."""
+    """Returns weight and numerator if they are multiplied before the division; else None for both."""
     if isinstance(node, Node) and op_name(node) == "mul":
         for one, other in (node.args[:2], node.args[1::-1]):
             if isinstance(other, Node) and isinstance(one, Node) and _is_numerator(same_value(other), variance):

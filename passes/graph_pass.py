@@ -56,7 +56,7 @@ class Pass(abc.ABC):
     """False for a pass that changes the graph's inputs, or the number or the types of its outputs."""
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
-        """Returns the rewritten graph module. Raises `PassError`."""
+        """Returns the rewritten graph module. Raises `PassError` if a check of the graph or of the result fails."""
         try:
             self.requires(graph_module)
             after = self._rewritten(copy_graph_module(graph_module))
@@ -162,7 +162,7 @@ class Pipeline(Pass):
         return len(kinds) > 1 and all((kind.__call__, kind.requires, kind.ensures) == usual for kind in kinds)
 
     def _at_once(self, graph_module: GraphModule) -> GraphModule:
-        """Returns one copy that all passes have rewritten. Raises `VerifyError`."""
+        """Returns one copy that all passes have rewritten. Raises `VerifyError` if a check before or after fails."""
         self.requires(graph_module)
         after = copy_graph_module(graph_module)
         for item in self.passes:

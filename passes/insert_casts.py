@@ -51,8 +51,8 @@ class InsertCasts(Pass):
     keeps_signature: ClassVar[bool] = False
     assignment: Mapping[str, torch.dtype]
     outputs: tuple[torch.dtype | None, ...] | None = None
-    """For each of the graph's outputs, the dtype that it is cast to, or None for any; None where all are cast back to
-    the dtypes that they had."""
+    """For each of the graph's outputs, the dtype that it is cast to, or None for no cast. If the whole is None, all are
+    cast back to the dtypes that they had."""
 
     def __repr__(self) -> str:
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self.assignment.values()]
@@ -140,7 +140,10 @@ def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
 
 
 def _hold_ancestors(value: Node, largest: float) -> None:
-    """Clamps the numbers that fill a mask before it is cast, which rounding would make infinite."""
+    """Clamps to ±`largest` the numbers that fill a mask, so that they stay finite when `value` is cast.
+
+    The mask may be `value`, or one of the values from which it is computed.
+    """
     pending, seen = [value], {value}
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""Removes casts to the dtype that a value has, there and back, and repeated; moves casts to fewer elements."""
+"""Removes casts that change nothing, are undone or are repeated; moves casts to where there are fewer elements."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -119,7 +119,8 @@ def _share(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
 
 
 def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
-    """Casts a value before it is viewed or copied, if the casts behind have together no fewer elements."""
+    """Casts a value before calls that view or copy it rather than their results, if these have together at least as
+    many elements as the value."""
     groups: dict[tuple[Node, torch.dtype], list[Node]] = {}
     for node, moved, dtype in _plain_casts(casts, written):
         source = _source(moved)

@@ -23,7 +23,7 @@ _TILE = "1x128"
 
 @dataclass(frozen=True)
 class QuantizeSaved(Pass):
-    """Has the backward of a joint graph read the named values from 8-bit copies, scaled by 128 elements of a row.
+    """Has the backward of a joint graph read the named values from 8-bit copies, with a scale for each 128 of a row.
 
     They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer
     has made an 8-bit copy of a value, that is saved.

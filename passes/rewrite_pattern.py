@@ -91,9 +91,10 @@ class RewritePattern(Pass, Generic[Data]):
 def judged(
     nodes: Iterable[Node], match: Callable[[Node], Match | None], names: Collection[str] | None = None
 ) -> Iterator[tuple[Node, Match | None, str]]:
-    """Yields each of the nodes that is in `names` (None: each), with its match, and the reason if it has none for one.
+    """Yields each node whose name is in `names` (None: each node) with its match, or with None and the reason.
 
-    Nodes are matched one after the other, so that the graph may be rewritten in between.
+    The reason is the message of `NoMatch`, and "" where nothing looks like the pattern. Nodes are matched one after the
+    other, so that the graph may be rewritten in between.
     """
     for node in list(nodes):
         if names is None or node.name in names:
@@ -116,7 +117,7 @@ def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str
 
 
 def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
-    """Raises `NoMatch` where anything but `readers` reads one of the inner values.
+    """Raises `NoMatch` where anything but `readers` reads one of the values `inner`.
 
     Reading a size does not count if the value is as large as `like`.
     """
@@ -151,9 +152,10 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
-    """Erases the inner calls that nothing reads any more, with the constants and casts that only they read.
+    """Erases those of `inner`, the calls of a match, that nothing reads any more, with the constants and casts that
+    only they read.
 
-    Calls that read their sizes read those of `like` instead.
+    Calls that read the size of one of `inner` read that of `like` instead.
     """
     pending = sorted(inner)
     erased: set[Node] = set()

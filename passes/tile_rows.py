@@ -162,7 +162,7 @@ class _Tiling:
         return [new_call(first, operator.getitem, parts, number) for number in range(self.tiles)]
 
     def _tile(self, number: int, parts: dict[Node, Node], made: list[Node]) -> dict[Node, Node]:
-        """Returns the members of one tile by those that they are copies of."""
+        """Returns the calls of one tile, by the members of the segment that they are copies of."""
         copies = dict(parts)
 
         def read(source: Node) -> Node:

@@ -12,7 +12,7 @@ from passes.graphs.aliases import WAIT
 class WaitAtOnce(Pass):
     """Moves every wait directly behind the collective that it waits for.
 
-    What a collective reads and writes is in use until then: nothing may be written over it, and it takes memory.
+    What a collective reads and writes is in use until its wait: nothing may be written over it, and it takes memory.
 
     Before:
         all_reduce: f32[4] = _c10d_functional.all_reduce(primals_1, 'sum', '0')

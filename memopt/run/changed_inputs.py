@@ -1,5 +1,5 @@
-"""Inputs that the caller changes in place between a forward and its backward, as `images.div_(255)` does: eager mode
-need not read them again, where a plan computes from them once more."""
+"""Inputs that the caller changes in place between a forward and its backward, as `images.div_(255)` does. Eager mode
+need not read such an input in the backward, but a plan that recomputes from it does."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from memopt.run.ledger import Moment
 
 @dataclass(frozen=True, eq=False)
 class WatchedInputs:
-    """The inputs of the first run of a region, of which is to be seen whether the caller changes them."""
+    """The inputs of one run of a region, watched for changes in place by the caller until its backward begins."""
 
     region: RecordedRegion
     watched: dict[int, tuple[torch.Tensor, int]]
-    """By the number of an input: what lies in its memory, and its version in the forward."""
+    """By the number of an input: a detached alias of it, and its `_version` in the forward."""
     plan_again: Callable[[], None]
 
     @classmethod
     def of(
         cls, region: RecordedRegion, inputs: Sequence[Any], model: nn.Module, plan_again: Callable[[], None]
     ) -> WatchedInputs:
-        """Those that come from the caller and have no gradient; `plan_again` drops the plans of the region."""
+        """Watch the tensors among `inputs` that the caller gave and that need no gradient, but for those that the
+        region writes to or whose memory it returns. `plan_again` drops the plans of the region; it is called if one was
+        changed."""
         state = set(map(id, (*model.parameters(), *model.buffers())))
         left_out = region.written | _returned(region.graph_module)
         found = {
@@ -44,15 +46,17 @@ class WatchedInputs:
         return cls(region, found, plan_again)
 
     def copies(self, plan: Plan, moment: Moment) -> dict[int, torch.Tensor]:
-        """Copies of the inputs, by their number, where these have room in place of the optimiser's state: a forward
-        that is given them is not harmed by a change in the first step. None where they have not."""
+        """Copies of the watched inputs by number, if they fit into the bytes that are planned for the optimiser's state
+        and not taken yet, and no further forward is expected before the backward; else an empty dict. A forward that
+        runs on the copies is not harmed where the caller changes the inputs in the first step."""
         nbytes = sum(value.nbytes for value, _ in self.watched.values())
         if not nbytes or moment.to_come or nbytes > moment.left_before_state(plan):
             return {}
         return {number: value.clone() for number, (value, _) in self.watched.items()}
 
     def look(self) -> None:
-        """Have the region planned as one that cannot read again what was changed; called when its backward begins."""
+        """Note in the region which inputs were changed since the forward: later plans do not read these again in the
+        backward. Called when the backward begins; drops the region's plans if any input was changed."""
         changed = frozenset(number for number, (value, version) in self.watched.items() if value._version != version)
         self.watched.clear()  # the caller may free them now
         self.region.changed = changed | (self.region.changed or frozenset())
@@ -61,7 +65,8 @@ class WatchedInputs:
 
 
 def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> None:
-    """Note which tensors of a call, whose plain forward returned these, the caller changes before their backward."""
+    """Note in `entry`, when the backward of `outputs` begins, which tensors of a plain call the caller has changed in
+    place since its forward."""
     given = [(number, weakref.ref(one), one._version) for number, one in enumerate(tensors_in(call)) if _is_data(one)]
     node = next((one.grad_fn for one in outputs if one.grad_fn is not None), None)
     weak = weakref.ref(entry)  # the garbage collector does not see what a graph holds, which the model may keep
@@ -76,7 +81,8 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
 
 
 def mark_changed(region: RecordedRegion, inputs: Sequence[Any], call: Call, entry: Entry) -> None:
-    """Have a region whose backward was not seen yet planned by what plain steps have shown."""
+    """Have a region that had no backward yet planned with the inputs as changed that the caller changed in plain
+    steps."""
     if region.changed is None and entry.changed_inputs:
         changed = {id(one) for number, one in enumerate(tensors_in(call)) if number in entry.changed_inputs}
         region.changed = frozenset(number for number, value in enumerate(inputs) if id(value) in changed)
@@ -87,7 +93,7 @@ def _is_data(tensor: torch.Tensor) -> bool:
 
 
 def _returned(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Numbers of the inputs in whose memory results lie."""
+    """Numbers of the inputs that share their memory with a result of the graph."""
     (results,) = graph_module.graph.output_node().args
     nodes = [node for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     memory = {memory_of(node.meta.get("example_value")) for node in nodes} - {None}

@@ -23,23 +23,24 @@ from memopt.run.ledger import Moment
 from memopt.run.plain_calls import CountedStep, PlainCalls
 
 _WORTH_NAMING = 2
-"""A call that is in no graph is counted for a refusal up to this many times its budget: it runs for that."""
+"""For a call that cannot be captured, a refusal looks for a budget up to this many times the given one: the call runs
+for that."""
 _STEPS_OF_A_COUNT = 8
-"""To find a choice that fits takes up to as many steps."""
+"""Finding a choice that fits takes the time of up to this many steps."""
 _LOST = 1 / 3
-"""The part of a step that runs a second time, where that is longer than the forward took to call: a device may still
-compute when it returns."""
+"""A call with checkpoints is taken to lose at least this part of a step: its forward may return while the device still
+computes."""
 
 Choice: TypeAlias = tuple[PlainCalls, CountedStep]
 
 
 class CheckpointedCalls:
-    """Runs calls as the plain model does, but for modules that are activation checkpoints: of several choices of these
+    """Runs calls as the plain model does, with some modules as activation checkpoints: of several choices of modules,
     the fastest whose step fits the budget.
 
-    What code between the regions of a broken forward holds is in no graph, so that no plan can free it; here the code
-    itself runs a second time. A forward in one region runs so where it has to be recorded again for smaller sizes,
-    until calls have lost as much time to that as a plan takes.
+    No plan can free what code between the regions of a broken forward holds, as it is in no graph; a checkpoint runs
+    that code a second time. A forward in one region runs with checkpoints, too, where it would have to be recorded
+    again for smaller sizes, until calls have lost as much time to that as a plan takes to make.
     """
 
     def __init__(
@@ -47,18 +48,20 @@ class CheckpointedCalls:
     ) -> None:
         self.model, self.planner, self.loss_fn, self.entry = model, planner, loss_fn, entry
         self.serve = False
-        """Whether a call for which no plan fits has run so: then further ones are tried so before they are planned."""
+        """Whether checkpoints have fitted for a call that cannot be planned: they are then tried before later calls are
+        planned."""
         self._lost_seconds = 0.0
-        """The time that calls have lost which ran so instead of by a plan."""
+        """The time that calls have lost by running with checkpoints instead of by a plan."""
 
     @cached_property
     def _calls(self) -> tuple[PlainCalls, ...]:
-        """One for each choice of modules."""
+        """What counts and runs calls, for each choice of modules; empty unless `allow` has "recompute"."""
         found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
     def fitting(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
-        """The choice by which a call fits the budget that cannot be planned, and its step; None where there is none."""
+        """The first choice with which a call that cannot be planned fits the budget, and the count of its step; None
+        where no choice fits."""
         found = self._first_that_fits(call, situation, moment, parts)
         self.serve |= found is not None
         return found
@@ -66,8 +69,8 @@ class CheckpointedCalls:
     def instead_of_planning(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts, plan: Plan, planning_seconds: float
     ) -> Choice | None:
-        """As `fitting`, for a call that could be planned, as a larger one was by `plan`; None once calls have lost
-        about `planning_seconds` so."""
+        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. None once calls have lost
+        about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
             self._lost_seconds = 0.0  # by sizes that are planned now
@@ -79,7 +82,8 @@ class CheckpointedCalls:
             self._lost_seconds += time.perf_counter() - started
 
     def run(self, choice: Choice, call: Call, situation: Situation, moment: Moment, plan: Plan | None) -> Any:
-        """Run a call by a choice by which it fits, instead of by a plan like that of a larger call if there is one."""
+        """Run a call with a choice that fits. `plan`: that of a larger call, where this one could be planned; the time
+        that this one loses is then counted."""
         calls, fits = choice
         started = time.perf_counter()
         result = calls.run(call, fits, situation, moment)
@@ -107,8 +111,9 @@ class CheckpointedCalls:
         situation: Situation,
         moment: Moment,
     ) -> BudgetError | CaptureError:
-        """The refusal of a call, with the smallest budget by which it runs so, where there is none by a plan or that is
-        larger; and with the reason `broken` why it breaks into regions, if it does."""
+        """The refusal of a call, naming the smallest budget in which it runs with checkpoints, where no plan can be
+        made or all need more. `broken` is the reason why the forward breaks into regions; where it is None, the refusal
+        by a `BudgetError` stays as it is."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes
             least = self._least(call, situation, moment, _WORTH_NAMING * budget)

@@ -23,8 +23,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DEEPEST = 3
 """How deep checkpoints are nested at most: blocks, their parts, and the parts of these."""
 _SUMS_AGREE = 1e-5
-"""The sums of the values of a module's outputs may differ by this part of those of their magnitudes when it runs again:
-kernels on a GPU may add in another order each time."""
+"""When a module runs a second time, the sum of an output's values may differ by this part of the sum of their
+magnitudes: kernels on a GPU may add in another order each time."""
 
 
 class RecomputedOtherwiseError(RuntimeError):
@@ -52,7 +52,7 @@ class Checkpoints:
     _checks: bool = field(default=False, init=False)
     _silently: set[int] = field(default_factory=set, init=False)
     _of_count: list[_Body] | None = field(default=None, init=False)
-    """The calls of the count that is under way; None at other times."""
+    """The module calls in the `counted` block that is under way; None outside of one."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -72,9 +72,9 @@ class Checkpoints:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A block for a count, whose backward may not come to its end. Autograd then holds the calls, by hooks on what
-        it saved, and where one was given a container to which it adds outputs, Python's collector does not find the
-        circle. So the calls let go of all they hold."""
+        """A block in which a step is counted, whose backward may not come to its end. After it the module calls drop
+        all that they hold. Autograd would keep them by its hooks on saved tensors, and Python's collector does not find
+        the reference cycle where a call was given a container to which it adds outputs."""
         before, self._of_count = self._of_count, []
         try:
             yield
@@ -118,7 +118,7 @@ class _Body:
     """Returns a block in which the calls of the modules within it are checkpoints."""
     checks: bool
     silently: set[int]
-    """The `id`s of the buffers to which kernels write without counting it."""
+    """The `id`s of the buffers to which kernels write without raising their `_version`."""
     written: Sequence[torch.Tensor]
     """The module's parameters that the forward writes to."""
     _before: _State | None = None
@@ -147,7 +147,7 @@ class _Body:
 
 
 class _State:
-    """The attributes, the buffers and some parameters of a module at one moment."""
+    """The attributes and buffers of a module, and its parameters `written`, as they are when this object is made."""
 
     def __init__(self, module: nn.Module, written: Sequence[torch.Tensor]) -> None:
         self._module, self._attributes = module, Attributes(module)
@@ -155,11 +155,12 @@ class _State:
         self._values = [(one, one._version, one.detach().clone()) for one in buffers if not one.is_inference()]
 
     def has_changed(self, silently: set[int], *, look: bool) -> bool:
-        """Whether they were set or written to since then; copies of those that were not are freed.
+        """Whether an attribute was set, or a buffer or parameter written to, since this object was made. Copies of
+        tensors that were not written to are freed.
 
-        Some kernels, such as that of batch normalisation, write to a buffer without counting it. `silently` holds the
-        `id`s of such buffers, which are found by their values where those may be looked at: to `look` at them on a GPU
-        makes the host wait.
+        Some kernels, such as that of batch normalisation, write to a buffer without raising its `_version`. `silently`
+        holds the `id`s of the buffers that are known for it, which count as written to. Others are found by comparing
+        their values, and added: always on the host, but on a GPU only with `look`, as the host has to wait for it.
         """
         for tensor, version, value in self._values:
             if tensor._version == version and (look or is_on_host(tensor)) and not torch.equal(tensor, value):
@@ -169,7 +170,8 @@ class _State:
 
     @contextmanager
     def for_a_time(self) -> Iterator[None]:
-        """A block in which they are as at this moment; after it they are as before it."""
+        """A block in which attributes and tensors are as they were when this object was made; after it they are as they
+        were before it."""
         now = Attributes(self._module)
         values = [(tensor, tensor.detach().clone()) for tensor, *_ in self._values]
         self._attributes.restore()
@@ -189,7 +191,7 @@ def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @contextmanager
 def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -> Iterator[None]:
-    """A block in which the calls of modules go through what `call_of` returns for them."""
+    """A block in which each module of `spots` is called by what `call_of` returns for it."""
     before = [(spot.module, compiled_call(spot.module)) for spot in spots]
     calls = [call_of(spot) for spot in spots]
     for spot, call in zip(spots, calls, strict=True):
@@ -202,8 +204,10 @@ def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -
 
 
 def choices(model: nn.Module) -> Iterator[Checkpoints]:
-    """The choices of modules worth trying, from the fastest to the one that holds least: the repeated blocks of the
-    model; and within each of them, while it runs again, the modules that it is made of."""
+    """The choices of modules that are worth trying, from the fastest to the one that holds least. The first is the
+    repeated blocks of the model. The next has in each block the modules that it is made of as checkpoints, too, for
+    while the block runs a second time; the last has the parts of these as well. None for a model without such
+    blocks."""
     blocks = tuple(dict.fromkeys(_blocks(model)))
     before = None
     for depth in range(_DEEPEST) if blocks else ():
@@ -214,7 +218,7 @@ def choices(model: nn.Module) -> Iterator[Checkpoints]:
 
 
 def _spot(block: nn.Module, depth: int) -> _Spot:
-    """A module with those within it down to a depth."""
+    """A block as a checkpoint, with those within it nested `depth` levels deep."""
     return _Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
 
 
@@ -232,7 +236,8 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """The modules made of others that a block calls."""
+    """The children of a block that have children themselves; of a `ModuleList` or `ModuleDict`, its elements that
+    do."""
     for child in block.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from filter(_is_composed, child.children())
@@ -241,12 +246,13 @@ def _parts(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_composed(module: nn.Module) -> bool:
-    """Whether a module is made of others: of a single one, such as a linear layer, the input is held in any case."""
+    """Whether a module has children. One without, such as a linear layer, gains little as a checkpoint: its input is
+    held in any case."""
     return next(module.children(), None) is not None
 
 
 def _sums(outputs: Any) -> list[tuple[float, float]]:
-    """The sums of the values of tensors, and of their magnitudes."""
+    """For each floating-point tensor in `outputs`, the sum of its values and the sum of their magnitudes."""
     with torch.no_grad():
         floats = [one.detach() for one in tensors_in(((outputs,), {})) if one.is_floating_point() and not one.is_sparse]
         return [(one.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(one, 1).item()) for one in floats]
@@ -260,5 +266,6 @@ def _agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, f
 
 
 def _in_words(names: Sequence[str]) -> str:
-    """Paths of modules, those that differ in a number together: "blocks.0 to blocks.11"."""
+    """The first and the last of several paths of modules with their number, as "blocks.0 to blocks.11 (12 modules)"; a
+    single path as it is."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

@@ -36,23 +36,26 @@ _MOST = 4
 class ControlPaths:
     """The control-flow paths that calls of one kind have taken, most recent first, each as a captured call.
 
-    A path has the runs of many forwards, each of which leaves some of them out; forwards that run other regions on the
-    same parameters take different paths."""
+    A path joins the runs of many forwards, each of which leaves some of them out. Forwards that run other regions on
+    the same parameters take different paths.
+    """
 
     calls: list[CapturedCall]
     sizes: LargestSizes
     """The largest inputs with which they were captured."""
     new: bool = False
-    """Whether the next forward is one that was captured just before, on its values."""
+    """Whether the next forward is of a call that was captured just before, on its values."""
     between_bytes: int | None = None
-    """The most that code between the regions was found to hold after such a forward; None before the first."""
+    """The most bytes that code between the regions was found to hold after a forward that was captured just before;
+    None before the first."""
     _margin: float = MARGIN
     _joins: dict[CapturedCall, tuple[CapturedCall, CapturedCall]] = field(default_factory=dict)
-    """What a path was made of: the path before, and a capture that was put to it."""
+    """By path that was made when a call was captured: the path that was first before, and the capture."""
 
     @classmethod
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
-        """The first path that was seen; `new`: in a call that runs now."""
+        """The paths of a kind of which `call` is the first that was captured; `new`: it runs next, on the values that
+        it was captured on."""
         return cls([captured], LargestSizes.of(call), new=new)
 
     def move_to_front(self, path: CapturedCall) -> None:
@@ -60,7 +63,8 @@ class ControlPaths:
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
-        """Put the capture of a call to the path that was taken last; where that drops some of its runs, beside it."""
+        """Join the capture of a call to the path that was taken last. Where some runs of that path are dropped by this,
+        it is kept beside the joined one."""
         self.sizes, self.new = self.sizes.covering(call), True
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
@@ -73,8 +77,9 @@ class ControlPaths:
         self.calls = [both, *others][:_MOST]
 
     def separate(self) -> CapturedCall | None:
-        """Put the latest capture by itself before the first path, which it was joined to and which does not serve it:
-        regions of the same operators may have other graphs for other sizes. None where it is by itself."""
+        """Put the latest capture by itself before the first path, to which it was joined and which does not serve it:
+        regions with the same operators may have other graphs for other sizes. Returns the capture; None where the first
+        path has no capture joined to it."""
         first = self.calls[0]
         if first not in self._joins or self._joins[first][1] is first:
             return None
@@ -84,13 +89,13 @@ class ControlPaths:
         return captured
 
     def before(self, path: CapturedCall) -> CapturedCall | None:
-        """The path that was taken before the first one was captured; None where there was none."""
+        """The path that was first when the latest capture of `path` was added; None where there was none."""
         return self._joins[path][0] if path in self._joins else None
 
     def lacking(self, plan: Plan, between_bytes: int) -> int:
-        """The bytes that a step of the first path lacks under its plan, where code between the regions was found to
-        hold `between_bytes` after the forward: more than after the one of which they were captured. What it holds at
-        other times is taken to grow alike. 0 or less where it lacks none."""
+        """The bytes that a step of the first path needs beyond its budget under `plan`, where code between the regions
+        was found to hold `between_bytes` after the forward. If that is more than when it was captured, what the code
+        holds at other times is taken to grow in proportion. 0 or less where the step fits."""
         if self.new:
             self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
         captured = self.calls[0]
@@ -102,8 +107,9 @@ class ControlPaths:
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """The first path; then, each where the one before it does not fit the budget: with its sizes as they were seen
-        and no margin above them, and the latest capture by itself."""
+        """The captured calls to plan for, one after the other: the caller takes the next one where a plan for the last
+        one does not fit the budget. They are the first path; and if a capture was joined to it, the same without a
+        margin above the sizes that were seen (as all later ones), and the latest capture alone."""
         first = self.calls[0]
         yield first
         if first in self._joins:
@@ -122,7 +128,7 @@ class ControlPaths:
 
 
 def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
-    """Whether a run has other sizes in one of two captures."""
+    """Whether a run that is in both captures has inputs of other shapes in them."""
     numbers = known_places(one.runs, other.runs)
     pairs = ((one.runs[at], run) for at, run in zip(numbers, other.runs, strict=True) if at is not None)
     return any(ours.shapes != theirs.shapes for ours, theirs in pairs)
@@ -130,17 +136,16 @@ def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
 
 _Kind = tuple[str, int, CapturedCall | None]
 _MOST_PLANS = 64
-"""The number of plans that are kept, one for each signature and situation of a call."""
+"""The number of kinds of calls that are kept, and of plans, one for each path and situation."""
 
 
 class PlansOfPaths:
     """The plans of calls in several regions, by the control-flow path and the situation.
 
-    The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
-    region for several of them (a block that is called in a loop). A forward may leave out runs that are planned. One
-    that has others, or larger ones, is captured by `capture`, and planned together with those before it, so that after
-    a few steps one plan serves every path through the model's code. Sizes that differ between runs are symbols of one
-    region.
+    Each run of a region in a forward has a schedule of its own, also where Dynamo compiles one region for several runs
+    (a block that is called in a loop). A forward may leave out runs that are planned. One that has others, or larger
+    ones, is captured by `capture`, and planned together with those before it, so that after a few steps one plan serves
+    every path through the model's code. Sizes that differ between runs are symbols of one region.
     """
 
     def __init__(
@@ -151,10 +156,10 @@ class PlansOfPaths:
         """The paths that calls of a kind were seen to take."""
         self._plans: LruCache[tuple[CapturedCall, Situation], Executable] = LruCache(_MOST_PLANS)
         self._plans_freed = 0
-        """The number of plans that were made when solvers were last freed."""
+        """The value of `Road.plans` when solvers were last freed."""
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have further calls of the kind of this one run by a plan in that situation."""
+        """Have later calls of the same kind as `call` run by `plan` in this situation."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             self.paths[self._kind(call)] = ControlPaths.of(captured, call)
@@ -168,15 +173,16 @@ class PlansOfPaths:
         self._plans.clear()
 
     def forget(self, but: Plan | None = None) -> None:
-        """Drop all plans but one."""
+        """Drop all plans but `but`; all of them where it is None."""
         kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
         self._plans.clear()
         for key, planned in kept:
             self._plans[key] = planned
 
     def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
-        """The paths known for calls of the kind of this one, among them one for sizes as large as its own; `first`
-        captures the call where it is the first of its kind."""
+        """The paths of calls of the same kind as `call`, the first of them for sizes at least as large. The call is
+        captured by `first` where it is the first of its kind, and by `capture` where it is larger than those before
+        it."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)
@@ -185,15 +191,17 @@ class PlansOfPaths:
         return paths
 
     def _kind(self, call: Call) -> _Kind:
-        """Equal for calls that may share a plan: all but their sizes, the state of autocast, what is exchanged between
-        ranks, and what is kept gathered. Calls that keep blocks are captured again where those that free them were:
-        Dynamo's graphs may be others since then."""
+        """A key that is equal for calls that share their paths: calls with the same arguments but for their sizes,
+        state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks do, the key
+        also has the capture with all blocks freed: if that was made again, Dynamo's graphs may differ, and the call is
+        captured again."""
         text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
-        """The plan for a call that fits beside what else is on the device. `freed` is the one that frees all blocks,
-        where this one may keep some. Raises `BudgetError`, `CaptureError`."""
+        """The plan for a call on one of `paths` that fits beside all else on the device. `freed`: under FSDP2, where
+        this plan may keep blocks gathered, the plan of the same call that frees all of them. Raises `BudgetError` where
+        no plan fits, and `CaptureError`."""
         try:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
@@ -206,8 +214,9 @@ class PlansOfPaths:
                 self.road.planner.forget_solvers()
 
     def _plan_for(self, call: Call, paths: ControlPaths, freed: Plan | None, situation: Situation) -> Executable:
-        """The plan for the first of these paths; for the one that was captured last alone where their runs together do
-        not fit."""
+        """The plan for the first of these paths in this situation; where that does not fit, for the first that does of
+        those of `ControlPaths.smaller`, which then takes its place. `freed` is as for `fitting`. Raises `BudgetError`
+        where none fits."""
         refused: BudgetError | None = None
         for captured in paths.smaller():
             planned = self._plans.get((captured, situation))
@@ -229,7 +238,8 @@ class PlansOfPaths:
     def _extended(
         self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
     ) -> Plan | None:
-        """The plan of a call by the schedules of the runs that were planned before; None where a search is needed."""
+        """The plan of `captured` with the schedules that its runs have in the plan of the path `before`; None where
+        that has no plan in this situation, or a search is needed."""
         planned = None if before is None else self._plans.get((before, situation))
         if planned is None:
             return None
@@ -237,7 +247,7 @@ class PlansOfPaths:
         return self.road.extend(planned.plan, captured, call, situation, known_places(planned.runs, runs))
 
     def _with_runs(self, captured: CapturedCall, plan: Plan) -> Executable:
-        """The plan of a captured call with the runs that it schedules: not those of views alone."""
+        """The plan of a captured call with the runs that it schedules: all but those that only make views."""
         step = plan.captured
         assert step is not None
         return Executable(captured, plan, self._scheduled(captured, step.rewriting_of_regions))

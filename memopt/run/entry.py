@@ -26,12 +26,12 @@ from memopt.planning.plan import Plan
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
-"""What appears beside a step is tolerated up to this part of the parameters' bytes, a 256th of what a step with their
-gradients and two states keeps,"""
+"""Memory that appears beside a step is tolerated up to the parameters' bytes divided by this: a 256th of parameters,
+gradients and two optimiser states,"""
 _LEAST_TOLERANCE = 64 * 1024
 """and at least up to these bytes: Python and `malloc` need some of their own."""
 _REMEMBERED = 16
-"""The number of groups of forwards whose size is remembered."""
+"""The number of groups whose size is remembered; a group is the forwards before one backward."""
 _MOST_KINDS = 64
 """The number of kinds of moments of a model for which the bytes allocated are remembered."""
 _MOST_PLANS = 8
@@ -64,7 +64,7 @@ class _Forward(Waiting, Protocol):
         """The tensors that it has saved and not freed yet."""
 
     again_bytes: int
-    """The bytes that its backward takes beside the plan, where it runs a second time then."""
+    """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
 
     def free_saved(self) -> int:
         """Free what it has saved until its backward; returns the bytes."""
@@ -73,16 +73,18 @@ class _Forward(Waiting, Protocol):
         """Mark it as done."""
 
     def undo(self) -> bool:
-        """Undo it once its backward failed; returns whether all is as it was."""
+        """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
+        before it."""
 
     def is_in_backward(self) -> bool:
-        """Whether it is its backward that runs."""
+        """Whether the backward that runs now has come to this forward."""
 
     def saved_bytes(self) -> int:
         """The bytes that it would hold until its backward with nothing recomputed."""
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget of at least `needed` bytes with room for other forwards."""
+        """A budget of at least `needed` bytes with room for other forwards; `retained`: with one for a graph that is
+        kept."""
 
 
 class Plain(Waiting, Protocol):
@@ -101,25 +103,26 @@ class LatestLooks:
     found: Found
     """What the latest one found."""
     levels: deque[tuple[int, int]]
-    """For each of them the bytes that were allocated without those that are known, and how many of these were none of
-    the bytes found."""
+    """For each look: the bytes allocated without those that are known (`Moment.known_bytes`), and how many of them it
+    did not find to lie elsewhere."""
 
     highest: int
-    """The most bytes that were allocated at one of all such moments that were looked at."""
+    """The most bytes that were allocated, without those that are known, at any look of this kind since a plan was
+    made."""
 
     @property
     def level(self) -> int:
-        """The bytes that were allocated at the latest one, without those that are known."""
+        """The bytes that were allocated at the latest look, without those that are known."""
         return self.levels[-1][0]
 
     @property
     def lowest(self) -> int:
-        """The fewest bytes that were allocated at one of them, without those that are known."""
+        """The fewest bytes that were allocated at one of these looks, without those that are known."""
         return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
-        """No less than what is to be found where so many bytes are allocated without those that are known, if no fewer
-        of them are something else than at the latest looks."""
+        """No less than what a look would find where `level` bytes are allocated without those that are known. It takes
+        at least as many of them not to lie elsewhere as at each of the latest looks did not."""
         return max(0, level - min([rest for _, rest in self.levels]))
 
 
@@ -138,25 +141,25 @@ class Entry:
     optimised: bool = False
     """Whether the model's calls are planned now, so that other models are planned beside what it will hold."""
     gradient_bytes: int | None = None
-    """The bytes of its gradients, as far as they are planned."""
+    """The most bytes of gradients that one of its plans counts; None before the first."""
     state_bytes: int | None = None
-    """The bytes of its optimiser's state, as far as they are planned."""
+    """The most bytes of its optimiser's state that one of its plans or plain steps counts; None before the first."""
     seen: SeenOverlaps = field(default_factory=SeenOverlaps)
-    """What was seen beside its forwards."""
+    """What was seen of other models' forwards beside its own."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
     """The most bytes elsewhere that were found to appear between a forward and its backward."""
     reached_bytes: int | None = None
-    """The bytes elsewhere that were found in the backward then; None before. What stays until the next forward is found
-    there, and not to come again."""
+    """The bytes elsewhere that were found in that backward; None where they are not known. What is still there when the
+    next forward begins is found then, and does not appear again."""
     meanwhile: int | None = None
-    """The most bytes that the caller's own code takes between a forward and its backward, with the gradients of its
-    outputs; None where that was not seen."""
+    """The most bytes that the caller's own code takes between a forward and its backward, the gradients of its outputs
+    among them; None where that was not seen."""
     returned_bytes: int = 0
-    """The most bytes of outputs for which it was seen."""
+    """The most bytes of outputs, or of their gradients, for which `meanwhile` was seen."""
     metered: bool = False
-    """Whether it was read from a meter, which tells more than a graph."""
+    """Whether `meanwhile` was read from a memory meter, which tells more than an autograd graph."""
     outputs_in_backward: int | None = None
     """The most bytes of a forward's outputs that were still there when its backward began; None before the first."""
     gradients_stay: bool | None = None
@@ -167,7 +170,7 @@ class Entry:
     keeps_graph: bool = False
     """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
     seen_until_backward: bool = False
-    """Whether it was looked for what appears until the backward."""
+    """Whether a backward has looked for what appeared since its forward."""
     begun: int = 0
     """The number of planned forwards that have begun."""
     number: int = 0
@@ -183,19 +186,20 @@ class Entry:
     due: bool = False
     """Whether a plan was made since the latest look at a moment: planning leaves memory of its own behind."""
     at_least: int = 1
-    """The number of forwards that are expected before a backward, at least: a group."""
+    """The number of forwards that are expected before a backward at least, as the user gave it as `forwards`; together
+    they are a group."""
     others_expected: int = 0
     """The number of further forwards that the present group is expected to have after its first."""
     held_after: int | None = None
-    """The bytes that the latest forward held which was not the first of its group."""
+    """The bytes held by the latest forward that was not the first of its group; None before one."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Figures of plans, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
-    """The latest plans, each with what it needs where that has been asked for."""
+    """The latest plans by their `id`, each with its `StepBytes` once these were asked for."""
     refusals: LruCache[Hashable, BudgetError] = field(default_factory=lambda: LruCache(_MOST_PLANS))
-    """The refusals of situations in which the caller keeps outputs, by these and the shapes of the call's inputs."""
+    """The refusals of calls while the caller kept outputs of the step before, by situation and shapes of the inputs."""
     plain_step_bytes: StepBytes | None = None
-    """What the latest call needed that ran plain."""
+    """The bytes of the step of the latest call that ran plain; None before one."""
     planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
     ending: list[_Forward] = field(default_factory=list)
@@ -220,7 +224,7 @@ class Entry:
 
     @property
     def notable_bytes(self) -> int:
-        """The bytes of which a change is looked at."""
+        """Changes of what lies elsewhere that are no larger are not looked at."""
         return self.tolerance_bytes // 2
 
     @property
@@ -234,7 +238,8 @@ class Entry:
         return self.fixed_bytes is not None or bool(self.looks)
 
     def begin(self, waiting: int) -> None:
-        """Count a forward that begins while `waiting` others wait for their backward; the first of a group if none."""
+        """Count a forward that begins while `waiting` others wait for their backward; if none waits, it is the first of
+        a group."""
         self.ending.clear()
         if waiting:
             self._group = max(self._group, waiting + 1)
@@ -245,7 +250,8 @@ class Entry:
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of what the latest forward returned that are still there, beside the model's own tensors and
-        `inputs`; 0 where these are not worth a look, or that forward waits for its backward, and is counted."""
+        `inputs`. 0 where it returned too little to matter, and where any forward waits for its backward, which counts
+        them."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
         if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
             return 0
@@ -257,15 +263,17 @@ class Entry:
         self.outputs_in_backward = max(self.outputs_in_backward or 0, nbytes)
 
     def dropped_outputs(self, plan: Plan) -> int:
-        """The bytes of a plan's outputs that its backward does without, as those before it did: callers who keep no
-        name for what a model returns free it as soon as their loss has been differentiated."""
+        """The bytes of a plan's outputs that are free again when its backward begins, judged by the backwards before
+        it: where the caller keeps no name for them, they are freed as soon as a loss outside of the model has been
+        differentiated. 0 where more than `notable_bytes` were still there, or no backward was seen."""
         kept = self.outputs_in_backward
         if kept is None or kept > self.notable_bytes:
             return 0
         return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
-        """The bytes that are to appear until a backward, where so many lie elsewhere in its forward."""
+        """The bytes that are expected to appear between a forward, in which `elsewhere` bytes lie elsewhere, and its
+        backward."""
         return (
             self.later_bytes
             if self.reached_bytes is None
@@ -300,15 +308,15 @@ class Entry:
         forward.number = self.number = next(_numbers)
 
     def figure(self, name: Hashable, plan: Plan, of: Callable[[], int]) -> int:
-        """The result of `of`, which is a figure of a plan with this name; it is called once."""
+        """A figure of a plan, in bytes, by its name: the result of `of`, which is called once for each plan."""
         if (known := self.figures.get((name, id(plan)))) is None:
             known = self.figures[name, id(plan)] = plan, of()
         return known[1]
 
     def until_backward(self, tangent_bytes: int) -> int | None:
-        """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
-        that many bytes, beside these: as it was seen, and more in proportion for larger outputs. None where it was not
-        seen; 0 where the user says what lies beside the step."""
+        """The bytes that the caller's own code takes between a forward and its backward, beside the gradients of
+        `tangent_bytes` that the backward begins with: as it was seen, and more in proportion for larger outputs. None
+        where it was not seen; 0 where no look is made (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
         if self.meanwhile is None:
@@ -317,13 +325,15 @@ class Entry:
         return max(0, int(grown * self.meanwhile) - tangent_bytes)
 
     def in_backward_bytes(self, plan: Plan) -> int:
-        """The most that a step by a plan holds beside what lasts, without the caller's own code."""
+        """The most bytes that a step by a plan holds at once beside what lasts from step to step, without the caller's
+        own code."""
         return self.figure("backward", plan, lambda: backward_bytes(plan))
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """The most that the latest plans need; None before the first. Where gradients are there now, and no plan was
-        made beside such, a new one is computed beside its own before it is added."""
+        """The bytes that are enough for each of the latest plans, and for the latest plain step; None before the first.
+        Where gradients are held now and no plan counted on that, each new one is computed beside the one that it is
+        added to: the peaks have room for the largest."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)
@@ -347,13 +357,14 @@ class Entry:
         return optimizer_account(self.optimizer, self._trained, self.device.type).state_bytes
 
     def gradients_expected(self, beside: Entry | None = None) -> int:
-        """The bytes of the gradients that it will hold, without those that it shares with another model."""
+        """The bytes of the gradients that it will hold, without those of parameters that it shares with the model of
+        `beside`."""
         own = set(map(id, beside.model.parameters())) if beside else ()
         most = distinct_bytes(parameter for parameter in self._trained if id(parameter) not in own)
         return most if self.gradient_bytes is None else min(most, self.gradient_bytes)
 
     def gradients_now(self, beside: Entry | None = None) -> list[torch.Tensor]:
-        """The gradients that it holds, without those that it shares with another model."""
+        """The gradients that it holds, without those of parameters that it shares with the model of `beside`."""
         own = set(map(id, beside.model.parameters())) if beside else ()
         return [one.grad for one in self._trained if one.grad is not None and id(one) not in own]
 
@@ -366,8 +377,9 @@ class Entry:
         return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
     def state_to_come(self, plan: Plan, returned_bytes: int, elsewhere_bytes: int) -> int:
-        """The bytes of the optimiser's state that a plan counts and that is not there yet, as it was just looked at. 0
-        where the optimiser's own step has no room beside outputs and other memory of so many bytes."""
+        """The bytes of the optimiser's state that a plan counts and that were not there at the latest look. 0 where the
+        optimiser's own step would not fit the budget beside outputs of `returned_bytes` and `elsewhere_bytes`
+        elsewhere; also on a GPU, and where the plan steps parameters in the backward."""
         account = plan.account
         if account.caching or any(region.steps for region in plan.regions):
             return 0
@@ -385,7 +397,7 @@ class Entry:
         return list(self.plain) if self.plain else []
 
     def in_backward(self) -> list[_Forward]:
-        """The forwards through which the backward that runs has come."""
+        """The planned forwards to which the backward that runs now has come."""
         return [forward for forward in self.planned if forward.is_in_backward()]
 
     @property

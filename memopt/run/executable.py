@@ -1,4 +1,4 @@
-"""Plans that can be run: which run of a region in a forward is which one that the plan schedules."""
+"""Plans that can be run, and which of the planned runs gives its schedule to a run of a region in a forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
 
 @dataclass(frozen=True)
 class _FoundRun:
-    """The planned run of a region by whose schedule a run in the present forward is to go."""
+    """The planned run whose schedule a run of a region in the present forward takes; `number` is its place in the
+    plan."""
 
     number: int
     joint: JointGraph
@@ -52,8 +53,8 @@ class Executable:
     _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
         default_factory=dict, repr=False
     )
-    """Planned node → node of a run of that region with these sizes, for runs in the place of the planned run of that
-    number; None for a run that may not take its place."""
+    """By region, sizes and number of a planned run: the name of a planned node → the name of that node in a run of the
+    region with these sizes. None where such a run may not take the place of the planned one."""
 
     @property
     def step(self) -> TracedStep:
@@ -74,10 +75,12 @@ class Executable:
         return self.step.rewriting_of_regions
 
     def find(self, run: RegionRun, first: int, trace: Trace) -> _FoundRun | None:
-        """The planned run, `first` or later, that a run of the present forward is; None where there is none, or it has
-        larger sizes than the plan is for.
+        """The planned run, of those numbered `first` or later, whose place a run of the present forward takes; None
+        where there is none, or the run has larger sizes than the plan is for.
 
-        `trace` traces a region that was recorded on fakes, or once more under other guards or for other sizes.
+        `trace` returns the joint graph of a region under a rewriting. It is called where the run's region is not the
+        planned one: that was recorded on fakes, or the code was recorded once more under other guards or for other
+        sizes.
         """
         for number in range(first, len(self.runs)):
             planned, joint = self.runs[number], self.step.regions[number]
@@ -97,7 +100,8 @@ class Executable:
         return None
 
     def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
-        """Planned node → node of a run with the same operators on values that are not larger; None for other runs."""
+        """The name of a planned node → its name in `joint`, the graph of `run`; None unless this has the same operators
+        as planned run `number`, on values that are not larger, and that one's schedule offloads nothing."""
         key = run.region, run.sizes, number
         if key not in self._names:
             if len(self._names) >= _MOST_NAMES:
@@ -123,7 +127,8 @@ class Executable:
 
 
 def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
-    """The numbers, among the inputs of a run, of the parameters whose gradients the planned run adds to `.grad`."""
+    """The `JointGraph.parameter_inputs` of a run in the place of a planned one: the parameters in the places of those
+    whose gradients the planned run adds to `.grad` itself. `joint` is the planned run's graph."""
     numbers = {
         joint.place_of(number): joint.place_of(own)
         for number, own in zip(planned.parameter_ids, run.parameter_ids, strict=True)
@@ -147,8 +152,8 @@ class _Value:
 
 
 def values_of(joint: JointGraph) -> tuple[_Value, ...]:
-    """The values of a graph in its order, with the sizes that `upper_bound` takes for its symbols. Raises
-    `CaptureError` where a size is not known."""
+    """The nodes of a graph that allocate memory or have effects, in its order, with the sizes that `upper_bound` takes
+    for its symbols. Raises `CaptureError` where a size is not known."""
     graph = joint.module.graph
     made = {info.maker: info.bytes for info in find_storages(graph).infos}
     of_node: dict[fx.Node, int] = {}
@@ -166,15 +171,15 @@ def values_of(joint: JointGraph) -> tuple[_Value, ...]:
 
 
 def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
-    """The computation of a node that allocates nothing: a view, which counts as what it is a view of, or one of several
-    results."""
+    """The hash of a node that allocates nothing: of a view, that of what it is a view of; of one of several results
+    (`getitem`), one of its own."""
     part: Any = node.args[1] if node.target is operator.getitem else None
     return operands[0] if part is None else hash((operands[0], part))
 
 
 def names_in(ours: Sequence[_Value], planned: Sequence[_Value]) -> dict[str, str] | None:
-    """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Of
-    several with the same computation, the first is the first."""
+    """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Values
+    with the same computation are paired in their order."""
     left: defaultdict[int, list[_Value]] = defaultdict(list)
     for value in reversed(ours):
         left[value.computation].append(value)

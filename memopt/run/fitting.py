@@ -1,5 +1,5 @@
-"""By which plan a call in progress runs: the first of some situations whose plan fits beside all else on the device; in
-one region, that for sizes up to a ceiling that covers its own."""
+"""Finds the plan by which a call in progress runs: that for the first of several situations whose plan fits beside all
+else on the device. In one region it is also for sizes up to a ceiling, which covers the call's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallInProgress:
 
     call: Call
     situation: Situation
-    """The situation of the call, without what is beside it."""
+    """The situation of the call, without the forwards that wait and the bytes elsewhere, which `moment` has."""
     moment: Moment
     """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
@@ -47,9 +47,10 @@ class CallInProgress:
     def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
         """The result of `make` for the first situation whose plan fits beside everything else on the device.
 
-        `known` says whether there is a plan for a situation already: before another one is made, which takes longer
-        than a look, what lies elsewhere is looked for. Raises the `BudgetError` of a plan that leaves room for it where
-        there is none.
+        `known` says whether there is a plan for a situation already. Before a new one is made, which takes longer than
+        a look, what lies elsewhere is looked for. Where no plan fits, the last one that was made is returned if no
+        situation was refused, or if it fits once forwards to come are done before its backward. Else the last refusal,
+        a `BudgetError`, is raised.
         """
         made = make(self.situation)
         if self.moment.fits(made.plan, self.situation):
@@ -76,8 +77,8 @@ class CallInProgress:
             refused = None  # its traceback holds this frame, and with it the caller's tensors
 
     def _made(self, make: Callable[[Situation], Executable], situation: Situation) -> Executable:
-        """The result of `make`. Where the caller keeps outputs, which are there in each step, its refusal is
-        remembered: another search would find the same."""
+        """The result of `make`. Where the caller keeps the outputs of the step before, a refusal is remembered, and
+        raised again without a search: they are there in each step."""
         if not self.moment.kept_outputs:
             return make(situation)
         refusals = self.moment.entry.refusals
@@ -91,10 +92,10 @@ class CallInProgress:
             raise
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
-        """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
-        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly. Where the caller still
-        holds the outputs of the step before, first of all with those elsewhere, and last by the plan that holds
-        least."""
+        """The situations to try, in order, where the first plan does not fit. For the bytes that lie elsewhere now,
+        rounded up and then exactly: as one of a group of equal forwards where others are expected, and beside the
+        forwards that wait. Where the caller still holds the outputs of the step before, situations in which these count
+        as elsewhere come first, and one for the plan that holds least comes last."""
         now = self.moment.elsewhere_beside(plan.account)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
@@ -170,7 +171,8 @@ class PlansOfRegions:
         return found
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> CapturedCall:
-        """The call of a region that was recorded ahead of its run, for the sizes that it is planned for."""
+        """The captured call of a region that was recorded ahead of its run, with the sizes up to which it is to be
+        planned."""
         return self._captured_call(region, self.bounds.ahead(region, inputs, call), inputs, call)
 
     def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
@@ -189,8 +191,8 @@ class PlansOfRegions:
         self._captured.clear()
 
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
-        """The call emitted by a plan that fits beside what else is on the device. Raises `Insists`, `BudgetError`,
-        `CaptureError`."""
+        """The plan that a call of this region runs by, with its code: one that fits beside all else on the device.
+        Raises `Insists` where the region's graphs are not valid for the call's sizes, `BudgetError`, `CaptureError`."""
         _check_sizes(region, inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)

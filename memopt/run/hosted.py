@@ -1,7 +1,8 @@
-"""Frozen parameters that lie in the host's memory between and in the steps of a plan that has them brought.
+"""Frozen parameters that lie in the host's memory, also during a step: its plan copies each to the device when it is
+read.
 
 Between calls such a parameter is a tensor on the host, with its values: what reads, saves or loads the model works on
-that. While the model is called, the parameter stands on its device without memory, as what was captured has it, and the
+that. While the model is called, the parameter is a tensor on its device without memory, as it was captured, and the
 step's graph takes the tensor on the host in its place.
 """
 
@@ -28,11 +29,11 @@ class _Home:
     host: Tensor
     """Its values, in the layout that it has on the device."""
     shell: Tensor
-    """The same layout on its device, without memory."""
+    """A tensor with the same layout on its device, whose storage has 0 bytes."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> _Home:
-        """Move a parameter to the host; it is left as it is while the model is called."""
+        """Move a parameter's values to the host; the parameter is then the shell, as while the model is called."""
         device = parameter.device
         host = lend(parameter.data)
         parameter.data = host  # the device's memory is free before the shell takes as much for a moment
@@ -55,7 +56,8 @@ _called: list[nn.Module] = []
 
 
 def _lying(model: nn.Module) -> list[tuple[nn.Parameter, _Home]]:
-    """The parameters of a model that lie on the host. Those that were given other memory do no longer."""
+    """The parameters of a model that lie on the host. Those whose memory was replaced since are no longer among
+    them."""
     found = []
     for parameter in model.parameters() if _homes else ():
         home = _homes.get(parameter)
@@ -70,7 +72,7 @@ def _lying(model: nn.Module) -> list[tuple[nn.Parameter, _Home]]:
 
 @contextmanager
 def on_device(model: nn.Module) -> Iterator[None]:
-    """A block in which the parameters of a model that lie on the host stand on their device, without memory."""
+    """A block in which the parameters of a model that lie on the host are tensors on their device, without memory."""
     if model in _called:
         yield
         return
@@ -93,7 +95,8 @@ def bring_back(model: nn.Module) -> None:
 
 
 def place(model: nn.Module, plan: Plan) -> None:
-    """Have the parameters of a model lie on the host that do by its plan, which has its graphs, and no others."""
+    """Move the parameters of a model that its plan has on the host there, and all others to the device. A plan that has
+    any there must have its graphs."""
     numbers = plan.regions[0].hosted
     captured = plan.captured if numbers else None
     parameters = {captured.regions[0].frozen_ids[number] for number in numbers} if captured else ()
@@ -108,8 +111,8 @@ def place(model: nn.Module, plan: Plan) -> None:
 
 
 def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
-    """The inputs of a region, of which those with the numbers `hosted` lie on the host from now on: their tensors there
-    take their place. The others are on the device."""
+    """The inputs of a region, with the tensors on the host in place of the parameters with the numbers `hosted`. These
+    are moved to the host if they are not there yet, and all other parameters among the inputs to the device."""
     if not hosted and not _homes:
         return tuple(inputs)
     found = []
@@ -127,8 +130,8 @@ def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
 
 
 class _Bringing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block without gradients in which each operator gets the parameters that lie on the host brought to the device,
-    for as long as it runs."""
+    """A block without gradients in which each operator gets a copy on the device of each parameter that lies on the
+    host, for as long as it runs. Raises `RuntimeError` for an operator that may write to one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def there(value: Any) -> Any:
@@ -148,8 +151,9 @@ class _Bringing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def plainly(model: nn.Module, *, compiled: bool) -> Iterator[None]:
-    """A block that calls the plain model, which finds its parameters there: without gradients each operator has them
-    brought, else, and if its own call is `compiled`, they are moved back to the device for good."""
+    """A block in which the plain model may be called while parameters lie on the host. Without gradients, each operator
+    gets copies of them on the device. With gradients, or if the model's own call is `compiled`, they are moved to the
+    device for good."""
     if torch.is_grad_enabled() or compiled:
         bring_back(model)
     if not _lying(model):

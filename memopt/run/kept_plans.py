@@ -35,7 +35,8 @@ class KeptPlans:
         self.planner = planner
 
     def key(self, recorded: Recorded) -> str | None:
-        """The key that plans of a recorded call are kept under; None where they are not kept."""
+        """The key that plans of a recorded call are kept under; None for a call in several regions, one whose inputs
+        the caller changes in place, and where plans are not kept."""
         graph = recorded.captured.graph
         changed = any(region.changed for region in recorded.captured.regions)
         if graph is None or changed or not self._keeps():
@@ -43,7 +44,7 @@ class KeptPlans:
         return self.planner.job(recorded.call, recorded.situation).key(graph)
 
     def note(self, key: str | None, recorded: Recorded) -> None:
-        """Keep the key of a call for `find_uncaptured`."""
+        """Store the key of a recorded call on disk, by which `find_uncaptured` finds its plan at the next start."""
         plan_cache.note(self._sketch(recorded.call, recorded.situation), key)
 
     def find_uncaptured(self, call: Call, situation: Situation) -> Kept | None:
@@ -84,7 +85,8 @@ class KeptPlans:
 
     def adopted(self, kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan | None:
         """A plan from disk or of another rank with the graphs of this recorded call; None where it was made for other
-        graphs, or is not sound for these (`is_sound`)."""
+        graphs, or is not sound for these (`is_sound`). `lowering_bytes` are those that compiled code holds beyond its
+        plan."""
         planner = self.planner
         # What was left to other models is in no figure of a plan.
         recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
@@ -102,7 +104,8 @@ class KeptPlans:
         return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
 
     def agreed(self, plan: Plan, recorded: Recorded, lowering_bytes: int = 0) -> Plan:
-        """The plan that the first rank made for such a call, with this rank's graphs; on one rank `plan` itself."""
+        """The plan that the first rank made for such a call, with this rank's graphs; `plan` itself on one rank, and
+        where that one is not valid here. `lowering_bytes` is as for `adopted`."""
         kept = self._data_of(plan)
         first = self.of_ranks(kept, recorded, lowering_bytes) if kept else None
         if first is kept or first is None:
@@ -156,8 +159,8 @@ def check_compiled_least(recorded: Recorded) -> None:
 
 
 def as_compiled_least(refusal: BudgetError, recorded: Recorded, emit: Callable[[Plan], Emitted]) -> BudgetError:
-    """The refusal of a call with the smallest budget in which the code that is compiled for its smallest plan runs; the
-    same refusal where that is no larger, or where nothing can be compiled here."""
+    """The refusal of a call with the smallest budget in which the code runs that `emit` compiles for its smallest plan;
+    the same refusal where that is no larger, or where nothing can be compiled here."""
     if not refusal.least:
         return refusal
     try:
@@ -173,8 +176,9 @@ def as_compiled_least(refusal: BudgetError, recorded: Recorded, emit: Callable[[
 
 
 def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
-    """The plan of a call for the smallest budget in which there is one, whose compiled code gives the figure of a
-    refusal; None where nothing can be compiled here. Raises `BudgetError`, `CaptureError`."""
+    """The smallest plan of a call: for `planned_bytes`, the smallest budget in which one fits before it is compiled, or
+    the one that was found before. Its compiled code gives the figure that a refusal names. None where nothing can be
+    compiled here. Raises `BudgetError`, `CaptureError`."""
     if not _compiles(recorded.planner, recorded.situation, whole=recorded.captured.whole):
         return None
     if known := recorded.planner.compiled_least.get(_key(recorded)):

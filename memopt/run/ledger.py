@@ -30,14 +30,15 @@ from memopt.training_state import CallState
 from memopt.units import size
 
 _SHARE_OF_TIME = 0.01
-"""Looks take at most this share of the time, but for those without which a step would be refused, or not be known."""
+"""Looks take at most this share of the time, but for those without which a step would be refused, or nothing would be
+known of what is there."""
 _LOOKS = 4
-"""The number of looks at moments of a kind from which a limit is known of what is there."""
+"""A limit of what lies elsewhere follows from this many of the latest looks at moments of a kind."""
 _MALLOC_NOISE = 64 * 1024
 """What Python and the C library allocate beside tensors makes the bytes of `malloc` differ by this much from step to
 step."""
 _WORTHWHILE = 16
-"""Room that has become free is planned for where it is at least this part of the budget."""
+"""Room that has become free is planned for where it is at least the budget divided by this."""
 _MORE_STATE = 2
 """An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
 `amsgrad`, and the temporaries of `foreach`."""
@@ -46,13 +47,14 @@ _MORE_STATE = 2
 @dataclass(frozen=True, eq=False)
 class Moment:
     """A moment at which a step of a model has to fit beside everything else on the device: the beginning of a training
-    call, or of a backward. It has what is counted already, because it belongs to the step or to a forward."""
+    call, or of a backward. Its fields say what belongs to the step or to a forward, and is counted there already."""
 
     entry: Entry
     kind: object = None
-    """Equal for moments at which the same things are allocated, for each of which growth is noted by itself."""
+    """A key that is equal for moments at which the same things are allocated; growth is noted for each kind by
+    itself."""
     inputs: tuple[torch.Tensor, ...] = ()
-    """The call's."""
+    """The tensors of the call; none in a backward."""
     waiting: int = 0
     """The number of forwards of this model that wait for their backward, with plan or without."""
     waiting_bytes: int = 0
@@ -62,9 +64,9 @@ class Moment:
     lasting_bytes: int = 0
     """The bytes of gradients and optimiser states that other optimised models have or will have."""
     lasting_now: int = 0
-    """Those of them that are there."""
+    """Of these, the bytes that are there now."""
     addresses: Callable[[], frozenset[int]] = frozenset
-    """Returns the addresses of what forwards hold and returned."""
+    """Returns the addresses of the memory that forwards hold or have returned."""
     bucket_bytes: int = 0
     """Held by the buckets of `DistributedDataParallel`, which the account has in a row of its own."""
     buckets: frozenset[int] = frozenset()
@@ -81,7 +83,7 @@ class Moment:
     """Bytes of the latest forward's outputs that the caller still holds when this one begins, as `out = model(batch)`
     in a loop does: they stay until it returns."""
     closely: bool = False
-    """Whether Python's objects are looked through, whatever time that takes: nothing is refused without."""
+    """Whether a look is made whatever time it takes; nothing is refused without one."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -126,7 +128,8 @@ class Moment:
         return Situation(other_forwards=self.gradients, to_come=max(self.entry.others_expected, self.waiting))
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
-        """Whether a plan that was made for a situation leaves room for all that is here, and that is to come."""
+        """Whether a plan that was made for a situation leaves room for all that is here, and that is to come. A plan
+        that adds time and was made beside far more than is here now does not fit either (`_has_shrunk`)."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         own = situation.to_come or self.entry.held_after is None
         others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)
@@ -156,13 +159,15 @@ class Moment:
         return plan.account.meanwhile if seen is None else seen
 
     def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
-        """The situation in which a plan leaves room for the caller's own code where this one does not."""
+        """The situation with the bytes that the caller's own code was seen to take beside `plan`; as it is where that
+        was not seen."""
         if self.entry.meanwhile is None:
             return situation
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
     def left_before_state(self, plan: Plan) -> int:
-        """The bytes that may take the place of the optimiser's state as long as that is not there."""
+        """The bytes that may be taken in place of the optimiser's state that a plan counts, as far as that is not there
+        yet."""
         room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - self.elsewhere_beside(plan.account)
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
         return min(missing, missing + room)
@@ -176,23 +181,24 @@ class Moment:
         return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
-        """The bytes of forwards that wait, and of gradients that the backward of this call may find beside those of its
-        plan: of forwards to come, and where gradients are held, of one backward through all that wait, which cannot add
-        to them before its end."""
+        """The bytes of forwards that wait, and of gradients that the backward of this call may find beside those in its
+        plan. Where forwards are to come, these are theirs. Where gradients are held and forwards wait, they are those
+        of one backward through all of them, which cannot add to `.grad` before its end."""
         if self.to_come:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
 
     def may_fit(self, plan: Plan) -> bool:
-        """Whether a plan leaves room for all that is here, and for forwards to come that are done before its
-        backward."""
+        """Whether a plan leaves room for all that is here, if the forwards to come are done before its backward
+        begins."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         alone = self._alone(plan)
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
-        """The refusal of a call with the budget that works for larger ones, such as came before it and are to come
-        again: `above` is the refusal of these, to which belongs the most that lay elsewhere when a forward began."""
+        """The refusal of a call, with the budget that works for larger ones, such as came before it and may come again;
+        `refused` itself where that is no larger. `above` is the refusal of the larger ones. To its budget is added by
+        how much more lay elsewhere when an earlier forward began."""
         grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
         smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # of which no look was made
         if smallest <= refused.smallest_bytes:
@@ -252,7 +258,7 @@ class Ledger(ModelsOnDevice):
         super().__init__()
         self.device = device
         self.look_seconds = 0.0
-        """The time that looks have taken beside those that belong to planning."""
+        """The time that looks have taken, without those that belong to planning."""
         self._since: float | None = None
         """When the first plan was made."""
         self._latest_seconds = 0.0
@@ -280,8 +286,8 @@ class Ledger(ModelsOnDevice):
             self._held_still = before
 
     def at_most(self, moment: Moment, enough: int = 0) -> Found | None:
-        """No less than what is there now, read in microseconds; None where only a look can tell. A limit that is at
-        most `enough` bytes may be far above what is there: finding it takes less time."""
+        """An upper limit of what lies elsewhere now, found in microseconds; None where only a look can tell. A limit of
+        at most `enough` bytes may be far above what is there: it takes less time to find."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Found(entry.fixed_bytes)
@@ -311,7 +317,8 @@ class Ledger(ModelsOnDevice):
         return found
 
     def now(self, moment: Moment, *, planning: bool = False) -> Found:
-        """The bytes elsewhere now, or no less than that where a look would take too much of the time.
+        """The bytes elsewhere now, or an upper limit of them where a look would take too much of the time. `planning`:
+        the look belongs to planning, so that its time does not count.
 
         Garbage that has not been collected is collected before growth is believed. Growth no larger than the noise of
         `malloc` is no growth, while looks have taken their share of the time.
@@ -337,7 +344,8 @@ class Ledger(ModelsOnDevice):
         return before
 
     def _limit_by(self, entry: Entry, level: int | None, looked: LatestLooks | None) -> Found | None:
-        """No less than what is there, by the bytes that are allocated and the looks; None where these do not tell."""
+        """An upper limit of what lies elsewhere, from the bytes that are allocated now (`level`) and the latest looks;
+        None where these do not tell."""
         if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
             return None  # what was freed since the looks may hide what has grown
         return replace(looked.found, other=looked.limit(level))
@@ -361,8 +369,9 @@ class Ledger(ModelsOnDevice):
         return level, moment.entry.looks.get(kind)
 
     def _reading(self) -> tuple[str, int | None]:
-        """Where the bytes allocated are read, and how many they are. A profiler's records lie in the memory of
-        `malloc`; memopt's own meter says what tensors hold, of a backward what they held at its forward."""
+        """The source from which the bytes allocated on the device are read, and how many they are. They are not known
+        while another profiler runs, whose records lie in the memory of `malloc`. While memopt's own meter runs, they
+        are what tensors hold; in a backward, what they held at its forward."""
         if device_of(self.device).caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()

@@ -87,9 +87,10 @@ def _check_single_loss_function(given: LossFunction | None, own: LossFunction | 
 
 
 class UntilTarget(nn.Module):
-    """The last stage, whose training calls wait for the target: its module and its loss are one planned region then.
+    """The last stage of a pipeline. Its training calls wait for the target, so that its module and its loss run as one
+    planned region.
 
-    Until that is so, and where the schedule evaluates, it is the plain stage.
+    Before it is planned, and where the schedule evaluates, it runs as the plain stage.
     """
 
     def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -99,7 +100,8 @@ class UntilTarget(nn.Module):
         self._given: tuple[torch.Tensor, ...] | None = None
 
     def forward(self, *args: torch.Tensor) -> Any:
-        """What the module returns; in training a stand-in, which the schedule hands on to `loss`."""
+        """What the module returns; in training, once it is planned, a view of the first input, which the schedule hands
+        on to `loss`."""
         if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
             return self.module(*args)
         self._given = args

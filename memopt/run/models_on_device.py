@@ -19,7 +19,7 @@ _TRAINS = 1024
 _GUESSED = 1.25
 """A model that was not called yet is guessed to need this many times what its breadth lets expect."""
 _MARGIN = 64
-"""A budget that is named for the steps of several models is larger by this part."""
+"""A budget that is named for the steps of several models is larger by its bytes divided by this."""
 
 
 class ModelsOnDevice:
@@ -56,7 +56,7 @@ class ModelsOnDevice:
         return max(nbytes, sum([tensor.nbytes for tensor in now])), now
 
     def begins(self, forward: Waiting) -> None:
-        """Note that a forward begins, for those of other models that wait."""
+        """Note that a forward begins, as an `Overlap` of each forward of another model that waits."""
         waiting = [one for one in self._waiting() if one is not forward]
         for position, other in enumerate(waiting):
             if other.entry.model is not forward.entry.model:
@@ -88,8 +88,9 @@ class ModelsOnDevice:
         return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
-        """The bytes that steps of other models take until the backward of this one with nothing recomputed, of all of
-        them where it is not known which run then; and how much those that were not called yet are broader than it."""
+        """The bytes that steps of other models take with nothing recomputed until the backward of this one: of those
+        that were seen to run then; of all that were called, where that is not known yet. And how many times as broad as
+        this model (`breadth`) those are together that were not called yet; 0 where it is known which run."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
@@ -115,7 +116,7 @@ class ModelsOnDevice:
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The refusal of a call, with a budget in which the steps of all optimised models have room at the same time:
         each by the plan that holds least, or as guessed where there is no plan of it yet; but none above what all of
-        them need with nothing recomputed. `plain` tells of the call."""
+        them need with nothing recomputed. `plain` says how the call would run plain."""
         others = self.others_training(entry)
         if not others:
             return refused
@@ -139,8 +140,10 @@ class ModelsOnDevice:
         return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.notes, ways=refused.ways)
 
     def _nothing_recomputed(self, entry: Entry, others: list[Entry], alone: Alone) -> int:
-        """The bytes of a step of all optimised models with nothing recomputed: beside the forwards that wait now, the
-        call's own peak, and the peak of another one while it waits; of those without a plan yet by their breadth."""
+        """The smallest budget for the steps of all optimised models with nothing recomputed. It has room for the
+        forwards that wait now, and beside them for the larger of the call's own peak and the peak of another model's
+        step while the call waits. Models without a plan yet are guessed by their breadth. `alone` is the call as it
+        runs plain."""
         waiting, peak = 0, alone.peak_bytes
         for other in others:
             needs = other.step_bytes
@@ -163,8 +166,9 @@ class ModelsOnDevice:
         return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
-        """The addresses of what waiting forwards of all models hold beside inputs, parameters and buffers, which their
-        `held_bytes` leave out, and of what they and this model's latest one returned."""
+        """The addresses of what waiting forwards of all models hold, and of what they and this model's latest one
+        returned; without inputs, parameters and buffers, which their `held_bytes` leave out. Also of the gradients and
+        optimiser states that other models have now."""
         forwards = [forward for one in self.entries for forward in one.waiting()]
         outputs = [*(one.outputs for one in forwards), *(one.outputs for of in self.entries for one in of.plain)]
         returned = [storage.address for storages in outputs for storage in storages]

@@ -37,7 +37,8 @@ class Notice:
         self.said = False
 
     def say(self, results: Sequence[torch.Tensor], *, again: bool) -> None:
-        """Warn that these outputs were computed beside the plan."""
+        """Warn, the first time, that these outputs were computed beside the plan; `again`: by a second run of the
+        forward."""
         if self.said:
             return
         self.said = True
@@ -54,7 +55,7 @@ class _Waiting(Protocol):
     """A forward whose backward has not run yet."""
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Have `value` let go of its bytes when the backward begins."""
+        """Have `value` released, which frees `nbytes`, when the backward begins."""
 
 
 class Releasable(Protocol):
@@ -69,8 +70,9 @@ def run_deferring(
     notice: Notice,
     forward: _Waiting,
 ) -> Sequence[Any]:
-    """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors
-    that are computed when they are first looked at."""
+    """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors that
+    are computed when they are first looked at. `forward` has the values released that these are computed from when its
+    backward begins."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
@@ -99,12 +101,12 @@ class Later(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Whether anything that it reads was changed since."""
+        """Whether anything that it reads was changed since it was made; never, unless a subclass tells."""
         return False
 
     @abstractmethod
     def compute(self) -> None:
-        """Compute the tensors, and hand them over."""
+        """Compute the tensors, and give them to `hand_over`."""
 
     def on_demand(
         self, number: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -113,7 +115,7 @@ class Later(ABC):
         return OnDemand(_Value(self, number), sizes, strides, dtype, device)
 
     def hand_over(self, results: Sequence[torch.Tensor]) -> None:
-        """Give each tensor to those who hold it."""
+        """Give each of the tensors, by its number, to the outputs that stand for it."""
         for value in list(self.values):
             value.take(results[value.number])
 
@@ -151,7 +153,7 @@ class _OfGroup(Later):
 
     @property
     def piece(self) -> Piece:
-        """The function that computes the outputs."""
+        """What computes the outputs: from `start`, or by a second run of the forward where that is None."""
         piece = self.group.forward if self.start is None else self.group.head
         assert piece is not None
         return piece
@@ -170,7 +172,8 @@ class _OfGroup(Later):
         }
 
     def compute(self) -> None:
-        """Compute the outputs, and give each to those who hold it. Raises `StaleOutputError`."""
+        """Compute the outputs, and give each to those who hold it. Raises `StaleOutputError` where a weight or input
+        that is read was changed since the forward."""
         if self.is_stale:
             raise StaleOutputError(
                 f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first looked at, but "
@@ -198,7 +201,8 @@ class _OfGroup(Later):
 
 
 class _Value:
-    """One output of a piece, and once it is computed, its tensor; detached outputs share it."""
+    """One result of a `Later`, and once it is computed, its tensor; detached outputs share it. `copied`: a clone of
+    it."""
 
     def __init__(self, later: Later, number: int, *, copied: bool = False) -> None:
         self.later: Later | None = later
@@ -213,7 +217,8 @@ class _Value:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, computed now if it was not yet. Raises `StaleOutputError`."""
+        """The tensor, computed now if it was not yet. Raises `StaleOutputError` where what it is computed from was
+        changed."""
         if self._tensor is None:
             assert self.later is not None
             self.later.compute()

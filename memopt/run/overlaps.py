@@ -36,22 +36,23 @@ class _WithStepBytes(Protocol):
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """What they need; None before the first."""
+        """The bytes that its steps need; None before the first."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Forwards of other models that were there while a forward waited, or ran through its backward: of these entries,
-    in the order in which they began."""
+    """What other models held at one moment while a forward waited, or in its backward: the forwards of the entries
+    `waiting`, in the order in which they began, and the forward or backward of the entry `runs`."""
 
     waiting: tuple[weakref.ref[_WithStepBytes], ...]
     runs: weakref.ref[_WithStepBytes] | None = None
     """The entry whose forward or backward ran then; None for the backward of the one that waited."""
     begun_before: bool = False
-    """Whether that one had begun before: what it holds was there already."""
+    """Whether the forward of `runs` had begun before the one that waited: what it holds was there already."""
 
     def held_bytes(self, *, least: bool) -> int:
-        """The bytes that they hold together: by the plans that hold least, or with nothing recomputed."""
+        """The bytes that they hold together, with the peak of the step that runs: by the plans that hold least, or with
+        nothing recomputed."""
         held = sum(needs.least_held if least else needs.held for needs in _step_bytes_of(self.waiting))
         peaks = _step_bytes_of((self.runs,) if self.runs else ())
         return held + sum(needs.least_peak if least else needs.peak for needs in peaks)
@@ -69,11 +70,11 @@ class SeenOverlaps:
     """What was seen of other models' forwards beside those of one model."""
 
     meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """For each of its backwards what had run since its forward."""
+    """For each of its latest backwards, what had run since the forward."""
     backward: deque[Overlap] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """What was there in the backward and had not been in the forward."""
+    """For each of these, the forwards that were there in the backward and began after its own."""
     known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """The models that were there in the latest one."""
+    """The optimised models that trained on the device when one of its backwards began."""
 
 
 def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:
@@ -93,7 +94,7 @@ def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room
 
 def breadth(model: nn.Module) -> float:
     """A number to which the activations of a model are about proportional, for a guess before its first forward: the
-    widths of its layers, where one without parameters is as wide as the one before."""
+    sum of the widths of its layers, where one without parameters is as wide as the one before."""
     widths, width = 0.0, 1.0
     for module in model.modules():
         if next(module.children(), None) is None:

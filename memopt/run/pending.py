@@ -90,11 +90,11 @@ class PendingForward:
     gathered: Gathered = NOTHING_GATHERED
     """The parameters of its model that are gathered before use."""
     whole_gradients: int = 0
-    """The bytes of their gradients that were held whole when it began, which its plan includes."""
+    """The bytes of their gradients that this rank held unsharded when it began, which its plan includes."""
     second_run: SecondRun | None = None
     """How what it has saved is computed once more; None where that is not possible."""
     again_bytes: int = 0
-    """The bytes that its backward takes beside the plan, since it runs a second time then."""
+    """The bytes that its backward takes beside the plan, where the forward runs a second time in it; else 0."""
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)
@@ -105,9 +105,9 @@ class PendingForward:
     _extra_bytes: int = 0
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Have `value` let go of `nbytes` when the backward begins; where the plan counts them to the step's end, hold
-        it until an optimiser has stepped. What a dropped value frees changes where later blocks lie, and the step might
-        fit or not by when the caller drops it."""
+        """Have `value` release `nbytes` when the backward begins, if the plan counts on it. Else, on a GPU, hold it
+        until an optimiser has stepped: the plan counts it to the step's end. If the caller dropped it earlier, later
+        blocks would lie elsewhere, and whether the step fits would depend on that."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
@@ -153,7 +153,8 @@ class PendingForward:
         return [tensor for node in nodes for tensor in saved_by(node)]
 
     def free_saved(self) -> int:
-        """Free what it has saved until its backward runs it a second time; returns the bytes, 0 where it cannot."""
+        """Free what it has saved, and have its backward run the forward a second time; returns the bytes, 0 where it
+        cannot."""
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if self.second_run is None or self.again_bytes or self.done or len(nodes) != 1:
             return 0
@@ -175,7 +176,7 @@ class PendingForward:
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
-        would exceed the budget in the present state."""
+        would exceed the budget beside all that is there now. Called when it begins."""
         for value in self._lent:
             value.release()
         if self._beside_plan == current_backward():
@@ -290,7 +291,8 @@ class PendingForward:
         self._held = []
 
     def undo(self) -> bool:
-        """Undo the call whose backward failed; returns whether all is as it was."""
+        """Undo the call whose backward failed; returns whether gradients, buffers and random states are as before
+        it."""
         gradients = self.gradients_before is None or self.gradients_before.undo()
         return (self.before is not None and self.before.undo()) and gradients
 
@@ -344,8 +346,9 @@ class PendingForward:
             )
 
     def _needs_unplanned_memory(self, leaf: torch.Tensor) -> bool:
-        """Whether the leaf's gradient needs memory that the plan does not include: besides its `.grad`, where the plan
-        adds it in place, or to the end, where the plan steps the leaf earlier."""
+        """Whether the leaf's gradient needs memory that the plan does not include: beside its `.grad`, where the plan
+        adds to that in place; or until the backward's end, where the plan steps the leaf, and frees its gradient,
+        earlier."""
         if any(region.steps for region in self.plan.regions) and id(leaf) not in self.hooked:
             fate = fate_of_gradient(leaf)
             free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
@@ -361,8 +364,8 @@ class PendingForward:
 
 def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: object) -> None:
     """Raise the error of autograd where a tensor that the backward of a region reads was changed in place since the
-    forward, in a sentence that says what to do. Eager mode need not read an input again from which a plan computes once
-    more, so that the plain model may train so."""
+    forward, in a sentence that says what to do. The plain model may train with such a change: eager mode need not read
+    an input in the backward from which a plan recomputes."""
     if changed := changed_since_saved(node()):
         raise RuntimeError(
             f"an input or output of {type(model()).__name__}, {changed}, has been modified by an inplace operation "
@@ -414,7 +417,8 @@ class PlainForward:
     overlaps: set[Overlap] = field(default_factory=set)
 
     def end(self) -> None:
-        """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError`."""
+        """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError` where
+        that keeps its graph and exceeds the budget by this."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
         Ledger.of(self.entry).backward_begins(self)
         if keeps_graph():

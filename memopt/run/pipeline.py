@@ -142,10 +142,12 @@ class _Together:
     """The stages of one rank, of which one runs at a time while microbatches of all are in flight."""
 
     moments: tuple[tuple[int, Mapping[int, int]], ...]
-    """The stage that runs, and the microbatches in flight of each stage: for all forwards and backwards of a step."""
+    """For each forward and backward of a step, in order: the stage that runs, and the number of microbatches in flight
+    of each stage."""
 
     def forwards(self, number: int, loads: Mapping[int, Load]) -> int:
-        """The most microbatches in flight while a stage runs, those of others as so many like its own."""
+        """The most microbatches in flight while stage `number` runs; those of other stages count as so many of its own
+        as hold the same bytes."""
         own = max(1, loads[number].held_bytes)
         return max(-(-_held(waiting, loads) // own) for running, waiting in self.moments if running == number)
 

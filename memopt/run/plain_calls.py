@@ -47,21 +47,21 @@ from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
 from memopt.units import size
 
 MARGIN = 1.02
-"""The count of a plain step is taken to be this much too low; on a GPU `CUDA_MARGIN`, where blocks leave gaps."""
+"""A plain step is taken to hold its count times this; on a GPU, where blocks leave gaps, times `CUDA_MARGIN`."""
 CUDA_MARGIN = 1.1
 VALUES_MARGIN = 1.5
 """As `MARGIN`, where the code branches on values, which may be others in the next batch."""
 CHECKPOINTS_MARGIN = 1.25
 """As `VALUES_MARGIN`, where modules run as activation checkpoints: most of what they hold are their inputs."""
 GROWTHS = (2.0, 1.25)
-"""Sizes above all that were counted are counted with this much in reserve, so that lengths which grow are not counted
-one by one: the first that is likely to fit."""
+"""Sizes above all that were counted are counted times one of these, so that lengths which grow are not counted one by
+one: the first with which the step is likely to fit."""
 _MOST_COUNTS = 12
 """The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
 _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
 _MOST_SEEN = 3
-"""Kinds of calls that a budget which a refusal names is to serve."""
+"""The number of kinds of earlier calls for which a budget that a refusal names is to be enough, too."""
 _WORTH_NAMING = 4
 """A step whose graph is kept is counted for a refusal up to this many times its budget."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -98,7 +98,7 @@ class CountedStep:
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
-        """Whether it fits beside other forwards, what else lies on the device, and so many bytes more."""
+        """Whether it fits beside other forwards, what else lies on the device, and `further` bytes."""
         held = self.step.held_bytes
         kept = moment.kept_outputs
         if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
@@ -109,8 +109,9 @@ class CountedStep:
 
 
 def _of_callers_code(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
-    """The bytes by which the caller's own code tops the peak of a step: a loss outside of the model, as it was seen or
-    as it is guessed, or the outputs of the step before, which stay through the forward."""
+    """The bytes by which the caller's own code takes a step above its own peak: a loss outside of the model, as it was
+    seen or as it is guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay through the
+    forward."""
     seen = entry.until_backward(step.tangent_bytes)
     callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
     until_backward = step.held_bytes + step.tangent_bytes + callers_code
@@ -148,8 +149,8 @@ class _Kind:
 class PlainCalls:
     """Says which training calls may run as the plain model does, and runs those.
 
-    They run in eager mode where the user had compiled the model, too: what compiled code holds is another matter than
-    what is counted here.
+    They run in eager mode even where the user has compiled the model: compiled code may hold other bytes than are
+    counted here.
     """
 
     def __init__(
@@ -165,7 +166,8 @@ class PlainCalls:
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False where all calls are to be planned."""
         self.planned_ahead = False
-        """Whether a call was planned ahead: then plans are what the user wants, but for smaller sizes without one."""
+        """Whether a call was planned ahead: then the user wants plans, and only calls of smaller sizes that have none
+        may run plain."""
         self.latest: Call | None = None
         """The latest call that was counted and fits, without its values."""
         self._whatever_else = False
@@ -334,8 +336,8 @@ class PlainCalls:
         return around is not None and around[1] and around[0] in self._checkpoints
 
     def _check_retained(self, fitting: CountedStep, situation: Situation, moment: Moment) -> None:
-        """Raise `BudgetError` where the backward of a call exceeds the budget if its graph is kept; later calls are
-        counted with that."""
+        """Raise `BudgetError` where the backward of a plain call keeps its graph and exceeds the budget by that; later
+        calls are counted as keeping theirs."""
         if fitting.step.retained:
             return
         self.entry.keeps_graph = True
@@ -388,8 +390,9 @@ class PlainCalls:
         return self._kinds[key]
 
     def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
-        """The count with what its kernels take measured, for where it has upper bounds of that and does not fit beside
-        all else; None for other counts."""
+        """The count made again with the workspaces of its kernels measured, for where it does not fit beside all else.
+        None where the count has no upper bounds of them, or its call is not known, and where the step exceeds the
+        budget."""
         if not fitting.step.is_bound or fitting.call is None:
             return None
         budget_bytes = self.planner.terms.options.budget_bytes
@@ -491,13 +494,13 @@ class PlainCalls:
         return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
 
     def resident_bytes(self, call: Call, situation: Situation) -> int:
-        """The bytes that any step of a call keeps, without the optimiser's state: it is not known yet for what there is
-        some."""
+        """The bytes that any step of a call keeps, without the optimiser's state: it is not known yet which parameters
+        have some."""
         return replace(self._account(call, situation), optimizer_state=0).resident_bytes
 
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
-        """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached` is as for
-        `account`."""
+        """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached`: the `id`s of the
+        parameters that get gradients, where that is known."""
         account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
         return replace(account, tolerance=0)
 
@@ -542,7 +545,8 @@ def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
 
 
 def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
-    """The leaves of the arguments, and what they are leaves of. Most calls have no containers to be searched."""
+    """The leaves of the arguments, and a key of the containers around them. Most calls have no containers to be
+    searched."""
     leaves = (*call[0], *call[1].values())
     if all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return leaves, (len(call[0]), *call[1])

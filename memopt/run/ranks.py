@@ -69,8 +69,8 @@ class Ranks:
         self.settle(failure)
 
     def settle(self, failure: Exception | None, offered: int = 0) -> tuple[int, int]:
-        """The smallest and the largest number that a rank offers, on all ranks; or an error on all of them: `failure`
-        on a rank that has one, the others one with the words of the first."""
+        """The smallest and the largest of the numbers that ranks offer, the same on all ranks. Where a rank has a
+        `failure`, all raise: that rank its own error, the others one with the words of the first."""
         failed, least, most = self._over_all(failed=failure is not None, offered=offered)
         if not failed:
             return least, most
@@ -153,7 +153,8 @@ def _few(numbers: list[int]) -> str:
 
 
 class DataParallel:
-    """The wrapper around a model, if there is one: given, or found when its forward calls the model."""
+    """The `DistributedDataParallel` around a model, if there is one: given, or found when its forward calls the
+    model."""
 
     def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
         self.model = model
@@ -175,8 +176,8 @@ class DataParallel:
 
     @property
     def exchange(self) -> ReducerHooks | None:
-        """Exchanges each gradient of the forward that begins now as soon as it is complete; None where nothing is
-        exchanged, or only after the backward."""
+        """The hooks by which each gradient of the forward that begins now is exchanged as soon as it is complete; None
+        where nothing is exchanged, or only after the backward."""
         wrapper = active_wrapper()
         if wrapper is None or wrapper is not self.wrapper or not _exchanges(wrapper):
             return None
@@ -186,7 +187,7 @@ class DataParallel:
 
     def together(self, terms: Callable[[], Mapping[str, str]], *, ahead: bool = False) -> AbstractContextManager[None]:
         """A block around a forward that begins now, or around its planning `ahead`, after which all ranks go on or none
-        does. Before the first one, ranks with other terms are told so.
+        does. Before the first one, all ranks raise `ValueError` where their `terms` differ.
 
         Only forwards whose backward exchanges gradients are in step on all ranks; the block does nothing around others.
         """

@@ -106,9 +106,9 @@ class RecordedCalls:
     """Records calls of a model in one region (`whole`) or in several, and runs them by plans.
 
     Dynamo's compiled code checks its guards on shapes and everything else that a recorded region depends on, and then
-    calls the region's stub, which runs the code that is emitted for it by the plan of the call. That of a call in one
-    region is chosen there, since the guards tell which region it is; several are planned all together, before the first
-    of them runs, and a forward that takes another path is undone and begun again.
+    calls the region's stub, which runs the code that is emitted for it by the plan of the call. For a call in one
+    region the plan is chosen in the stub, since the guards tell which region it is. Several regions are planned all
+    together, before the first of them runs, and a forward that takes another path is undone and begun again.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class RecordedCalls:
         self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
-        """Record a call in one region without running it; None where torch.compile passes it over. Raises
-        `GraphBreak`, `Insists`."""
+        """Record a call in one region without running it; None where torch.compile passes it over. Raises `GraphBreak`
+        where it is not one region."""
         assert self._in_progress is None
         try:
             self._call_whole(call)
@@ -167,7 +167,7 @@ class RecordedCalls:
         call are then undone. Other ranks need not do the same.
 
         `reason` says why the call is not one region, and `most_bytes` how many code between them may hold. Raises
-        `CaptureError`.
+        `CaptureError` where that code holds more, or the call cannot be captured.
         """
         found = as_run_later(partial(self._run_dry, call, reason, most_bytes), self._backend)
         return replace(found, kept=self.keeping.kept)
@@ -186,12 +186,12 @@ class RecordedCalls:
             self._dry_run = None
 
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
-        """The regions of a call that runs now, on its values: as it will take them."""
+        """Capture a call that runs next, on its values, so that it takes the regions that were captured."""
         with stage("capturing"):
             return self.capture(call, reason, self._most_between())
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have further calls of the kind of this one run by a plan in that situation, which was made ahead."""
+        """Have later calls of the same kind as `call` run, in this situation, by a plan that was made ahead."""
         if self.whole:
             self.regions.planned(captured, situation, plan)
         else:
@@ -203,7 +203,8 @@ class RecordedCalls:
         self._emitted.clear()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop all plans, of calls in several regions all but one; their emitted regions are kept."""
+        """Drop the plans of calls in one region, with their code; and those of calls in several regions, all but `but`
+        if one is given. The code of single regions of such calls is kept."""
         self.regions.forget()
         self.paths.forget(but)
 
@@ -214,10 +215,11 @@ class RecordedCalls:
         self.paths.use_road(road)
 
     def run(self, in_progress: CallInProgress, first: Callable[[], CapturedCall] | None = None) -> Any:
-        """Run a call by its plan, which is made first if there is none; `first` captures a call in several regions of
-        whose kind it is the first.
+        """Run a call by its plan, which is made first if there is none; `first` captures a call in several regions that
+        is the first of its kind.
 
-        Raises `GraphBreak` where a call is not one region, `Insists`, `BudgetError`, `CaptureError`.
+        Raises `GraphBreak` where a call is not one region, `Insists` where the captured graphs are not valid for its
+        sizes, `BudgetError`, `CaptureError`.
         """
         if not self.whole:
             assert first is not None
@@ -247,7 +249,8 @@ class RecordedCalls:
                 return self._compiled(*call[0], **call[1])
 
     def _run_a_path(self, in_progress: CallInProgress, paths: ControlPaths) -> Any:
-        """Run a call one of these paths, or another one that is captured then."""
+        """Run a call along one of these paths. Where it takes none of them, it is undone, the path that it takes is
+        captured, and it is begun again, `_ATTEMPTS` times at most."""
         before = ForwardState.of(self.model, tensors_in(in_progress.call), self._written)
         contents = contents_of(in_progress.call)
         untried, captured = list(paths.calls), False
@@ -275,7 +278,8 @@ class RecordedCalls:
         raise AssertionError("the last attempt returns or raises")
 
     def _run_path(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
-        """Run a call the first of these paths; `last`: there is no further attempt after it."""
+        """Run a call along the first of these paths. `last`: there is no further attempt, so that the call may run
+        unplanned if `allow` has "plain". Raises `OtherPathTaken` where it takes another path."""
         planned = self.paths.fitting(in_progress, paths)
         pending = in_progress.begin(planned.plan)
         pending.gathered = gathered = Gathered(self.model)
@@ -341,8 +345,9 @@ class RecordedCalls:
         return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 
     def _may_run_twice(self, forward: PendingForward) -> bool:
-        """Whether a forward in one region may be run a second time by its plan, to have its room until its backward:
-        where others may begin before that, its values are the same then, and no other rank takes part."""
+        """Whether a forward in one region may be run a second time by its plan, so that what it saved can be freed
+        until its backward: where others may begin before that, its values are the same then, and no other rank takes
+        part."""
         if forward.entry.seen.backward and not forward.entry.others_expected:
             return False
         terms, plan = self.road.planner.terms, forward.plan

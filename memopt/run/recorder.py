@@ -71,8 +71,8 @@ class Recorder:
         each changes once at most, and all is recorded again then."""
 
     def _in_present_terms(self) -> None:
-        """Begin without any recording at first, and where the dtype of floating-point inputs, or whether all outputs
-        are differentiated, has changed since the recordings were made."""
+        """Begin with empty recordings at the first call, and again where the dtype of floating-point inputs, or whether
+        all outputs are differentiated, has changed since they were made."""
         terms = self.planner.optimizer_choice.floats, self.planner.differentiate_all
         if self._terms == terms:
             return
@@ -102,7 +102,7 @@ class Recorder:
 
     @property
     def broken(self) -> RecordedCalls:
-        """The calls in several regions."""
+        """The recording of calls in several regions."""
         self._in_present_terms()
         return self._broken
 
@@ -156,8 +156,8 @@ class Recorder:
             recorded.forget()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop all plans, of calls in several regions all but one; what is recorded is kept, and emitted regions of
-        calls in several."""
+        """Drop all plans, of calls in several regions all but `but` if one is given; what is recorded is kept, and the
+        code of calls in several regions."""
         for recorded in self._all():
             recorded.forget_plans(but=but)
 
@@ -213,7 +213,7 @@ class Recorder:
     def capture(self, call: Call) -> CapturedCall:
         """Record a call without running it, so that the first run of such a call finds it recorded.
 
-        Raises `CaptureError`.
+        Raises `CaptureError` where it cannot be captured.
         """
         if self.needs_fakes(call):
             return self.planner.capture_on_fakes(call, self.planner.optimizer_choice.narrowed)
@@ -235,8 +235,8 @@ class Recorder:
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
-        """Record a call as one region without running it; None where torch.compile passes it over. Raises
-        `GraphBreak`."""
+        """Record a call as one region without running it; None where torch.compile passes it over. Raises `GraphBreak`
+        where it is not one region."""
         if not all(map(is_real, tensors_in(call))):
             call = with_zeros(call, self.planner.terms.device())
         found: CapturedCall | None = self._by_size(call, RecordedCalls.capture_whole, call)
@@ -257,8 +257,10 @@ class Recorder:
     def _in_regions(
         self, call: Call, reason: str, most_between: Callable[[], float] = lambda: math.inf
     ) -> CapturedCall:
-        """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
-        are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
+        """Record the regions of a call that breaks for `reason`, by a run on its values. If the plan is not for
+        training, it is captured on fakes first, and on values only if it does not break on fakes, or code between the
+        regions needs values. If the model or the call has no values, it is captured on fakes alone. `most_between`
+        returns the bytes that code between the regions may hold."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
         only_fakes = not real or self.planner.optimizer_choice.narrowed is not None
         if not real or not self.options.to_train:
@@ -313,7 +315,7 @@ class Recorder:
         return tuple(shapes[at[0]][at[1]] if at in has else -1 for at in sorted(self.size_bounds.fixed))
 
     def _fix(self, call: Call, lines: Mapping[Place, str]) -> None:
-        """Note the sizes that the model insists on; said once for each."""
+        """Note the sizes that the model insists on, each with the line that does; warns once for each."""
         for place in lines.keys() - self.size_bounds.fixed:
             self._own.clear()  # their keys lack this size
             self.size_bounds.fixed.add(place)
@@ -334,6 +336,7 @@ def _shapes(call: Call) -> Shapes:
 
 
 def _cover(larger: Shapes, shapes: Shapes) -> bool:
-    """Whether there are as many tensors of as many dimensions, and none is larger."""
+    """Whether two calls have as many tensors, of as many dimensions, and no size of `shapes` is above that of
+    `larger`."""
     alike = list(map(len, larger)) == list(map(len, shapes))
     return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))

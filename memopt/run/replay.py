@@ -26,8 +26,9 @@ class _Exceeded(Protocol):
 class Replay:
     """The second forward of one call, from the state in which the first one began.
 
-    `before` is that state; `prevented` says why the gradients of a second forward would not do, if so; `noted` is
-    called once they were needed.
+    `before` is that state. `prevented` says in words why a second forward cannot give the gradients, and is empty if it
+    can. `noted` is called once it has given gradients that the plan does not differentiate; `forward` is told of each
+    second forward.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class Replay:
         )
 
     def gradient_at(self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The gradient that `gradient_by` stands for; `given` has that of the output itself, too."""
+        """The gradient that `gradient_by` stands for, computed now by a second forward; `given` has that of the output
+        itself, too. Raises `UnplannedGradientError` where no second forward gives it."""
         what = (
             "a hook, retain_grad() or torch.autograd.grad() reads the gradient of an output of shape "
             f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"
@@ -116,7 +118,7 @@ class Replay:
             raise UnplannedGradientError(f"{what}, and {prevented}; {mend}")
 
     def _changed(self) -> str:
-        """Says so if the first backward is over, or the inputs are not as they were."""
+        """A text that says so if the first backward is over, or the inputs are not as they were; else empty."""
         if self.inputs is None:
             return "its forward was differentiated before without retain_graph=True"
         read = (number for number in range(len(self.inputs)) if number not in self._copies)
@@ -125,7 +127,8 @@ class Replay:
         return "" if all(same) else "the weights or inputs have changed since its forward"
 
     def _arguments(self, require_grad: bool) -> list[Any]:
-        """The inputs as they were, apart from their autograd graphs."""
+        """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
+        gradients are detached from their graphs, and require gradients again if `require_grad`."""
         assert self.inputs is not None
         arguments = list(self.inputs)
         for number, value in enumerate(arguments):

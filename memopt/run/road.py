@@ -155,8 +155,9 @@ class Road:
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions by the schedules of one that has most of them, as `extended`; None
-        where a search has to be made. Raises `CaptureError`."""
+        """The plan of a call in several regions by the schedules of `plan`, which has most of its runs, as `extended`.
+        `known` has for each run that is planned now the number of its run in `plan`, None for a new one. None where a
+        search has to be made. Raises `CaptureError`."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
@@ -247,9 +248,15 @@ class Road:
         return as_compiled_least(refusal, recorded, partial(emit_plan, accumulation=self.accumulation))
 
     def _named(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
-        """The refusal of a call with a budget in which the steps that follow in a loop run, too: where gradients are
-        there when a forward begins, which a loop sets to None after it, and where a loss outside of the model takes
-        more than is guessed at least. It is not above what the step holds with nothing recomputed."""
+        """The refusal of a call, naming a budget that is enough for later steps of a training loop as well. Beyond the
+        first step it has room for gradients that are there when a forward begins, as in a loop that sets them to None
+        after it; for a loss outside of the model that takes more than the least that is guessed; and for half of the
+        tolerance.
+
+        What is added for gradients and the loss takes the budget no higher than what the step holds with nothing
+        recomputed. Nothing is added on a GPU, with levers on the optimiser, where parameters are sharded, for one of a
+        group of forwards, and where no look finds what lies elsewhere.
+        """
         planner, situation = self.planner, recorded.situation
         if any(region.takes_derivatives for region in recorded.captured.regions):
             refusal = refusal.adding(
@@ -279,8 +286,8 @@ class Road:
         return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
 
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:
-        """The plan with the shortest step that fits, agreed on with other ranks. Raises `BudgetError`,
-        `CaptureError`."""
+        """The plan with the shortest step that fits, agreed on with other ranks; `lowering_bytes` are those that
+        compiled code holds beyond its plan. Raises `BudgetError`, `CaptureError`."""
         situation, decided = recorded.situation, self._decided_for(recorded)
 
         def spare(nbytes: int, staying: int = 0) -> Plan:

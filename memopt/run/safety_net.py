@@ -1,4 +1,4 @@
-"""What begins a call once more where the device has no memory left."""
+"""Undoes calls in which the device has no memory left, and begins them once more by a tighter plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class StepMemoryError(torch.OutOfMemoryError):
 
 
 _TIGHTER = 8
-"""After a failed allocation, steps are planned to hold at most all but this part of what the failed one was to hold."""
+"""After a failed allocation, steps are planned to hold at most what the failed one was to hold, less that divided by
+this."""
 _ROWS = 6
 """The number of rows of the account that an error names."""
 
@@ -104,7 +105,8 @@ class SafetyNet:
         return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Undo the call in whose backward an allocation failed, and plan tighter; the error for the user."""
+        """Undo the call in whose backward an allocation failed, and plan tighter; returns the error for the user. That
+        is `failure` itself where no planned forward is in its backward."""
         forwards = self.entry.in_backward()
         if not forwards:
             return failure
@@ -115,11 +117,11 @@ class SafetyNet:
         return self._error(failure, _by_plan(plan), "backward", undone=all(undone) and len(forwards) == 1)
 
     def run_plain(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], needed_bytes: int) -> Any:
-        """Run a call with these tensors as the plain model does by `attempt`, whose step is counted to hold that many
-        bytes.
+        """Run a call with these tensors as the plain model does by `attempt`; its step is counted to hold
+        `needed_bytes`.
 
-        Raises `StepMemoryError` if an allocation of its forward fails: calls like it are planned from then on. It is
-        undone where it can have written to no buffer: to keep copies in each call would take time.
+        Raises `StepMemoryError` if an allocation of its forward fails: calls like it are planned from then on. The call
+        is undone where it can have written to no buffer: to keep copies in each call would take time.
         """
         before, self._plain_bytes = CallState.of(self.model, inputs, copying=False), needed_bytes
         try:

@@ -18,7 +18,8 @@ from memopt.training_state import CallState, generator_states, set_generators
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """What a second run of a forward in one region takes. Its inputs are not kept alive before it is certain."""
+    """What it takes to run a forward in one region a second time in its backward, which computes again what the first
+    run has saved. Until it is certain that it will run, it does not keep its inputs alive."""
 
     run: Callable[..., Sequence[Any]]
     """The region as it was emitted, a function of its inputs."""
@@ -35,8 +36,10 @@ class SecondRun:
     def of(
         cls, written: frozenset[int], inputs: Sequence[Any], run: Callable[..., Any], before: CallState | None
     ) -> SecondRun | None:
-        """The second run of a region with these inputs, which begins now and writes to those with the numbers
-        `written`; None where an input cannot be taken again."""
+        """The second run of a region whose first one begins now, with these inputs. `run` is the region as it was
+        emitted, `written` has the numbers of the inputs that it writes to, and `before` is the state before the call.
+        None where that was not saved, an input is sparse, nested or quantised, or one that is written to has no copy in
+        `before`."""
         if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
             return None
         copied = before.values.copies()

@@ -152,7 +152,8 @@ class Session:
         return torch.is_grad_enabled() and self.model.training and not others
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain model, freeing what it gathers; a backward through it in eval mode is noticed."""
+        """Run the plain model, with all blocks left to FSDP2 again (`Resharding.restore`); a backward through it in
+        eval mode is noticed."""
         self.resharding.restore()
         if torch.is_grad_enabled() and not self.model.training and not torch.compiler.is_compiling():
             self.watch.begin()
@@ -181,7 +182,8 @@ class Session:
         return result
 
     def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a training call, which all ranks end alike."""
+        """Run a training call in a block that all ranks end alike: unplanned, plain, with activation checkpoints or by
+        a plan."""
         self.watch.end()
         self.parallel.look()
         with self._together(calls):
@@ -237,7 +239,8 @@ class Session:
     def _run_plain(
         self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment
     ) -> Any:
-        """Run a call whose step fits as the plain model does. Raises `StepMemoryError`."""
+        """Run a call whose step fits as the plain model does. Raises `StepMemoryError` where an allocation of its
+        forward fails."""
         bring_back(self.model)
         self._enter(State.PLAIN, fits.reason)
         calls.recorded.size_bounds.see(call)
@@ -249,8 +252,8 @@ class Session:
     def _within_modes(
         self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
     ) -> Any:
-        """Run a call within dispatch modes of the user's with these names as the plain model does. Raises
-        `BudgetError`, `CaptureError`."""
+        """Run a call within the user's dispatch modes `names` as the plain model does. Raises `BudgetError`,
+        `CaptureError`."""
         with self._refusing():
             fits = calls.fitting_within_modes(names, call, situation, moment, parts)
         if fits is None:
@@ -262,8 +265,9 @@ class Session:
     def _by_plan_or_in_eager_mode(
         self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int
     ) -> Any:
-        """Run a call by its plan; where it breaks into regions for which no plan fits, or is in no graph, with
-        activation checkpoints, or unplanned if `allow` has "plain". Raises `BudgetError`, `CaptureError`."""
+        """Run a call by its plan. One that breaks into regions for which no plan fits, or that cannot be captured, runs
+        with activation checkpoints if these fit. One that cannot be captured else runs unplanned, if `allow` has
+        "plain". `waiting` is the number of forwards that wait. Raises `BudgetError`, `CaptureError`."""
         given = in_progress.call, in_progress.situation, in_progress.moment
         # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
         # more than there is.
@@ -298,8 +302,8 @@ class Session:
         return self.parallel.wrapper is None and not self.sharded.there
 
     def _check_plain(self, calls: TrainingCalls, call: Call) -> None:
-        """Raise the error of the plain model's forward, where that fails for a call too that cannot be captured: the
-        loop may expect it, and later calls are captured."""
+        """Run the plain model's forward for a call that cannot be captured, undo it, and raise its error if it fails:
+        the loop may expect that, and later calls are captured."""
         for gradients in (False, True):  # as it takes less; code that takes derivatives fails without
             try:
                 with torch.set_grad_enabled(gradients), undone(self.model), containers_restored(call):
@@ -316,7 +320,8 @@ class Session:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(call, situation)) / 2
 
     def _by_plan(self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
-        """Run a call by its plan. Raises `BudgetError`, `CaptureError`."""
+        """Run a call by its plan; where none fits, once more after forwards that wait have freed what they can compute
+        again. Raises `BudgetError`, `CaptureError`."""
         with self._refusing(), calls.planner.terms.types():
             check_kinds(in_progress.call, parts)
             try:
@@ -375,8 +380,9 @@ class Session:
         situation: Situation,
         exchanges: int = 0,
     ) -> PendingForward:
-        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one;
-        `exchanges` tells its collectives, which all ranks have to run alike."""
+        """Register a forward that runs by a plan, which thereby becomes the latest one. `started` is when its call
+        began, by `time.perf_counter()`. `exchanges` stands for its collectives (`Emitted.exchanges`), which all ranks
+        have to run alike."""
         if (plans := sum([kind.road.plans for kind in self.kinds])) != self._plans_logged:
             self._plans_logged = plans
             self._planned(plan, call, time.perf_counter() - started)
@@ -390,7 +396,8 @@ class Session:
         return forward
 
     def _note_plain_step(self, calls: TrainingCalls, call: Call, situation: Situation) -> None:
-        """Have `latest` show the plain step beside the plan that a call ran by, the first one that did."""
+        """Have `latest` show the plan by which a call has just run, beginning with the plain step; called for the first
+        call by each plan. With other ranks, it shows the plan as it is."""
         plan = self.status.plan
         if plan is None or not self._alone:
             self._shown = plan, lambda: plan
@@ -410,7 +417,8 @@ class Session:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A block whose refusal is a state; after any other error the state is the one from before."""
+        """A block after whose `BudgetError` or `CaptureError` the state is `REFUSED`; after any other error it is the
+        one from before."""
         before = self.status
         try:
             yield
@@ -450,8 +458,8 @@ class Session:
             calls.checkpointed.forget()
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The error for the user where an allocation failed in a backward, which memopt does not see fail where the
-        call ran plain; later calls are then planned tighter."""
+        """The error for the user where an allocation failed in a backward. Whoever runs the backward has to ask for it,
+        since memopt does not see that of a plain call fail; later calls are then planned tighter."""
         return failure if isinstance(failure, StepMemoryError) else self._safety_net.plain_backward_failed(failure)
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
@@ -517,8 +525,9 @@ class Session:
             raise
 
     def _differs_in_room(self, earlier: Session) -> bool:
-        """Whether what was captured for an earlier call of the model serves this one: not where the optimiser's levers
-        decide about its parameters, nor where other ranks take part."""
+        """Whether what was captured for an earlier session of the model serves this one: its options differ in the
+        budget, the bytes elsewhere and the number of forwards at most. Not where the optimiser's levers decide about
+        parameters, nor where other ranks take part."""
         alone = not (self.parallel.wrapper or earlier.parallel.wrapper or self.sharded.there)
         proposes = self.options.optimizer_levers
         own = self.options
@@ -595,7 +604,7 @@ class Session:
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """The call that replaces an optimised model's own, inside `DistributedDataParallel` and the wrapper of
+    """The session that replaces an optimised model's own call, inside `DistributedDataParallel` and the wrapper of
     `torch.compile` too; None for a plain model."""
     call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
     if isinstance(call, Session):

@@ -59,8 +59,8 @@ class Settings:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context around a run of the model. Attributes that it changes from None to a string there, as transformers
-        sets `config.problem_type` from the first labels, count as no other state.
+        """A context around a run of the model. If attributes change there from None to a string, as transformers sets
+        `config.problem_type` from the first labels, the state keeps its number.
 
         To be entered after `number`, in the same state.
         """
@@ -113,7 +113,7 @@ class Settings:
         self._number = self._numbers[state]
 
     def _state(self, settings: list[Any]) -> tuple[Any, ...]:
-        """The settings as a key, with numbers that change often as whether they are zero."""
+        """The settings as a key; a number that changes often is in it as whether it is zero."""
         often = {position for position, changes in self._changes.items() if changes > _MOST_CHANGES}
         return tuple(
             bool(value) if position in often and type(value) in (int, float) else value
@@ -130,7 +130,8 @@ def _reader(table: _Table) -> Callable[[_Table], tuple[Any, ...]]:
 
 
 def _without_tensors(settings: list[Any]) -> list[Any]:
-    """The settings with the type of those that no longer are plain values, which may be tensors and are not held."""
+    """The settings, with its type in place of each value that is no longer plain: that may be a tensor, which must not
+    be held."""
     return [value if type(value) in _PLAIN or _is_code(value) else type(value) for value in settings]
 
 

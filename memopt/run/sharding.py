@@ -73,9 +73,9 @@ class Sharded:
             self._ranks.settle(failure)
 
     def agree(self, offer: Callable[[int], int]) -> None:
-        """Wait until all ranks can begin the forward and have chosen the same number: `offer(most)` is what this rank
-        chooses where `most` is the largest that all ranks can, and is called until no rank chooses less. Raises the
-        error of the first rank that cannot begin."""
+        """Wait until all ranks can begin the forward and have chosen the same number. `offer(most)` returns the number
+        that this rank chooses, `most` at most; it is called again with the smallest number of all ranks until all
+        choose the same. Raises the error of the first rank that cannot begin."""
         offered = offer(ALL)
         if not self._open or self._ranks is None:
             return
@@ -129,7 +129,8 @@ def check_sharding(model: nn.Module) -> None:
 
 
 Planned = Callable[[Plan | None], Executable]
-"""Plans a forward as the model is set at the call, given the plan that frees all blocks if there is one."""
+"""Plans a forward with the blocks kept that are set at the call. Its argument is the plan that frees all blocks; None
+where that is to be made."""
 
 _MOST_PLANS = 64
 _TRIES = 3
@@ -137,10 +138,12 @@ _TRIES = 3
 
 
 class Keeping:
-    """Decides for each planned forward how many of the last blocks it keeps, which saves a gather for each of them.
+    """Decides for each planned forward how many of the last FSDP2 blocks it keeps: their parameters then stay gathered
+    from their forward to their backward, which saves a gather for each of them.
 
-    Every rank plans with all blocks freed, then with as many kept as the room that its plan leaves has bytes for, if
-    that adds no recomputation. The smallest of these numbers holds on all ranks, since their gathers must match.
+    Every rank plans with all blocks freed after their forward, then with as many kept as the room that this plan leaves
+    has bytes for, if that adds no recomputation. The smallest of these numbers holds on all ranks, since their gathers
+    must match.
     """
 
     def __init__(self, resharding: Resharding, sharded: Sharded) -> None:
@@ -165,7 +168,9 @@ class Keeping:
             self.sharded.agree(lambda most: self._choose(planned, most))
 
     def _choose(self, planned: Planned, most: int) -> int:
-        """Set, and return, the number of blocks that this rank keeps: at most `most`."""
+        """Set, and return, the number of last blocks whose parameters this rank keeps gathered until their backward. It
+        is the largest one found, at most `most`, with which the plan that `planned` makes fits and recomputes no longer
+        than with all blocks freed."""
         self.resharding.keep(0)
         freed = planned(None)
         self.freed = freed.captured

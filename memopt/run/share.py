@@ -85,8 +85,8 @@ class Share:
 
     @property
     def gradients_may_stay(self) -> bool:
-        """Whether gradients may be there when a later forward begins: no more once one began without them after a
-        backward, and none with them."""
+        """Whether gradients may be there when a later forward begins. They may not once a forward after a backward
+        began without them, as long as none began with them."""
         return self.entry.gradients_stay is not False
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
@@ -241,8 +241,10 @@ class Share:
     def _shared(
         self, when: str, moment: Moment, seen: Iterable[Overlap], needs: StepBytes, own_least: int, own_most: int
     ) -> int:
-        """The share of others in the room that there is, in steps, and as before where that is about right: it is not
-        planned again for each small change."""
+        """The bytes of the room in the budget that are left to the forwards of other models in `seen`, rounded up in
+        steps. `own_least` and `own_most` are what this model needs by the plan that holds least and with nothing
+        recomputed. What was left before, for the same `when` and kind of moment, is kept where it is about right: calls
+        are not planned again for each small change."""
         budget = self.entry.budget_bytes
         elsewhere = self.ledger.latest_elsewhere(moment) + moment.lasting_bytes + moment.waiting_bytes
         room = budget - needs.lasting - elsewhere
@@ -254,7 +256,7 @@ class Share:
 
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins with what is counted then: its inputs, the copies by which it can be
-        undone, waiting forwards, and what they returned."""
+        undone, waiting forwards, and what they returned. `kind` has further parts of `Moment.kind`."""
         ledger, waiting = self.ledger, self.waiting
         bucket_bytes, buckets = self.parallel.bucket_memory()
         lasting, now = ledger.lasting(self.entry)
@@ -298,8 +300,8 @@ class Share:
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
         """Register a forward that begins now and runs by a plan.
 
-        Raises `BudgetError` where the backward of one that waits has no room for the gradients that its backward will
-        leave; or that of a plain call for what it holds.
+        Raises `BudgetError` where the backward of a forward that waits has no room for the gradients that the new one's
+        backward leaves to it; or, of a plain call that waits, for what the new forward holds.
         """
         held = plan.held_bytes
         waiting = self.waiting
@@ -331,8 +333,9 @@ class Share:
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
-        """The refusal of a call that began while others waited, with a budget in which those save all that they can and
-        this one has room beside them; it says so if that was not planned for. `plain` tells of the call."""
+        """The refusal of a call that began while `waiting` others waited, with a budget in which those save all that
+        they can and this one has room beside them; it says so if so many were not planned for. `plain` says how the
+        call would run plain."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)
@@ -377,7 +380,8 @@ class Share:
         return forward.room_bytes - self.entry.later_bytes - elsewhere.beside(forward.account)
 
     def _spare_bytes(self, call: Call) -> int:
-        """The bytes that a further forward may hold beside the backward of each that waits, of which there is one."""
+        """The bytes that a further forward may hold beside the backward of each that waits; at least one must wait.
+        Negative where there is no room for any."""
         if self._room_beside(call) < self._gradients_left():
             return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]
@@ -388,8 +392,8 @@ class Share:
         return min(plain + planned) - self.entry.held_bytes
 
     def _room_beside(self, call: Call) -> int:
-        """The bytes that the backward of each forward that waits leaves beside those of the others that began before
-        it, and beside all others where it runs plain."""
+        """The bytes that the backward of each forward that waits leaves, the fewest of them: beside the others that
+        began before it, and beside all others where it runs plain."""
         left = [
             self._left_bytes(forward, call) - self.entry.held_bytes + forward.held_bytes
             for forward in self.entry.plain_waiting()

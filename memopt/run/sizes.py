@@ -54,7 +54,8 @@ class SizeBounds:
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
-        """The sizes to plan for a call that exceeds all plans: the largest that are declared, else with a margin."""
+        """The sizes to plan for a call that exceeds all plans: the largest that are declared, else the largest seen,
+        with a margin where they grow."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []

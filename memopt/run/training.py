@@ -1,5 +1,5 @@
 """The training calls of one kind, of a model alone or of a model with its loss function: what plans, records and runs
-them. In which state they are, the session says."""
+them. The session has their state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ from passes import PassError
 
 
 class TrainingCalls:
-    """The training calls of one kind of a session, which runs each of them by `run`.
+    """The training calls of one kind of a session, which runs each of them by `run`; `recording` is called when the
+    planning of a call begins.
 
     A call is recorded by Dynamo once for all situations (whether gradients are held, the bytes of forwards whose
     backward is still to come, which parameters have hooks), and planned and emitted once for each of them.
@@ -154,8 +155,8 @@ class TrainingCalls:
         return self.road.beside_plain(plan, count)
 
     def for_other_kinds(self, refused: BudgetError, call: Call, situation: Situation) -> BudgetError:
-        """The refusal of a call with a budget in which calls of other kinds run, too, such as came before it: with
-        other arguments, where the step was smaller or ran plain then."""
+        """The refusal of a call, with a budget that is enough for earlier calls with other kinds of arguments, too
+        (`PlainCalls.seen_beside`): each of them is planned on fakes, and the largest budget is named."""
         most = refused
         for other in self.plain_calls.seen_beside(call):
             try:
@@ -208,9 +209,10 @@ class TrainingCalls:
         self.planner.forget_sizes()
 
     def forget_without_state(self, gradients: frozenset[int], parameters: frozenset[int], latest: Plan | None) -> None:
-        """Have calls planned again, but for those by the `latest` plan, once a call, or code outside of the forward,
-        has trained parameters that those before it did not reach: there is state of the optimiser for them from then
-        on. Given are the `id`s of the model's parameters, and of those among them that have gradients now."""
+        """Have calls planned again, but for those by the `latest` plan, once parameters are trained that calls did not
+        reach before: by a call, or by code outside of the forward. The optimiser has state for them from then on.
+        `parameters` has the `id`s of the model's parameters, `gradients` those of the ones among them that have
+        gradients now."""
         accounts = self.planner.accounts
         accounts.note_reached(gradients)
         reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parameters

@@ -35,11 +35,11 @@ _RETURNED = "memopt returned"
 
 
 class UntilBackward:
-    """A look that is under way, from the return of a forward to the beginning of its backward.
+    """What is seen of the caller's own code, from the return of a forward to the beginning of its backward.
 
-    What operators saved is in the graph. What they allocate and free is not, but about as much as the largest gradients
-    that they pass on, and the CPU's meter (`memopt.measure_peak`) has it. memopt runs no meter of its own: torch allows
-    one profiler at a time, and that would be in the way of the user's.
+    What operators saved is in the autograd graph. What they allocate and free again is not. It is taken to be as much
+    as the largest gradients that they pass on, unless the CPU's meter (`memopt.measure_peak`) runs and says it. memopt
+    runs no meter of its own: torch allows one profiler at a time, and that would be in the way of the user's.
     """
 
     _running: ClassVar[UntilBackward | None] = None
@@ -61,9 +61,9 @@ class UntilBackward:
     def begin(
         cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
     ) -> None:
-        """Begin where a forward returns these outputs, which have gradients; it was given other tensors, which are
-        counted like its model's parameters and its outputs. `tangent_bytes` are those of the gradients that its plan's
-        backward begins with: also of what a hook has kept."""
+        """Begin where a forward returns these outputs, which have gradients. `given` are the tensors of its call; they
+        count elsewhere, as the outputs and the model's parameters do. `tangent_bytes` are those of the gradients that
+        its plan's backward begins with, of values that only a hook has kept, too."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -131,9 +131,10 @@ class UntilBackward:
 def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
 ) -> tuple[int, int]:
-    """About the most bytes on a device that a graph of these autograd nodes, in the order in which its backward runs
-    them, holds before its backward, which starts at `roots`, and during it: what they saved, but for the storages at
-    the addresses `counted`, and values or gradients; without those of leaves."""
+    """About the most bytes on a device that the graph of these autograd nodes holds before its backward, and during it.
+    `nodes` are in the order in which the backward runs them, and `roots` are what it starts at. Saved tensors count,
+    but for the storages at the addresses `counted`, and the values or gradients that are there at once; those of leaves
+    do not."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -176,6 +177,6 @@ def _mark(nbytes: int) -> None:
 
 
 def _marked(events: Sequence[int], nbytes: int) -> int | None:
-    """The position after the latest mark of this size; None without one."""
+    """The position in `events` after the latest mark of this size; None without one."""
     found = [place for place in range(1, len(events)) if events[place - 1] == nbytes and events[place] == -nbytes]
     return found[-1] + 1 if found else None

@@ -131,7 +131,8 @@ def remove_dead(arrays: Arrays, evaluations: Ints) -> Ints:
 def _count_changes(arrays: Arrays, evaluations: Ints, dies: Ints, change: Ints) -> None:
     """Add each version's bytes to `change` at its making and subtract them after its last live position.
 
-    `dies` holds per storage the last live position of its latest version, and must be -1 for all storages at first.
+    A version is a storage as one evaluation makes it. `dies` holds per storage the last live position of its latest
+    version, and must be -1 for all storages at first.
     """
     count = evaluations.size
     for position in range(count):
@@ -153,7 +154,10 @@ def _count_changes(arrays: Arrays, evaluations: Ints, dies: Ints, change: Ints) 
 
 @native
 def _mark_wanted(arrays: Arrays, evaluations: Ints, wanted: Flags, keep: Flags) -> None:
-    """Set `keep` for every evaluation that a later kept one reads; `keep` must be set for first evaluations."""
+    """Set `keep` for every evaluation whose results are read by a later one for which it is set.
+
+    At first `keep` must be set for first evaluations only, and `wanted`, which is per storage, for none.
+    """
     for position in range(evaluations.size - 1, -1, -1):
         op = evaluations[position]
         for at in range(arrays.make_start[op], arrays.make_start[op + 1]):

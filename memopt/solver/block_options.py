@@ -89,8 +89,8 @@ class _Local:
 def _local_problem(
     problem: RematProblem, chain: Chain, movable: list[bool], number: int
 ) -> tuple[_Local, list[int], int]:
-    """Block `number` as a problem of its own, the step's op for each of its ops (-1 for the rest of the step), and
-    its base bytes (`Choices.base_bytes`)."""
+    """Returns block `number` as a problem of its own; for each op of that problem the index of the step's op, -1 for
+    the op that stands for the rest of the step; and the block's base bytes (`Choices.base_bytes`)."""
     block = chain.blocks[number]
     local: dict[int, int] = {}
     ops: list[Op] = []
@@ -120,7 +120,10 @@ class _Measure:
         self._local = local
 
     def option(self, forward: tuple[int, ...], backward: Ints | None = None) -> Option:
-        """The option with this forward and backward; without a backward only the block's outputs are held."""
+        """The option with this forward and backward, given as op indices of the block's own problem.
+
+        Without a backward, only the block's outputs are held after the forward.
+        """
         local, first = self._local, self._local.forward_ops
         after = np.zeros(0, np.int64) if backward is None else backward
         whole = np.concatenate((np.array(forward, np.int64), after))

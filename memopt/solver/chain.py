@@ -119,7 +119,8 @@ def _share_out(
 ) -> list[range]:
     """Per block: its range of the backward, by dynamic programming.
 
-    It minimises the sum over backward ops of the distance, in blocks, from the blocks whose storages the op reads.
+    It minimises the sum over backward ops of the distance, in blocks, from the blocks whose storages the op reads. Per
+    storage, `made` is the block that makes it, and `consumed` the last block that reads it in the forward; -1 for none.
     """
     first, count = problem.forward_ops, len(problem.ops) - problem.forward_ops
     cost = np.zeros(blocks)
@@ -285,7 +286,10 @@ def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int,
 
 @native_part
 def pass_block(costs: ChainCosts, s: int, c: int, t: int, needs: int, seconds: np.float32) -> tuple[int, np.float32]:
-    """The slots needed and seconds of a run of blocks s … c-1 that saves nothing, given those of blocks s … c-2."""
+    """The slots needed and seconds of a run of blocks s … c-1 that saves nothing, as a part of blocks s … t.
+
+    `needs` and `seconds` are those of the run of blocks s … c-2.
+    """
     block = c - 1
     held = costs.first_held[block] if t == costs.unsaved.size - 1 else costs.again_held[t]
     entering = costs.extra[s, block] if block > s else 0

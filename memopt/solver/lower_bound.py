@@ -1,6 +1,6 @@
 """Lower bounds on the added seconds of schedules within a budget, and on the peak of all schedules.
 
-Beside it, `Held`: the bytes that every schedule holds at each op's first evaluation, whatever it recomputes.
+Also `Held`: the bytes that every schedule holds at each op's first evaluation, whatever it recomputes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
 
 
 class Position:
-    """The hull at the first evaluation of one op, refined only around the bytes that budgets leave there."""
+    """The lower hull of bytes live and seconds recomputed at the first evaluation of op `index` (see `LowerBound`).
+
+    It is computed in detail only around the bytes that the budgets asked for leave there.
+    """
 
     def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
         self.base_bytes = int(held.needs[index])
@@ -169,7 +172,10 @@ class Position:
 
 
 def _supported(network: CutNetwork, left: Cut, right: Cut, allowed: int) -> float:
-    """The height at `allowed` bytes of the line that has the slope between two points and that no cut lies below."""
+    """The height in seconds, at `allowed` bytes, of a line that no cut lies below.
+
+    Its slope is that between `left` and `right`, or steep where `allowed` is less than both of them save.
+    """
     width = right.saved_bytes - left.saved_bytes
     if allowed < left.saved_bytes:
         price = 1e7 * network.total_seconds / max(network.total_bytes, 1)

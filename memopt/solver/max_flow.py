@@ -46,11 +46,12 @@ class _Flow(NamedTuple):
     residual: Ints
     """Per arc: what it can still take."""
     heights: Ints
-    """Per node: how many arcs lead from it to the goal; the number of nodes if none do."""
+    """Per node: the number of arcs on the shortest path from it to the goal over arcs that can still take flow; the
+    number of nodes if there is no such path."""
     excess: Ints
     """Per node: the flow that has arrived there and not left."""
     current: Ints
-    """Per node: the arc at which its search goes on."""
+    """Per node: the arc at which the search for an arc to push over resumes."""
     queue: Ints
     """A ring of nodes with excess."""
     waiting: Flags
@@ -74,8 +75,9 @@ class FlowNetwork:
     def cut(self, costs: Floats, source: int, sink: int) -> tuple[Flags, float]:
         """The nodes on the source's side of the cheapest cut, and a lower bound on its cost.
 
-        `costs` has 0 or more for each arc; infinite forbids cutting it. The bound is below the cost by what rounding
-        the costs down takes, 2^-46 of their sum for each arc at the most, and infinite if every cut is forbidden.
+        `costs` has 0 or more for each arc; infinite forbids cutting it. The bound is infinite if every cut is
+        forbidden. Else only rounding the costs down makes it less than the cost: by at most 2^-46 of their finite sum
+        for each arc, with fewer than 2^15 infinite ones.
         """
         forbidden = np.isinf(costs)
         finite = np.where(forbidden, 0.0, costs)
@@ -109,7 +111,7 @@ def _push_to(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> int:
 
 @native_part
 def _measure_heights(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> None:
-    """Set each node's height to the number of arcs that lead from it to the goal; the number of nodes if none do."""
+    """Set each node's height (see `_Flow.heights`) by a breadth-first search from the goal."""
     start, heads, partner = arcs
     residual, heights, queue = flow.residual, flow.heights, flow.queue
     nodes = len(heights)
@@ -130,7 +132,7 @@ def _measure_heights(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> None:
 
 @native_part
 def _enqueue_active(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> int:
-    """Put the nodes with flow that may still reach the goal in the queue, from its start; how many they are."""
+    """Put the nodes with excess from which flow can still reach the goal in the queue; returns their number."""
     _, heights, excess, current, queue, waiting = flow
     nodes = len(heights)
     count = 0

@@ -68,16 +68,20 @@ class _LargerBudgets:
         search.consider(f"{above.method}, offloaded", to_array(above.schedule))
 
     def _seeds(self, search: OffloadSearch, plain: Solution | None) -> list[Candidate]:
-        """The plans without offloads to start from: those of the hull and, last, `plain` or the smallest."""
+        """The plans without offloads to start from: those of the hull and, last, `plain` or the smallest.
+
+        If `plain` is None, each of them is also offered to `search`, with offloads.
+        """
         seeds = [*self._hull_plans, _as_candidate(self._arrays, plain or self._portfolio.smallest())]
         for plan in seeds if plain is None else ():
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return seeds
 
     def _raise_budget(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
-        """The largest budget found, by bisection, whose plan with offloads is faster than the best so far.
+        """Offer plans for larger budgets, with offloads; returns the largest budget that `_bring_below` found worth it.
 
-        `budget_bytes` is None if there is no plan without offloads: budgets then start at the smallest peak.
+        Budgets are chosen by bisection. `budget_bytes` is None if there is no plan without offloads: they then start at
+        the smallest peak.
         """
         most = peak_bytes(self._arrays, self._save_all)
         if budget_bytes is None:
@@ -97,7 +101,11 @@ class _LargerBudgets:
         return low
 
     def _bring_below(self, search: OffloadSearch, seeds: list[Candidate], larger_bytes: int) -> bool:
-        """Offer the fastest plans known for a larger budget with offloads; False if none can be or is the best."""
+        """Offer the fastest plans known for a larger budget, brought below the search's cap by offloads.
+
+        Returns whether one became the best, or the fastest of them recomputes too much to become it: then a still
+        larger budget may help. False if no plan fits `larger_bytes`.
+        """
         fitting = sorted((p for p in seeds if p.peak_bytes <= larger_bytes), key=lambda plan: plan.added_seconds)
         if not fitting:
             return False
@@ -225,7 +233,7 @@ class OffloadPortfolio:
         return self._judged(search.best, budget_bytes, link, bound)
 
     def smallest(self, link: Link) -> OffloadSolution:
-        """The schedule with the smallest peak found: with enough room on the host, the largest need of one op."""
+        """The schedule with the smallest peak found: with enough room on the host, that of `transient_floor`."""
         self._portfolio.build_on_smallest()
         return self.solve(self._smallest_peak(link), link, "fast")
 

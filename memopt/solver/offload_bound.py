@@ -1,6 +1,6 @@
 """A lower bound on the added seconds of schedules within a budget that may also offload.
 
-It is the largest of the bounds at a dozen positions (`_Position`) and of a bound on the whole step. The bytes on the
+It is the largest of the bounds at 16 positions (`_Position`) and of a bound on the whole step. The bytes on the
 host at a time t were copied out before t and are copied back after t, through one queue each. So they are at most half
 of the bytes that the link moves in one direction during the whole step. Held on the device instead, they make a
 schedule of the same evaluations without offloads, for a budget that is larger by those bytes; a lower bound on such
@@ -106,8 +106,10 @@ class _Line:
 
 
 class _Position(Position):
-    """The bound from the first evaluation of op `index`; `seconds_before` and `seconds_after` are the step's seconds up
-    to it and from it on, without recomputation."""
+    """The bound from the first evaluation of op `index`.
+
+    `seconds_before` and `seconds_after` are the step's seconds, without recomputation, up to that op and from it on.
+    """
 
     def __init__(
         self, problem: RematProblem, index: int, held: Held, seconds_before: float, seconds_after: float
@@ -117,7 +119,7 @@ class _Position(Position):
         self._points: list[Cut] = []
 
     def added_seconds_over(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that every schedule with at most `budget_bytes` live at this moment adds; infinite if none can."""
+        """Seconds that every schedule adds that has at most `budget_bytes` live here; infinite if none can."""
         free = budget_bytes - self.base_bytes
         least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
         most = math.inf if link.host_bytes is None else float(link.host_bytes)
@@ -132,7 +134,7 @@ class _Position(Position):
         line = self._line(free + min(max(in_time, least), most))
 
         def total(host: float) -> float:
-            """The bound above with H = `host` bytes."""
+            """The seconds added if `host` bytes are on the host at this evaluation: waits and recomputation."""
             waits = max(0.0, host / rate - self._before)
             return waits + max(line.at(free + host), host / rate - self._after, 0.0)
 

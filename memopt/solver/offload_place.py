@@ -108,7 +108,7 @@ class _Gaps(NamedTuple):
     home: Flags
     """Whether the storage lies on the host for the whole step: nothing is copied out."""
     first: Flags
-    """Whether it is such a storage that was not brought yet: the gap is always chosen."""
+    """Whether the storage is a `home` one and was not copied to the device before: such a gap is always chosen."""
 
 
 class _GapOffloads(NamedTuple):
@@ -174,7 +174,7 @@ class Placer:
 
 
 def _gaps_of(arrays: Arrays, evaluations: Ints) -> _Gaps:
-    """All gaps of a schedule, by their stop."""
+    """All gaps of a schedule, sorted by their stop."""
     most = int(np.diff(arrays.read_start)[evaluations].sum())
     storage, start, stop = np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64)
     none, unused = np.zeros(0, np.bool_), np.full(arrays.size.size, -1, np.int64)
@@ -220,8 +220,9 @@ def _choose(
 ) -> bool:
     """Make the sweep and fill `stays`; returns False if some evaluation cannot be brought within the cap.
 
-    `time` is the second at which each evaluation begins, `room` the free bytes of the host at each position (empty for
-    no limit), `order` the gaps by their start.
+    Per gap, `size` is the bytes of its version and `seconds` those of one transfer. `time` is the second at which each
+    evaluation begins, `room` the free bytes of the host at each position (empty for no limit), `order` the gaps by
+    their start. `outward` and `back` are the queues of the copies out and back.
     """
     _bring(gaps, size, seconds, time, live, back, stays)
     active = np.zeros(order.size, np.int64)
@@ -268,8 +269,10 @@ def _choose(
 def _bring(
     gaps: _Gaps, size: Ints, seconds: Floats, time: Floats, live: Ints, back: _Queue, stays: _GapOffloads
 ) -> None:
-    """Plan the first copies of what lies on the host, each as late as the others allow: the last ones first. Gaps are
-    in the order of their stop."""
+    """Plan the first copy to the device of each storage that lies on the host for the whole step.
+
+    The latest are planned first, each as late as those planned before allow. Gaps are in the order of their stop.
+    """
     for gap in range(size.size - 1, -1, -1):
         if not gaps.first[gap]:
             continue

@@ -157,8 +157,8 @@ class Schedule:
     """Op indices in the order in which they run, and the offloads.
 
     First evaluations are in program order. Backward ops are evaluated once; forward ops may be recomputed anywhere
-    after their first evaluation. A read binds to the latest evaluation of the storage's producer, and the version that
-    an evaluation makes is live until its last read (the first version of a kept storage: until the end).
+    after their first evaluation. Each evaluation makes a new version of the storages that its op makes. A read binds to
+    the latest version, and a version is live until its last read (the first version of a kept storage: until the end).
     """
 
     evaluations: tuple[int, ...]

@@ -1,5 +1,5 @@
-"""The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules. A user's are
-checked, and called once for each budget.
+"""The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules. A user's
+solver is called once for each budget, and its schedules are checked.
 
 The simplest ones are here: the usual recipes of activation checkpointing, each with one schedule for all budgets, and
 `SaveAll`, which takes the portfolio's place when nothing may be recomputed.
@@ -184,7 +184,7 @@ def _without_attention(problem: RematProblem) -> Schedule:
 
 def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:
     """The schedule that saves the inputs of each group of `every` blocks, as `torch.utils.checkpoint` around the group
-    does, and what is made outside of blocks, given each forward op's block."""
+    does. Results of ops outside of blocks are saved as well. `blocks` has each forward op's block, -1 for none."""
     group = [block // every if block >= 0 else -1 for block in blocks]
     saved = _saved_unless(problem, lambda op: group[op] >= 0)
     crossing = {

@@ -9,7 +9,8 @@ seconds to recompute it, missing inputs included  /  (bytes^p · evaluations unt
 as in dynamic tensor rematerialisation (Kirisame et al., 2021), but with the future known. The inputs of an evicted
 value are needed until it is recomputed. The same rule covers values evicted in the forward, or several times.
 
-When each value is read next is looked ahead: by the seed schedule, or by a recomputation that must come before that.
+The next read of each value is found by looking ahead: it is the next one in the seed schedule, or that of a
+recomputation which must come before it.
 """
 
 from __future__ import annotations
@@ -189,8 +190,9 @@ def repair(
 ) -> _Repaired:
     """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule.
 
-    The exponents are p and a of the rule above; `noise` multiplies each storage's score (for a local search). The
-    replay gives up after several times as many evaluations as there are ops, so it always ends.
+    `bytes_exponent` and `distance_exponent` are p and a of the module's rule; `noise` multiplies each storage's score
+    (for a local search). The replay gives up after several times as many evaluations as there are ops, so it always
+    ends.
     """
     most = 6 * arrays.seconds.size + 4 * seed.size + 100
     bytes_power = np.maximum(arrays.size, 1).astype(np.float64) ** bytes_exponent
@@ -321,6 +323,6 @@ def _drop_unneeded(arrays: Arrays, replay: Replay) -> int:
 
 @native_part
 def _score(arrays: Arrays, replay: Replay, storage: int) -> float:
-    """The score of evicting `storage` by the rule above; the smallest is evicted first."""
+    """The score of evicting `storage` by the module's rule; the smallest is evicted first."""
     distance = max(replay.need[storage] - replay.scalars[NOW], 0) + 1
     return cost(arrays, replay, storage) / (replay.bytes_power[storage] * replay.distance_power[distance])

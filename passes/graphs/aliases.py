@@ -94,16 +94,17 @@ class _Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered as they are made, and which nodes lie in them."""
+    """The blocks of memory of a graph, numbered from 0 as they are made, and which nodes lie in them."""
 
     graph: Graph
     blocks: list[_Block] = field(default_factory=list)
     of: dict[Node, tuple[int, ...]] = field(default_factory=dict)
-    """By node the block of each tensor that it returns; for `cautious` ones all blocks that these may lie in."""
+    """Per node: the number of the block of each tensor that it returns; by `find_cautious_aliases`, of all blocks that
+    these may lie in."""
     views: set[Node] = field(default_factory=set)
     """The nodes that make no memory, since they return what lies in another node's."""
     written_over: set[int] = field(default_factory=set)
-    """The blocks that hold one value after another."""
+    """The blocks in which a call writes its result over an operand (see `find_aliases`)."""
 
     def read_by(self, node: Node) -> tuple[int, ...]:
         """Returns the blocks that a node reads, through views, each once, in the order of its arguments."""
@@ -115,7 +116,7 @@ class Aliases:
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[Node, ...]]:
-        """By block the nodes that read it under whatever name, in the graph's order; the output is one."""
+        """Per block: the nodes that read it, also through views, in the graph's order. The output counts as one."""
         found: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             for block in self.read_by(node):
@@ -124,7 +125,7 @@ class Aliases:
 
     @cached_property
     def last_reader(self) -> Mapping[int, Node]:
-        """By block the last call that may read it. Taking an element out of a tuple reads no memory."""
+        """Per block: the last node that may read it. Taking an element out of a tuple reads no memory."""
         calls = {block: [node for node in nodes if not _takes_element(node)] for block, nodes in self.readers.items()}
         return {block: nodes[-1] for block, nodes in calls.items() if nodes}
 

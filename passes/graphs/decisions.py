@@ -82,8 +82,8 @@ MARKED: set[Any] = set()
 
 
 def mark_deciding(deciding: Any) -> None:
-    """Has every call of an operator (`torch.ops.library.name`, or one overload of it) taken for one that decides, if it
-    reads computed floating-point numbers: compiled steps, and those on a card, never compute it a second time.
+    """Has every call of an operator (`torch.ops.library.name`, or one overload of it) count as one that decides, if it
+    reads computed floating-point numbers. Compiled steps, and those on a card, never compute such a call a second time.
 
     Call it before the model is optimised. Raises `TypeError` for anything but an operator.
     """
@@ -98,8 +98,8 @@ def mark_deciding(deciding: Any) -> None:
 
 def find_decisions(graph: Graph) -> frozenset[Node]:
     """Returns the calls of a joint graph's forward whose results must have the forward's bits wherever the backward
-    reads them: those that decide by numbers which may be rounded otherwise when they are computed again, and those that
-    the backward looks for among others by equality.
+    reads them: those that decide by numbers which may be rounded otherwise when they are computed again, and those by
+    which a call of the backward decides, for example where a value equals its maximum.
 
     Numbers that are exact each time do not count: inputs, copies, integers, draws from a saved seed or state. So masks
     of dropout, and masks made of positions, are not among the results.
@@ -154,15 +154,18 @@ class _Search:
                 self.loose.add(node)
 
     def is_continuous(self, node: Node) -> bool:
-        """Returns whether a call is part of a continuous operator that was decomposed, and is read by nothing else."""
+        """Returns whether a call is part of a continuous operator that was decomposed, and is read in the forward by
+        other parts of it alone."""
         whole = _whole(node)
         if _is_marked(node) or whole not in _CONTINUOUS:
             return False
         return all(_whole(user) == whole for user in node.users if user not in self.late)
 
     def decides_again(self, node: Node) -> bool:
-        """Returns whether a call of the backward that reads the forward's values alone must read the forward's bits:
-        unless it is a threshold, at which the derivative of a continuous function jumps."""
+        """Returns whether a call of the backward that decides by the forward's values must read the forward's bits.
+
+        It need not if it is a threshold, at which the derivative of a continuous function jumps.
+        """
         if _name(node) not in _COMPARISONS:
             masks = all(value.dtype == torch.bool for value in tensors(node.meta.get("val")))
             return _is_marked(node) or not (masks or _name(node) in ("sign", "sgn"))
@@ -173,7 +176,7 @@ class _Search:
         )
 
     def pin(self, values: Iterable[Node]) -> None:
-        """Have the forward's values that the backward computes others from be computed once."""
+        """Adds to `found` the calls of the forward, of those in `loose`, that `values` are computed from."""
         self.found.update(maker for value in values for maker in self.makers(value) if maker in self.loose)
 
     def makers(self, value: Node) -> set[Node]:
@@ -236,7 +239,8 @@ def _is_exact(node: Node) -> bool:
 
 
 def _casts_exactly(node: Node) -> bool:
-    """Returns whether a cast of an exact value rounds nothing, or a draw, which no kernel keeps with more bits."""
+    """Returns whether a cast of an exact value rounds nothing, or rounds a random draw, which no kernel keeps with more
+    bits."""
     source = node.all_input_nodes[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if before == after or before == torch.bool or is_random(source) or _name(source) == "inductor_random":
@@ -253,7 +257,7 @@ def _floats(node: Node) -> bool:
 
 
 def _is_wide(node: Node) -> bool:
-    """Returns whether kernels compute with no more bits than a result has in memory."""
+    """Returns whether all floating-point results have 32 bits or more: kernels compute with no more than these."""
     return all(value.dtype.itemsize >= 4 for value in tensors(node.meta.get("val")) if _is_float(value))
 
 

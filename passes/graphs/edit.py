@@ -28,10 +28,12 @@ def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def propagating(mode: Any) -> Iterator[None]:
-    """Runs operators on fake tensors without autograd or autocast, and leaves no guards and no pending symbols.
+    """Runs operators in the fake mode `mode`, if any, without autograd or autocast.
 
-    As where the graph was traced, the operators that torch writes in Python take symbolic sizes that their kernels do
-    not.
+    No guards and no pending symbols are left behind.
+
+    With symbolic sizes, operators run by torch's Python implementations where there are any, as in tracing, since some
+    kernels do not take such sizes.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -73,15 +75,18 @@ def _is_known(node: Node) -> bool:
 
 
 def _of(node: Node) -> Any:
-    """Returns a node's stored value; of a graph that an operator runs, as that of a custom function, the graph."""
+    """Returns a node's stored value; or what a `get_attr` without one names, such as a subgraph that a higher-order
+    operator runs."""
     return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
-    """Returns the stored values that a graph would have if some of its nodes had other strides: those of these nodes,
-    with the values in `changes`, and of their readers, as far as strides change. None where an operator does not take
-    them, as a view may not, where its value cannot be computed, or where an output of the graph would change. Needs
-    `on_stored_values`."""
+    """Returns the stored values that a graph would have if the nodes in `changes` had the values given there, which may
+    differ in strides: these, and those of all nodes behind them whose strides would change.
+
+    None where an operator does not take the new strides, as a view may not, where a value cannot be computed, or where
+    an output of the graph would change. Needs `on_stored_values`.
+    """
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
     if not changed:
         return dict(changes)
@@ -121,13 +126,13 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 _ORIGIN = (
     "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "autograd_backward", "custom",
 )  # fmt: skip
-"""The entries of `Node.meta` that say where a call comes from: module, line of code, half of the graph, annotations."""
+"""The entries of `Node.meta` on where a call comes from: module, line of code, forward or backward, annotations."""
 
 
 def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs: Any) -> Node:
     """Returns a new call of an operator, made at the insertion point of `like`'s graph.
 
-    The module, the line of code and the half of the graph in its metadata are those of `like`. Its stored value is
+    Module, line of code and the tag of forward or backward in its metadata are those of `like`. Its stored value is
     computed from those of its arguments, which needs `on_stored_values` around it. It gets a name like `node_name`, by
     default that of the operator without its overload.
     """

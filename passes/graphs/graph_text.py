@@ -49,7 +49,7 @@ def _format_call(node: Node, name_of: Callable[[Node], str]) -> str:
 
 
 def format_target(target: Any) -> str:
-    """`aten.addmm`, `aten.add.Tensor`, `operator.mul`, `run_and_save_rng_state`."""
+    """What a call calls: `aten.addmm`, `aten.add.Tensor`, `operator.mul`, `run_and_save_rng_state`."""
     if isinstance(target, OPERATOR_OVERLOAD):
         return str(target).removesuffix(".default")
     name = str(getattr(target, "__name__", target))
@@ -70,7 +70,7 @@ def format_value(value: object) -> str:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """`f32`, `bf16`, `i64`, `b8`, `u8`, `f8_e4m3fn`."""
+    """A dtype in short: `f32`, `bf16`, `i64`, `b8`, `u8`, `f8_e4m3fn`."""
     name = str(dtype).removeprefix("torch.")
     for long, short in _KINDS:
         if name.startswith(long):

@@ -150,7 +150,7 @@ def has_floats(node: Node) -> bool:
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Returns whether two shapes, strides or other rows of sizes are known to be equal."""
+    """Returns whether two shapes, strides or other sequences of sizes are known to be equal."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
@@ -198,7 +198,8 @@ def argument_kind(argument: Any) -> Hashable:
 
 
 def value_kind(value: Any) -> Hashable:
-    """The kind of a stored value: equal for tensors of equal type, shape, strides and dtype."""
+    """The kind of a stored value: equal for strided tensors of equal type, dtype, device, `requires_grad`, shape,
+    strides and storage offset."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return value.layout, id(value)

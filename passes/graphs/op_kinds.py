@@ -18,7 +18,7 @@ torch.library.define("memopt::data", "(Tensor(a) value) -> Tensor(a)", tags=(tor
 
 @torch.library.impl("memopt::data", "CompositeImplicitAutograd")
 def _data(value: Tensor) -> Tensor:
-    """Falls apart where it is differentiated, into what torch's tracers make of the attribute."""
+    """Is decomposed where it is differentiated, into what torch's tracers make of the attribute."""
     return value.data
 
 
@@ -240,7 +240,7 @@ def known_targets() -> tuple[Any, ...]:
 
 
 def out_of_place(target: Any) -> Any:
-    """Returns the operator that an `out=` variant which `inplace_variants` yields is a variant of, or None."""
+    """Returns the operator whose `out=` variant `target` is, as `inplace_variants` yields it; None for any other."""
     return _OF_OUT.get(target)
 
 

@@ -71,8 +71,11 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
 
 
 def _kind(node: Node) -> Hashable | None:
-    """The call of an operator with the kinds of the values that it reads and returns, of which its result is a
-    function; None where it may depend on more: for other calls, and for values that are not fake tensors."""
+    """A key of an operator's call: its arguments, and the kinds of the values that it reads and stores. Of two calls
+    with equal keys only one has to be checked.
+
+    None where a result may depend on more: for calls of anything else, and for values that are not fake tensors.
+    """
     if not isinstance(node.target, OPERATOR_OVERLOAD) or any("val" not in source.meta for source in sources_of(node)):
         return None
     values = [source.meta["val"] for source in sources_of(node)]
@@ -84,7 +87,7 @@ def _kind(node: Node) -> Hashable | None:
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fake, and no number is known to be in it."""
+    """Whether a tensor is fake, and no constant that it stands for is known."""
     return getattr(tensor, "fake_mode", None) is not None and getattr(tensor, "constant", None) is None
 
 

@@ -54,7 +54,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ChunkedCrossEntropy:
-    """One forward, chunk by chunk.
+    """One forward of a cross entropy with its gradients, chunk by chunk.
 
     Args:
         hidden: [rows, width].
@@ -104,7 +104,10 @@ class ChunkedCrossEntropy:
         return _Result(total / divisor, divisor, of_hidden, of_weight, of_bias)
 
     def _chunk(self, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
-        """Returns the summed loss of a chunk, and adds its gradients. What it allocates is freed when it returns."""
+        """Returns the summed loss of the rows `part`, and writes or adds their gradients to the tensors given.
+
+        What it allocates is freed when it returns.
+        """
         differentiates = not (of_hidden is of_weight is of_bias is None)
         logits = self._logits(part)
         tanh = logits.clone() if self.how.softcap and differentiates else None

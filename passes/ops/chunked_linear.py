@@ -15,7 +15,8 @@ and 0.86 ms for the logits and the gradients of the rows and of the weight, and 
 def chunk_rows(rows: int, width: int) -> int:
     """Returns the rows of a chunk for `rows` tokens of `width` features: an eighth of them, at most half of `width`.
 
-    Then the logits of a chunk have at most half as many elements as the weight's gradient. The least is 512 rows.
+    The second limit is never below 512 rows. Where `width` is 1,024 or more, the logits of a chunk have at most half as
+    many elements as the weight's gradient.
     """
     return max(1, min(-(-rows // LARGEST_SHARE), max(_LEAST_ROWS, width // 2)))
 
@@ -42,7 +43,7 @@ class ChunkedLinear:
         self.bias = None if bias is None else self.padded(bias)
 
     def padded(self, given: Tensor) -> Tensor:
-        """A tensor of classes in the dtype of `hidden`, with zeros behind them."""
+        """Returns a weight or bias in the dtype of `hidden`, with `padding` classes of zeros behind its own."""
         if not self.padding:
             return given.to(self.hidden.dtype)
         padded = self.hidden.new_empty(self.classes + self.padding, *given.shape[1:])
@@ -57,10 +58,10 @@ class ChunkedLinear:
     def spread(
         self, gradient: Tensor, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, lift: float = 1.0
     ) -> None:
-        """Writes a chunk's rows of the gradient of `hidden`, computed from that of its logits, [chunk, classes], and
-        adds to that of `weight`, in the wide dtype.
+        """Computes the gradients of the layer from that of a chunk's logits, `gradient`, [chunk, classes].
 
-        `lift` multiplies the gradient of the logits while it is narrow, in the dtype of `hidden`.
+        Writes the chunk's rows of `of_hidden`, and adds to `of_weight`, in the wide dtype; None is left out. `lift`
+        multiplies the logits' gradient only while it is in the dtype of `hidden`, so that small values are not lost.
         """
         hidden, low = self.hidden[part], self.hidden.dtype
         narrow = gradient * lift if lift != 1.0 and low != self.wide else gradient

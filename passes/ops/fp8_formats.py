@@ -60,7 +60,7 @@ def turned(tile: str) -> str:
 
 
 def tile_of(values: Tensor, scale: Tensor) -> str:
-    """Returns the tile by which a matrix was quantised. Raises ValueError if the scales do not fit it."""
+    """Returns the tile by which a matrix was quantised. Raises ValueError if no tile has such scales."""
     if not scale.dim():
         return WHOLE
     rows, columns = values.shape
@@ -172,7 +172,10 @@ def _kernel(function: Callable[..., Tensor], device_type: str) -> Callable[..., 
 
 
 def _parts(x: Tensor, tile: str) -> Iterator[tuple[slice, slice]]:
-    """Yields slices of rows to widen at a time, and the rows of tiles; on CUDA, where nothing is widened, just one."""
+    """Yields slices of the rows that are widened at a time, each with the slice of their scales' rows.
+
+    On CUDA, where nothing is widened in memory, there is one slice of all rows.
+    """
     step = TILES[tile].rows if tile else 1
     rows = x.shape[0] if x.device.type == "cuda" else PART_ELEMENTS // max(1, x.shape[1])
     rows = max(1, -(-rows // step)) * step
@@ -223,9 +226,9 @@ class Histories:
 
 
 _by_prefix: weakref.WeakValueDictionary[str, Histories] = weakref.WeakValueDictionary()
-"""Those whose owner is alive: operators find theirs here."""
+"""By prefix, the histories whose model is alive: operators find theirs here."""
 _of_model: weakref.WeakKeyDictionary[object, Histories] = weakref.WeakKeyDictionary()
-"""At most one for each model that is alive, its owner."""
+"""The histories of each model, which die with it."""
 
 
 def histories_of(model: object) -> Histories:

@@ -49,7 +49,7 @@ Kernel = Callable[[Operand, Operand, torch.dtype], Tensor]
 
 
 def kernel_for(a: Operand, b: Operand, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel that multiplies such operands on the device's 8-bit units, tested there; None for none."""
+    """Returns the kernel that multiplies such operands on the device's 8-bit units, tested there; None without one."""
     (rows, inner), columns = a.values.shape, b.values.shape[1]
     dtypes = a.values.dtype, b.values.dtype
     if not has_units(a.values.device) or why_not(rows, inner, columns, a.tile, b.tile, *dtypes):
@@ -140,7 +140,7 @@ def tiles_of_32(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Returns the scales, [rows, groups of 32], as one row in the order in which tensor cores read them.
+    """Returns the scales, [rows, groups of 32], as one dimension in the order in which tensor cores read them.
 
     128 rows by 4 groups make 512 bytes, in which rows 32 apart lie beside each other (cuBLAS, "1D block scaling factors
     layout").
@@ -191,7 +191,10 @@ def _trusted(
 
 
 def _example(device: torch.device, tile: str, dtype: torch.dtype, side: int) -> Operand:
-    """Returns operands [256, 640] and [640, 384] whose tiles differ widely in scale and in their number."""
+    """Returns the left operand, [256, 640], of a test product, or for `side` 1 the right one, [640, 384].
+
+    Their tiles differ widely in scale, and their dimensions in the number of tiles.
+    """
     generator = torch.Generator().manual_seed(side)
     shape = (256, 640) if not side else (640, 384)
     spread = torch.randn(-(-shape[0] // 32), -(-shape[1] // 32), generator=generator).mul_(2).exp_()
@@ -212,7 +215,11 @@ def scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns [m, k] · [k, n] + [n] → [m, n] in `dtype`; operands to be transposed are given as [k, m] and [n, k]."""
+    """Returns `(a · a_scale) @ (b · b_scale) + bias`, [m, n], in `dtype`.
+
+    `a` is [m, k] in 8 bits, or [k, m] with `turn_a`; `b` is [k, n], or [n, k] with `turn_b`; `bias` is [n]. The scales
+    are those that `quantize` returns for the matrices as given: one number, or one for each tile.
+    """
     left, right = Operand.of(a, a_scale, turn_a), Operand.of(b, b_scale, turn_b)
     kernel = kernel_for(left, right, dtype)
     if kernel is None:

@@ -1,8 +1,8 @@
 """The operators of 8-bit layers: `memopt::fp8_quantize`, `fp8_dequantize`, `fp8_matmul`, and `fp8_linear` of them.
 
-`fp8_linear` is one node of an operator graph and falls apart where it is differentiated: its input is quantised once,
-and what the backward reads of it is that copy. Layers that read one value share the copy, since two equal calls of
-`fp8_quantize` are one. All of them are pure: they may be merged, removed and recomputed, with the same bits.
+`fp8_linear` is one node of an operator graph and is decomposed where it is differentiated: its input is quantised once,
+and what the backward reads of it is that copy. Layers that read one value share the copy, since equal calls of
+`fp8_quantize` are merged. All of them are pure: they may be merged, removed and recomputed, with the same bits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def fp8_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns `a @ b + bias` of quantised matrices in `dtype`; `turn_a` and `turn_b`: that one is given transposed."""
+    """Returns `a @ b + bias` of quantised matrices in `dtype` (see `scaled_matmul`)."""
     return scaled_matmul(a, a_scale, b, b_scale, bias, turn_a, turn_b, dtype)
 
 
@@ -165,13 +165,16 @@ _Quantized = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 def _both(x: Tensor, dtype: torch.dtype, tiles: tuple[str, str], wanted: tuple[bool, bool]) -> list[_Quantized]:
-    """Returns a matrix quantised by those of two tiles that are wanted; once if they are the same tile."""
+    """Returns a matrix quantised by each of two tiles, (None, None) for one not `wanted`; once for equal tiles."""
     found = {tile: fp8_quantize(x, dtype, tile) for tile, want in zip(tiles, wanted, strict=True) if want}
     return [found[tile] if want else (None, None) for tile, want in zip(tiles, wanted, strict=True)]
 
 
 def _narrow_gradient(gradient: Tensor, by: Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
-    """Returns the gradient quantised by tiles along its columns and along its rows."""
+    """Returns the gradient quantised by tiles along its columns and along its rows, as `_both` does.
+
+    With a `history`, which delayed scaling has, both are the same copy, by one scale.
+    """
     if not history:
         return _both(gradient, by.gradients, (by.values, turned(by.values)), wanted)
     if not any(wanted):

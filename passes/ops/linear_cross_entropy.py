@@ -15,7 +15,7 @@ def _with_gradients(
     ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_hidden: bool,
     needs_weight: bool, needs_bias: bool, later: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns loss, divisor and the gradients of hidden, weight and bias (see `_Result`).
+    """Returns loss, divisor and the gradients of hidden, weight and bias (see `chunked_cross_entropy._Result`).
 
     Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
     backward.
@@ -138,7 +138,7 @@ def _linear_cross_entropy(
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, scale: float = 1.0,
     softcap: float = 0.0, rows: int = 0, weight_in_backward: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Falls apart where it is differentiated, since only there is it known which gradients are needed."""
+    """Is decomposed where it is differentiated, since only there is it known which gradients are needed."""
     needs = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]

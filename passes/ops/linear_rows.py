@@ -63,7 +63,7 @@ def _layers(hidden: list[Tensor], weight: list[Tensor], bias: list[Tensor], bias
 
 
 def _chunks(hidden: Tensor, chunk: int) -> list[slice]:
-    """Returns the rows of each chunk; an empty one where there are none."""
+    """Returns the rows of each chunk as slices; one empty slice where there are no rows."""
     rows, width = hidden.shape
     size = chunk or -(-chunk_rows(rows, width) // _MORE_VALUES)
     return [slice(start, min(start + size, rows)) for start in range(0, max(1, rows), size)]

@@ -124,7 +124,7 @@ class _HostMemory:
             self._free.append(block)
 
     def _trim(self) -> None:
-        """Unpins free blocks until these hold no more bytes than were ever leased."""
+        """Unpins free blocks until they hold at most `most_leased_bytes`."""
         while sum(block.nbytes for block in self._free) > self.most_leased_bytes:
             self._free.pop(0).unpin()
 
@@ -175,7 +175,10 @@ def _copy_out(value: Tensor) -> Tensor:
 
 
 def lend(value: Tensor) -> Tensor:
-    """Returns a copy of a value that lies on the host for longer, from where `bring` and `COPY_BACK` take it."""
+    """Returns a copy of a value in the host's memory, which may stay there for many steps.
+
+    `bring` and `COPY_BACK` copy it to the device.
+    """
     span = _span(value)
     leased, _ = host_memory(value.device.type).lease(span * value.element_size())
     flat = leased.view(value.dtype)
@@ -184,7 +187,7 @@ def lend(value: Tensor) -> Tensor:
 
 
 def bring(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device of a value that lies on the host; any other tensor itself."""
+    """Returns a copy on the device of a value that `lend` or `COPY_OUT` put on the host; any other tensor itself."""
     if not host_memory(device.type).holds(host.untyped_storage().data_ptr()):
         return host
     return _await_back(_copy_back(host, device), host)

@@ -53,7 +53,10 @@ def only_reader(node: Node) -> Node:
 
 
 def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
-    """Returns the node of Q Kᵀ, and the steps from there to the softmax, last first. Raises `NoMatch`."""
+    """Returns the node of Q Kᵀ, and the steps from there to the softmax, last first.
+
+    Raises `NoMatch` if the scores come from anything else, or if anything but the next step reads a value on the way.
+    """
     only_reader(node)
     name = op_name(node).removesuffix("_")
     if name in PRODUCTS:
@@ -80,7 +83,10 @@ def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
 
 
 def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
-    """Returns the scores and the tensor of a sum, in whichever order they are added. Raises `NoMatch`."""
+    """As `walk_up_scores`, for a sum of scores and a mask in either order.
+
+    Raises `NoMatch` if neither operand comes from Q Kᵀ.
+    """
     mismatch = NoMatch(f"{node.name} adds no tensor to scores")
     for scores, mask in (node.args[1::-1], node.args[:2]):
         if not (isinstance(scores, Node) and isinstance(mask, Node)):
@@ -173,7 +179,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _downwards(node: Node) -> Node:
-    """Returns the product with V."""
+    """Returns the product with V. Raises `NoMatch` if anything else reads the probabilities, or some are dropped."""
     while True:
         user = only_reader(node)
         if op_name(user) in PRODUCTS and user.args[0] is node:

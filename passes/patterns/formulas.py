@@ -21,7 +21,7 @@ T: Polynomial = {(0, 1): 1.0}
 _SAME = frozenset({"alias", "clone", "contiguous", "lift_fresh_copy"})
 _MOST_TERMS = 16
 _EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
-"""The functions that compute calls on constants."""
+"""The power to which each of these calls raises a constant."""
 
 
 class Unknown(Exception):
@@ -41,7 +41,7 @@ class Reader:
         return sorted(node for node, value in self.read.items() if not is_constant(value))
 
     def __call__(self, value: Any) -> Polynomial:
-        """Returns the polynomial that a node or a number is. Raises `Unknown`."""
+        """Returns the polynomial that a node or a number is. Raises `Unknown` if it is none."""
         if type(value) in (int, float):
             return {(0, 0): float(value)} if value else {}
         if not isinstance(value, Node):
@@ -169,7 +169,7 @@ def find_variance(node: Node) -> Variance | None:
 
 
 def of_statistics(node: Node) -> Variance | None:
-    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes."""
+    """Returns the variance in a `var`, `std`, `var_mean` or `std_mean`; None unless it names and keeps dimensions."""
     given = arguments_of(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None

@@ -38,7 +38,10 @@ class _Formula:
     normalised: bool = False
 
     def above(self, node: Node) -> "_Formula":
-        """Returns the formula with the call before it. Raises `NoMatch` if the operator cannot compute that."""
+        """Returns the formula of the call `node` followed by this formula.
+
+        Raises `NoMatch` if `memopt::linear_cross_entropy` cannot compute that.
+        """
         name = op_name(node).removesuffix("_")
         factor = _factor(node)
         if name == "log_softmax":
@@ -74,7 +77,12 @@ class Path:
 
 
 def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
-    """Returns the path from a loss's input back to the first call that is no step of it. Raises `NoMatch`."""
+    """Returns the path from a loss's input, `value`, back to the first call that is no step of it.
+
+    `class_dim` is the dimension of the classes in `value`, and `reader` the call that reads `value` for the loss.
+    Raises `NoMatch` where a step splits or picks classes, where the operator has no such formula, or where something
+    else reads a value of the path.
+    """
     steps: list[Step] = []
     returned: list[Node] = []
     formula = _Formula()
@@ -89,7 +97,10 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
 
 
 def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
-    """Returns the input of a step, the dimension of the classes there, and whether it moves rows; None for no step."""
+    """Returns the input of a step, the dimension of the classes in it, and whether the step moves rows.
+
+    The input is None where the call is no step. Raises `NoMatch` for one that splits or picks classes.
+    """
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
@@ -213,7 +224,7 @@ def _factor(node: Node) -> float | None:
 
 
 def _added_to(node: Node) -> Node | None:
-    """The logits in a sum of logits and a bias."""
+    """The logits in a sum of logits and a bias; None for any other call."""
     one, other = (argument if isinstance(argument, Node) else None for argument in node.args[:2])
     if one is None or other is None or node.kwargs:
         return None

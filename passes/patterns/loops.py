@@ -1,6 +1,7 @@
 """Rolls up loops over the rows of logits, in which authors compute a loss sample by sample, or some rows at a time.
 
-What such a loop stacks or joins at its end is computed for all rows at once, by the same operators.
+In a graph such a loop is unrolled: each turn has calls of its own, and `stack` or `cat` joins their results at the end.
+What it joins is computed for all rows at once instead, by the same operators.
 """
 
 import operator
@@ -41,7 +42,7 @@ def roll_loops(graph: Graph) -> list[Node]:
 
 
 def ends_of_loops(graph: Graph) -> list[Node]:
-    """Returns the calls that may join the results of such a loop."""
+    """Returns the calls that may join the results of a loop over rows of logits."""
     found = []
     for node in graph.nodes:
         given: Any = node.args[0] if op_name(node) in ("stack", "cat") else ()
@@ -59,13 +60,16 @@ def _reads_classes(node: Node, depth: int) -> bool:
 
 
 class _Loop:
-    """A loop that ends in a call that joins its results: those of samples, or of parts that hold some rows each."""
+    """A loop, unrolled in the graph, that ends in the call `end`, which joins the results of its turns.
+
+    A turn computes one sample (`samples`, joined by `stack`) or a part of some rows (joined by `cat`).
+    """
 
     def __init__(self, end: Node, samples: bool) -> None:
         self.end, self.samples = end, samples
         self.made: list[Node] = []
         self.known: dict[tuple[Node, ...], Node | None] = {}
-        """By its turns' calls."""
+        """By the calls that correspond to each other, one of each turn: their values for all rows, or None."""
 
     def is_written_to(self) -> bool:
         """Returns whether a call between the first turn and the end writes to what the turns read."""
@@ -77,13 +81,13 @@ class _Loop:
         return False
 
     def rolled(self, nodes: tuple[Node, ...]) -> Node | None:
-        """Returns a node with the values that the loop has in its turns, for all rows; None if there cannot be one."""
+        """Returns a node that has for all rows what `nodes`, one of each turn, have for theirs; None if none can."""
         if nodes not in self.known:
             self.known[nodes] = self._source(nodes) or self._call(nodes)
         return self.known[nodes]
 
     def _source(self, nodes: tuple[Node, ...]) -> Node | None:
-        """Returns the value that the loop runs over, if these are its samples or parts in order."""
+        """Returns the value that the loop runs over, if `nodes` are its samples or parts in order; else None."""
         first, source = nodes[0], nodes[0].args[0] if nodes[0].args else None
         if not isinstance(source, Node) or any(node.args[:1] != (source,) for node in nodes):
             return None
@@ -104,7 +108,7 @@ class _Loop:
         return over if fits and ordered else None
 
     def _call(self, nodes: tuple[Node, ...]) -> Node | None:
-        """Returns the call that all turns make, made for all rows."""
+        """Makes for all rows the call that `nodes` are in the turns, and returns it; None if that is not possible."""
         first = nodes[0]
         known = broadcasts(first) or is_cast(first) or op_name(first) in _ROW_WISE
         alike = all(node.target is first.target and len(node.args) == len(first.args) for node in nodes)
@@ -124,8 +128,8 @@ class _Loop:
         return call
 
     def _aligns(self, nodes: tuple[Node, ...]) -> bool:
-        """Returns whether the operands that differ from turn to turn have as many dimensions as each other, those of a
-        part as many rows, too: for all rows they would else be broadcast otherwise than in a turn."""
+        """Returns whether, in each turn, the operands that not all turns share have equally many dimensions, and for
+        parts equally many rows. Otherwise they would be broadcast in another way for all rows than in a turn."""
         shared = set(nodes[0].all_input_nodes).intersection(*[node.all_input_nodes for node in nodes])
         for node in nodes:
             own = [source.meta.get("val") for source in node.all_input_nodes if source not in shared]
@@ -137,7 +141,7 @@ class _Loop:
         return True
 
     def _argument(self, given: Sequence[Any], name: str, first: Node) -> Any:
-        """Returns an argument of the call for all rows, given those of the turns."""
+        """Returns the argument `name` of the call for all rows, given those of the turns; `_DIFFERENT` without one."""
         one = given[0]
         if all(isinstance(other, Node) and isinstance(other.meta.get("val"), torch.Tensor) for other in given):
             same = all(other is one for other in given) and one.meta["val"].dim() == 0
@@ -157,7 +161,7 @@ class _Loop:
 
 
 _DIFFERENT = object()
-"""Stands for an argument that differs from turn to turn."""
+"""Stands for an argument that the call for all rows cannot have, since it differs from turn to turn."""
 
 
 def _covers(slices: Sequence[Node], source: Node) -> bool:

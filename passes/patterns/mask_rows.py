@@ -37,14 +37,15 @@ class _Rows:
 
 
 class MaskRows:
-    """Answers questions about the rows of the masks in one graph; keeps what it has computed."""
+    """Says of the masks in one graph whether they may mask every score of a row; answers are cached."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.module = graph_module
         self.masking: dict[Node, int | None] = {}
 
     def masking_terms(self, mask: Node) -> int | None:
-        """How many terms of a sum mask anything with a finite number; None if a row may be masked whole by one.
+        """Returns how many terms of the sum `mask` mask some score with a finite number; None if one of them may mask
+        every score of a row.
 
         Masks that depend on no input are computed. A term that is looked up in a table or multiplied out, a learned
         bias, masks nothing.
@@ -71,7 +72,7 @@ class MaskRows:
         return 0 if op_name(mask) in _LEARNED else None
 
     def _filled(self, mask: Node) -> int | None:
-        """Reads `where(seen, values, number)` and `masked_fill(values, masked, number)`."""
+        """As `masking_terms`, for `where(seen, values, number)` and `masked_fill(values, masked, number)`."""
         seen = op_name(mask) == "where"
         condition, values = mask.args[:2] if seen else mask.args[1::-1]
         number: Any = mask.args[2]
@@ -88,7 +89,7 @@ class MaskRows:
         return known is not None and not (known.whole if where else known.empty)
 
     def _constant(self, node: Node) -> _Rows | None:
-        """Returns the value of a node that depends on no input, computed on the CPU; None for others."""
+        """Returns the facts on a node that depends on no input, from its value computed on the CPU; None for others."""
         order = _ancestors(node)
         if order is None:
             return None

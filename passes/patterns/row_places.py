@@ -34,8 +34,10 @@ class Place:
 
 
 def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of a call whose result has the rows at a place, for another number of rows: `resize`
-    returns the size of the dimension for that, given the one that the call has now."""
+    """Returns the arguments that a call, whose result has the rows at a place, has for another number of rows.
+
+    `resize` returns the new size of the dimension with the rows, given the size that the call has now and the place.
+    """
     if op_name(node) not in _SIZED:
         return node.args
     sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]

@@ -23,7 +23,7 @@ from passes.rewrite_pattern import NoMatch, check_unwritten
 
 @dataclass(frozen=True)
 class Operand:
-    """A value that a program reads, of the graph, with what is to be done to it first."""
+    """A value of the graph that a program reads, and the calls that are made on it first."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -32,12 +32,13 @@ class Operand:
     """The value of the region whose rows it has, and with whose dimensions it is aligned, before those calls; None for
     one that is the same for all rows."""
     class_dim: int | None = None
-    """Where the classes are in `like`, or what stands for them; None if it has one element for each row."""
+    """The dimension of the classes, or of what the operand has in their place, in `like`; None if it has one element
+    for each row."""
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """A result, which the program's result of the same number is finished to."""
+    """A result of the region; it is made from what the program returns at the same position."""
 
     node: Node
     value: Node
@@ -76,7 +77,7 @@ class RowProgram:
         return f"{', '.join(parameters)}: {'; '.join(reversed(body))}"
 
     def learned(self) -> frozenset[str]:
-        """Returns the operands, by name, that the results have derivatives by."""
+        """Returns the names of the operands that the results have derivatives with respect to."""
         by_name: dict[str, frozenset[str]] = {}
         for name, expression in self.lines.items():
             stops = expression.startswith(_STOPS)
@@ -88,7 +89,7 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Writes a result of the region. Raises `NoMatch`."""
+        """Writes a result of the region. Raises `NoMatch` if one of its calls cannot be written in a program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))
@@ -156,7 +157,10 @@ class RowProgram:
         return self._operand("r", Operand(argument, steps, like, dim))
 
     def _reduced(self, node: Node, class_dim: int, steps: tuple[Step, ...]) -> str | None:
-        """Returns the name of a result of the region that other values of it read, [rows, 1]; None for other nodes."""
+        """Returns the name of a value [rows, 1] for a result that other values of the region read, such as a maximum.
+
+        None for any other node.
+        """
         inner: Any = node.args[0] if op_name(node) == "unsqueeze" else node
         value = self.region.results.get(inner)
         by_row = op_name(inner) in ("gather", "select") or (op_name(inner) in REDUCTIONS and len(reduced(inner)) == 1)
@@ -169,7 +173,7 @@ class RowProgram:
         return column if op_name(inner) == "gather" else self._line(f"aten.unsqueeze.default({column}, -1)")
 
     def _result(self, node: Node, value: Node, steps: tuple[Step, ...]) -> tuple[str, str]:
-        """Returns the expression of a result, after calls that move its rows, and how it is finished."""
+        """Returns the expression of a result, after calls that move its rows, and its `RowResult.finish`."""
         name, given = op_name(node), arguments_of(node)
         if name in TOKEN_LOSSES:
             return self._token_loss(value, name, given)
@@ -222,7 +226,7 @@ _PLACES = frozenset({"memory_format", "device", "layout", "pin_memory"})
 
 
 def _key(steps: Sequence[Step]) -> tuple[Any, ...]:
-    """Equal for calls that move rows alike."""
+    """Returns a key that is equal for calls that move rows alike."""
     return tuple((str(step.node.target), argument_key(step.node.args[1:]), step.class_dim) for step in steps)
 
 
@@ -235,7 +239,10 @@ def _without_views(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 def programs(region: Region) -> list[RowProgram]:
     """Returns the programs that give the results of a region: one for all that are computed from the same rows of a
-    layer, unless one of them depends on another. Raises `NoMatch`."""
+    layer, unless one of them depends on another.
+
+    Raises `NoMatch` if a call cannot be written in a program, or an operand cannot be read where the program runs.
+    """
     found: list[tuple[set[Any], RowProgram]] = []
     for node in sorted(region.results):
         alone = RowProgram(region)
@@ -259,7 +266,7 @@ def place_of(program: RowProgram) -> Node:
 
 
 def late_operands(program: RowProgram) -> list[Node]:
-    """Returns, in order, what a program reads that is computed behind its place."""
+    """Returns, in order, the nodes that a program needs and that stand behind `place_of` it in the graph."""
     place, inside = place_of(program), program.region.inside
     pending, late = [node for node, _ in _reads(program)], set[Node]()
     while pending:
@@ -286,7 +293,8 @@ def _reads(program: RowProgram) -> Iterator[tuple[Node, Node]]:
 
 
 def _depends(alone: RowProgram, program: RowProgram) -> bool:
-    """Returns whether the operands of a result are computed from results that are computed by or behind a program."""
+    """Returns whether the operands of `alone`, which has one result, are computed from results of the region that stand
+    no earlier than the first of `program`."""
     first = place_of(program)
     before = {node for node in program.region.results if not node < first}
     pending, seen = [operand.node for operand in (*alone.rows, *alone.whole)], set[Node]()
@@ -301,7 +309,7 @@ def _depends(alone: RowProgram, program: RowProgram) -> bool:
 
 
 def _check_place(program: RowProgram) -> None:
-    """Raises `NoMatch` where an operand cannot be read at the program's place as it is read where it stands."""
+    """Raises `NoMatch` where an operand cannot be computed at the program's place, or may have another value there."""
     place = place_of(program)
     for node in late_operands(program):
         if not is_pure(node) or mutated_arguments(node) or node in program.region.results:

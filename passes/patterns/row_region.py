@@ -30,14 +30,14 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 @dataclass
 class Region:
-    """A region while it grows."""
+    """The part of a graph that treats each row alone, while it is collected."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
     layers: dict[Node, Linear] = field(default_factory=dict)
     """Those of the values that are a linear layer's results."""
     results: dict[Node, Node] = field(default_factory=dict)
-    """By result the value with classes that it is computed from."""
+    """Per result: the value with classes that it is computed from."""
 
     def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
         """Returns a layer that a value comes from, and the calls between them that move rows."""
@@ -54,7 +54,10 @@ class NoLayer(NoMatch):
 
 
 def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
-    """Yields the calls, but for those in `taken`, that are likely to be part of a loss, if their input is logits."""
+    """Yields the calls of `log_softmax` and `logsumexp` that are likely to be part of a loss, if their input is logits.
+
+    Left out are those in `taken`, and those that one of `TOKEN_LOSSES` reads.
+    """
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
         if op_name(node) in ("log_softmax", "logsumexp") and node not in taken and not of_a_loss:
@@ -62,7 +65,11 @@ def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
 
 
 def region_of(seed: Node) -> Region:
-    """Returns the region that a call belongs to, which is or reads a value with classes. Raises `NoMatch`."""
+    """Returns the region that a call belongs to, which is or reads a value with classes.
+
+    Raises `NoLayer` if the classes are not those of a linear layer. Raises `NoMatch` if anything else reads one of its
+    values, or if one is written over and read later under another name.
+    """
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
     class_dim = min(1, last) if op_name(seed) in TOKEN_LOSSES else last
@@ -77,7 +84,10 @@ def region_of(seed: Node) -> Region:
 
 
 def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
-    """Returns the linear layer that a value with classes is computed from, and the dimension of the classes there."""
+    """Returns the linear layer that a value with classes is computed from, and the dimension of the classes there.
+
+    Raises `NoLayer` if there is none.
+    """
     while op_name(value) not in LAYERS:
         above = next(_with_classes(value, class_dim), None)
         if above is None:
@@ -89,7 +99,7 @@ def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
 
 
 def _layer(node: Node) -> Linear:
-    """Returns a linear layer whose results are rows of classes. Raises `NoMatch`."""
+    """Returns a linear layer whose results are rows of classes. Raises `NoMatch` for any other call."""
     linear = match_linear(node)
     if not all(isinstance(size, int) for size in linear.weight.meta["val"].shape):
         raise NoMatch("its weight has symbolic sizes")
@@ -132,8 +142,11 @@ def _grow(region: Region, node: Node, class_dim: int) -> None:
 
 
 def _absorb(region: Region) -> None:
-    """Adds other values with classes that the region reads: with all that is computed from their linear layer, or where
-    nothing but the region reads them."""
+    """Adds other values with classes that the region reads.
+
+    A value comes with all that is computed from its linear layer, if that can be added. Else it comes alone, if nothing
+    but the region reads it.
+    """
     pending = [*region.inside, *region.results]
     while pending:
         node = pending.pop()

@@ -56,7 +56,7 @@ class RowSegment:
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
     """Returns the segments of an operator graph that are worth running in `tiles` tiles, in order; none overlap.
 
-    Only calls that depend on one of the inputs with the numbers `parameters` are looked at.
+    Only calls that depend on a parameter are looked at; `parameters` has the numbers of these among the graph's inputs.
     """
     finder = _Finder(graph_module.graph, tiles, parameters)
     found = list(finder.segments())
@@ -131,13 +131,16 @@ class _Growth:
         self.places: dict[Node, Place] = {}
         self.inputs: dict[Node, Place] = {}
         self.root: dict[Node, Node] = {}
-        """By member the one whose memory its value lies in."""
+        """Per member: the member that made the memory in which its value lies."""
         self.unread: dict[Node, int] = {}
-        """By root, and by input that is trained, the number of its readers that are no members, or not yet."""
+        """Per root, and per input in `finder.trained`: the number of its readers that are no members, or not yet."""
 
     def preference(self) -> tuple[int, bool, int]:
-        """Returns a key that is larger for the better of two segments: with more bytes inside; of equal ones, that
-        whose rows are a multiple of the tiles, as a copy is least likely then; and that with more rows, if symbols."""
+        """Returns a key that is larger for the better of two segments: that with more bytes inside than at its edges.
+
+        Of equal ones it is that whose rows are a multiple of the tiles, as a copy is least likely then; and of those
+        the one with more rows, if their number is a symbol.
+        """
         segment = self.segment()
         even = isinstance(self.rows, int) and not self.rows % self.finder.tiles
         rows = 0 if isinstance(self.rows, int) else size_seen(self.rows) or 0
@@ -162,7 +165,7 @@ class _Growth:
         return RowSegment(members, inputs, tuple(node.name for node in outputs), self.rows, inside, edges)
 
     def _join(self, call: Node) -> bool:
-        """Makes a call a member; returns whether it can be one."""
+        """Makes a call a member of the segment, if it can be one; returns whether it can."""
         operand, place = self.first
         if self.places:
             operand = next(source for source in call.all_input_nodes if source in self.places)
@@ -186,7 +189,8 @@ class _Growth:
         return True
 
     def _fits(self, operands: Operands) -> bool:
-        """Returns whether operands have the rows where members have them, and others can be split there."""
+        """Returns whether operands that belong to the segment have the rows where it has them, and whether the others
+        can be split where the call needs their rows."""
         needed_of: dict[Node, Place | None] = {}
         for source, needed in operands:
             if needed_of.setdefault(source, needed) != needed:
@@ -214,8 +218,8 @@ class _Growth:
         return len(left) == 1 and left[0] not in self.inputs and bool(inputs) and _bytes(left[0]) <= max(inputs)
 
     def _can_join(self, node: Node) -> bool:
-        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where the
-        rows are merged with others, all else is numbers."""
+        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where a
+        dimension in front of the rows is merged with them, no other size is a symbol."""
         value, place = node.meta.get("val"), self.places[node]
         if not isinstance(value, torch.Tensor) or memory_order(value) is None:
             return False

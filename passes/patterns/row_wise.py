@@ -159,7 +159,7 @@ def _unsqueeze(node: Node, place: Place) -> Operands | None:
 
 
 def _slice(node: Node, place: Place) -> Operands | None:
-    """A slice that takes all rows is the same for some of them."""
+    """`slice` along another dimension than the rows, or one that takes all of them."""
     whole = statically_known_true(shape_of(node)[place.dim] == shape_of(node.args[0])[place.dim])
     from_start = arguments_of(node)["start"] in (None, 0) and arguments_of(node)["step"] == 1
     return _sources(node, place) if place.dim not in _dims(node) or (whole and from_start) else None
