@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from memopt.compat.tensors import bytes_by_address
 from passes.compat import private
@@ -17,6 +19,7 @@ PRIVATE_NAMES = (
     *private("torch._C._autograd", "_unsafe_set_version_counter"),
     *private("torch._C", "_FunctionBase._raw_saved_tensors"),
     *private("torch._C._autograd", "_top_saved_tensors_default_hooks", call="False"),
+    *private("torch._C._autograd", "_pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks"),
 )
 
 
@@ -108,6 +111,33 @@ def unseen_by_hooks() -> AbstractContextManager[object]:
     what the forward saves, which runs of memopt's own are no part of. Hooks set within the block get them."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if around else nullcontext()
+
+
+@contextmanager
+def unseen_by_checkpoints() -> Iterator[None]:
+    """A block whose saved tensors no `torch.utils.checkpoint` around it gets. A planned forward saves what its plan
+    says: a second run in the backward would take its time and memory again, and may be by another plan."""
+    around = []
+    try:
+        while checkpoint_around() is not None:
+            around.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        yield
+    finally:
+        for hooks in reversed(around):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def checkpoint_around() -> tuple[Any, bool] | None:
+    """An object that stands for the `torch.utils.checkpoint` in which code runs now, the same in its forward and when
+    the backward runs it a second time, and whether that is now; None outside of checkpoints, and in those with
+    `use_reentrant=True`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = inspect.unwrap(hooks[0]) if hooks else None
+    if getattr(pack, "__module__", None) != checkpoint.__module__:
+        return None
+    found = inspect.getclosurevars(pack).nonlocals
+    return (found["frame"], False) if "frame" in found else (found["target_frame_ref"](), True)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, 
 from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
+from memopt.compat.saved_tensors import checkpoint_around
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
 from memopt.device.devices import device_of, kernels_of
 from memopt.device.time_model import call_seconds
@@ -179,6 +181,8 @@ class PlainCalls:
         self._seen: LruCache[Hashable, Call] = LruCache(_MOST_SEEN)
         """The latest calls that were counted, by the kind of their inputs, without their values."""
         self._shown: tuple[Call, Plan] | None = None
+        self._checkpoints: WeakSet[Any] = WeakSet()
+        """The checkpoints of the caller's in which calls ran."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward and its loss, with its checkpoints if there are any."""
@@ -299,6 +303,8 @@ class PlainCalls:
 
     def run(self, call: Call, fitting: CountedStep, situation: Situation, moment: Moment) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
+        if around := checkpoint_around():
+            self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
         retained = partial(self._check_retained, fitting, situation, replace(moment, inputs=()))
         result = self.plain(*call[0], **call[1])
@@ -322,6 +328,12 @@ class PlainCalls:
                 node.metadata["memopt"] = waiting  # it lives as long as a backward may begin at any output
                 node.register_prehook(begins)
         return result
+
+    def runs_again(self) -> bool:
+        """Whether a checkpoint of the caller's runs a second time in the backward, after its calls have run plain: they
+        do so again, as it needs the same saved tensors, which the count of the step has."""
+        around = checkpoint_around()
+        return around is not None and around[1] and around[0] in self._checkpoints
 
     def _check_retained(self, fitting: CountedStep, situation: Situation, moment: Moment) -> None:
         """Raise `BudgetError` where the backward of a plain call keeps its graph and exceeds the budget by that; later

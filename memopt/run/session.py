@@ -35,6 +35,7 @@ from memopt.compat.modules import (
     set_compiled_call,
 )
 from memopt.compat.operators import modes_of_the_user
+from memopt.compat.saved_tensors import checkpoint_around, unseen_by_checkpoints
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
@@ -61,6 +62,10 @@ from memopt.training_state import containers_restored, undone
 
 _IN_TURN = threading.RLock()
 """Held by the thread that plans or runs a training call of any session."""
+WITHIN_CHECKPOINT = (
+    "it is called within torch.utils.checkpoint, whose second run in the backward calls it again while its first "
+    "forward waits; call it outside of it: the plan recomputes what the budget asks for"
+)
 
 
 class Session:
@@ -182,7 +187,7 @@ class Session:
         self.watch.end()
         self.parallel.look()
         with self._together(calls):
-            if self.status.state is State.UNPLANNED:
+            if self.status.state is State.UNPLANNED or calls.plain_calls.runs_again():
                 return self._unplanned(calls, call)
             parts = self._parts.now()
             gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
@@ -323,7 +328,8 @@ class Session:
                 # Under DDP the other ranks go on, so that no rank runs a call a second time.
                 inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
                 calls.planner.screen(in_progress.call, in_progress.crowded)
-                result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+                with unseen_by_checkpoints():
+                    result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
                 if calls.recorded.broken.ran_unplanned:
                     self._run_unplanned_from_now("its forward takes another way than when it was planned")
                 return result
@@ -334,6 +340,8 @@ class Session:
                 return self._by_plan(calls, replace(in_progress, moment=moment), parts, waiting)
             if self._alone:  # other ranks may have had other calls
                 refused = calls.for_other_kinds(refused, in_progress.call, in_progress.situation)
+            if checkpoint_around():
+                refused = refused.adding(WITHIN_CHECKPOINT)
             plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
             raise self.share.explain(refused, waiting, plain)
 
