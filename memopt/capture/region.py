@@ -262,9 +262,9 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
             )
 
 
-def parameter_numbers(inputs: Sequence[Any], trains: bool = True) -> frozenset[int]:
+def parameter_numbers(inputs: Sequence[Any], trains: bool = True) -> tuple[int, ...]:
     """Numbers of a region's inputs that are parameters: with `trains` the trainable ones, else the others."""
-    return frozenset(
+    return tuple(
         number
         for number, value in enumerate(inputs)
         if isinstance(value, nn.Parameter) and value.requires_grad is trains

@@ -17,7 +17,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.stamp import trace_blocks_once
-from memopt.compat.host import HOST
+from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.compat.joint_trace import AotTrace, trace_region
 from memopt.compat.operators import without_autocast
@@ -149,8 +149,7 @@ def autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractCo
     """Autocast to a dtype on the device of a region; nothing where it is on already, or the dtype is None."""
     if dtype is None or autocast_is_on():
         return nullcontext()
-    tensors = (value for value in region.inputs if isinstance(value, torch.Tensor))
-    return torch.autocast(next((tensor.device.type for tensor in tensors), HOST.type), dtype=dtype)
+    return torch.autocast(device_among(region.inputs).type, dtype=dtype)
 
 
 def backend_of(region: RecordedRegion, wanted: str) -> str:

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -34,6 +34,13 @@ HOST = torch.device("cpu")
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in the host's memory."""
     return tensor.device.type == HOST.type
+
+
+def device_among(values: Iterable[Any]) -> torch.device:
+    """The device on which a graph with these inputs runs: an accelerator if any tensor lies there, as scalars on the
+    host may stand beside its tensors; else the host, as also without tensors."""
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type != HOST.type), HOST)
 
 
 # The legacy profiler (`_enable_profiler_legacy`, `profile._start_trace`) may be missing: see below.

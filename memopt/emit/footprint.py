@@ -13,7 +13,7 @@ from torch import fx
 
 from memopt.account.caching_allocator import SMALL_BYTES
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.host import HOST
+from memopt.compat.host import device_among
 from memopt.compat.operators import HigherOrderOperator, plain_tensors
 from memopt.device.devices import DEVICES, device_of
 from memopt.device.hardware import LARGE, Chip
@@ -64,7 +64,7 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
     where a caching allocator is used. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
-    device = next((value.device for value in given if isinstance(value, torch.Tensor)), HOST)
+    device = device_among(given)
     kind = device_of(device)
     held_blocks = _HeldBlocks(device.type, kind.chip(device))
     held_blocks.exclude(given)

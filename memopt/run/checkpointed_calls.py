@@ -92,7 +92,7 @@ class CheckpointedCalls:
         return result
 
     def _first_that_fits(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
-        for now in dict.fromkeys((moment, replace(moment, closely=True))):
+        for now in (moment,) if moment.closely else (moment, replace(moment, closely=True)):
             for calls in self._calls:
                 fits = calls.step_if_it_fits(call, situation, now, parts, plans_serve_all=False)
                 if fits is not None:

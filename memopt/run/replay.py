@@ -11,6 +11,7 @@ import torch
 
 from memopt.capture.inner_outputs import TensorKind, run_from
 from memopt.capture.region import RecordedRegion
+from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
 from memopt.training_state import CallState, generator_states, set_generators
@@ -49,7 +50,7 @@ class Replay:
         self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
         self.inputs: Sequence[Any] | None = None if self.prevented else inputs
         self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
-        self.device = tensors[0].device
+        self.device = device_among(tensors)
         self.generators = generator_states(self.device)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
