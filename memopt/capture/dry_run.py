@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.between import CROSSED, Between, CrossedByDerivative, Passed, stand_in
+from memopt.capture.between import CROSSED, Between, CrossedByDerivative, EagerCodeTooLargeError, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
 from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamic_shapes import together
@@ -207,19 +207,24 @@ def record_dry_run(
 
     The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
     region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured, fails on
-    fakes, or contains no region. What the model itself raises on real values is raised unchanged.
+    fakes or in its backward (a hook of the model may take a derivative inside of a region), or contains no region. What
+    the model's forward raises on real values, and a failed allocation, is raised unchanged.
     """
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
     parameters = list(model.parameters())  # now: in a forward that gathers them, the model has others
+    in_forward = True
     try:
         with without_backward_hooks(model), mode or nullcontext(), dry_run.between:
             outputs = run()
+            in_forward = False
             dry_run.differentiate(outputs, parameters)
             captured = dry_run.captured(reason) if dry_run.runs else None
             del outputs  # until now, since the caller may hold them to the step's end
     except Exception as failure:
-        if mode is None and not isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak)):
+        known = isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak))
+        too_large = isinstance(failure, (EagerCodeTooLargeError, MemoryError, torch.OutOfMemoryError))
+        if mode is None and not known and (in_forward or too_large):
             raise
         error = in_brief_with_line(failure)
         where = "running past it on fakes failed" if mode else "running past it failed"

@@ -275,3 +275,33 @@ class Broken(nn.Module):
 def test_a_derivative_across_a_break_is_refused(x: Tensor) -> None:
     with pytest.raises(memopt.CaptureError, match="takes a derivative through that break"):
         memopt.optimize(Broken(), 1, example_inputs=(x,), **EXACT)
+
+
+class Equilibrium(nn.Module):
+    """Solves its backward in a hook, by derivatives between values of one region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.body(x) + x)
+        start = z.detach().requires_grad_()
+        again = torch.tanh(self.body(start) + x.detach())
+
+        def solved(gradient: Tensor) -> Tensor:
+            return gradient + torch.autograd.grad(again, start, gradient, retain_graph=True)[0]
+
+        z.register_hook(solved)
+        out: Tensor = self.head(z).sum()
+        return out
+
+
+@pytest.mark.plans_always
+def test_a_hook_that_takes_a_derivative_inside_of_a_region_is_refused_before_the_first_step(x: Tensor) -> None:
+    model = Equilibrium()
+    memopt.optimize(model, 1, **EXACT)
+    with pytest.raises(memopt.CaptureError, match="cannot be captured"):
+        model(x)
+    Equilibrium()(x).backward()  # as the plain model trains
