@@ -200,7 +200,8 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
 
 
 def _is_half_of_both(reader: Reader, result: Node) -> bool:
-    """Returns whether `reader` reads `result` as the polynomial 0.5 x + 0.5 x t."""
+    """Returns whether `result` is 0.5 x + 0.5 x t, where `reader` writes a node as a polynomial in x and t: the
+    coefficient by the powers of the two."""
     try:
         read = reader(result)
     except Unknown:

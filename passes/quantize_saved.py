@@ -55,7 +55,11 @@ class QuantizeSaved(Pass):
                 stored = value.meta["val"]
                 has_rows = isinstance(stored, torch.Tensor) and stored.dim() > 0 and stored.is_contiguous()
                 if value.op == "placeholder" or not has_rows:
-                    raise VerifyError(value.name, "it has no rows to quantise", "name contiguous results of calls")
+                    raise VerifyError(
+                        value.name,
+                        "it is no contiguous tensor that an operator computes, so that it has no rows to quantise",
+                        "give names of such values",
+                    )
                 _quantize(value, [node for node in graph.nodes if node in backward])
         return graph_module
 

@@ -224,7 +224,8 @@ class _Inner:
 
     def take(self, gradient: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
         """Call the hooks with the gradient, keep it where `retain_grad()` asks for it, and return it. `own` is the part
-        of it that has arrived at the output itself.
+        of it that comes from the caller's use of this output, not through others that the model computes from it; None
+        for no such part.
 
         Raises `UnplannedGradientError` where a hook changes the gradient, as the backward has gone on without it.
         """

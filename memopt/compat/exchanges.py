@@ -249,8 +249,9 @@ def trains(schedule: Any) -> bool:
 
 
 def in_flight(schedule: Any) -> list[tuple[int, dict[int, int]]]:
-    """For each forward and backward that this rank runs in a step, in order: the index of its stage, and for each stage
-    of this rank how many microbatches have yet to run their backward, the one that runs among them."""
+    """For each forward and backward that this rank runs in a step of one of torch's pipeline schedules, in order: the
+    index of its stage, and for each stage of this rank the number of microbatches whose forward has begun and whose
+    backward is not over."""
     waiting = {stage.stage_index: 0 for stage in stages_of(schedule)}
     found = []
     for stage, kind in _actions(schedule):

@@ -155,8 +155,9 @@ class PlanSearch:
     def best(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
-        Where none fits, the plan with the first allowed combination of proposals that helps. Raises `BudgetError` where
-        none does, with the smallest budget of all and the cheapest combinations that would help.
+        Where none fits, the plan with the first combination of further levers in `allow`, such as those on the
+        optimizer, that makes one fit. Raises `BudgetError` where none does, with the smallest budget of all and the
+        cheapest combinations that would help, those that `allow` lacks among them.
         """
         self._offload()
         return self._fastest() if self._plans else self._with_proposals()

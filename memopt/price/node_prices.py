@@ -40,7 +40,8 @@ def number_blocks(paths: Iterable[str]) -> dict[str, int]:
 
 
 def is_attention_core(node: fx.Node, path: str) -> bool:
-    """Whether the node computes attention scores, their softmax or the weighted sum, rather than a projection."""
+    """Whether the node computes attention scores, their softmax or the weighted sum, rather than a projection: by its
+    operator, or by the `path` of its module, as "layers.0.attn", where that names attention."""
     target = str(node.target)
     return "attention" in target or ("att" in path.lower() and not target.startswith(_PROJECTIONS))
 

@@ -92,7 +92,8 @@ class Moment:
 
     @property
     def known_bytes(self) -> int:
-        """The bytes that differ from call to call, are known, and do not lie elsewhere."""
+        """The bytes beside the plan's own that memopt knows without a look: the call's inputs, what forwards that wait
+        hold, and gradients and optimizer states of other optimised models. They do not count as elsewhere."""
         inputs = sum([tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided])
         return inputs + self.waiting_bytes + self.lasting_now
 

@@ -88,14 +88,15 @@ class Sharded:
             offered = offer(least)
 
     def begin(self, exchanges: int = 0) -> None:
-        """Note that the forward begins, once all ranks can begin it. Raises the error of the first one that cannot, and
-        `RankError` on all ranks where they would run other collectives (`Emitted.exchanges`)."""
+        """Note that the forward begins, once all ranks can begin it. `exchanges` is a digest of the collectives that
+        its plan runs (`Emitted.exchanges`), 0 for a forward without a plan. Raises the error of the first rank that
+        cannot begin, and `RankError` on all ranks where they would run different collectives."""
         if not self._open or self._ranks is None:
             return
         if self._begun:
             raise RankError(
-                f"the forward of {type(self.model).__name__} takes another way than when it was planned, and cannot be "
-                "begun again: other ranks have gone on with it"
+                f"the forward of {type(self.model).__name__} runs another branch than when it was planned, which would "
+                "need a new plan, but other ranks have gone on with this forward: run the same branch in each step"
             )
         if not self._settled:
             self._settled = True  # where this raises, it does on all ranks
@@ -249,9 +250,9 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
     if options.outputs == "all":
         raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
     if options.dynamic is not None:
-        raise ValueError(f"{name} is captured by itself for each size; leave out dynamic")
+        raise ValueError(f"{name} is captured by itself for each size; leave out the argument dynamic")
     if options.forwards > 1:
-        raise ValueError(f"{name} is planned for one forward before each backward; leave out forwards")
+        raise ValueError(f"{name} is planned for one forward before each backward; leave out the argument forwards")
 
 
 def check_unbroken(model: nn.Module, reason: str) -> None:

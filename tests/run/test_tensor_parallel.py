@@ -276,8 +276,8 @@ def acts(family: Family) -> Iterator[tuple[str, Callable[[], Any]]]:
         lambda: optimized(allow={"recompute", "optimizer_in_backward"}),
     )
     yield "leave out outputs='all'", lambda: optimized(outputs="all")
-    yield "leave out forwards", lambda: optimized(forwards=2)
-    yield "leave out dynamic", lambda: optimized(dynamic={"tokens": {0: torch.export.Dim.AUTO}})
+    yield "leave out the argument forwards", lambda: optimized(forwards=2)
+    yield "leave out the argument dynamic", lambda: optimized(dynamic={"tokens": {0: torch.export.Dim.AUTO}})
     yield "the model returns a DTensor", lambda: step_of(optimized(split_in_parts(Returning())), batch)()
     yield "the model returns a DTensor", lambda: under_loss_parallel(batch)
     yield "captured on values only", lambda: memopt.plan(family.sharded(), 1.0, meta, **EXACT)
