@@ -433,7 +433,7 @@ class PlainCalls:
             pass
         if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
             return None
-        room = budget_bytes - self.planner.accounts.account(call, situation, reached=reached).resident_bytes
+        room = budget_bytes - self._account(call, situation, reached).resident_bytes
         most = int(room / self._margin(depends_on_values=depends))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(
