@@ -14,7 +14,7 @@ from memopt.account.elsewhere import in_steps
 from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.errors import BudgetError, without_frames
+from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
@@ -232,6 +232,10 @@ class PlansOfRegions:
                         self._refused[in_group] = named.adding()
                     raise named from None
                 plans.refuse(most, refused)
+            except CaptureError:
+                if most == sizes or region.allows(most):
+                    raise
+                # Tracing found a condition on the sizes, under which shapes at larger ones do not go together.
         plans.add(most, emitted, time.perf_counter() - started)
         _check_sizes(region, inputs, call)  # tracing may have found more conditions
         return emitted
