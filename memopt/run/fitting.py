@@ -191,7 +191,7 @@ class PlansOfRegions:
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
         """The call emitted by a plan that fits beside what else is on the device. Raises `Insists`, `BudgetError`,
         `CaptureError`."""
-        _check_sizes(region, inputs, in_progress.call)
+        _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)
         return in_progress.fitting(make, lambda situation: (region, situation) in self._emitted)
@@ -233,11 +233,11 @@ class PlansOfRegions:
                     raise named from None
                 plans.refuse(most, refused)
             except CaptureError:
-                if most == sizes or region.allows(most):
-                    raise
-                # Tracing found a condition on the sizes, under which shapes at larger ones do not go together.
+                if most != sizes:  # tracing may have fixed one of them, so that shapes at larger ones disagree
+                    _check_sizes(region, most, inputs, call)
+                raise
         plans.add(most, emitted, time.perf_counter() - started)
-        _check_sizes(region, inputs, call)  # tracing may have found more conditions
+        _check_sizes(region, sizes, inputs, call)  # tracing may have found more conditions
         return emitted
 
     def _captured_call(self, region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], call: Call) -> CapturedCall:
@@ -247,9 +247,8 @@ class PlansOfRegions:
         return self._captured[key]
 
 
-def _check_sizes(region: RecordedRegion, inputs: tuple[Any, ...], call: Call) -> None:
-    """Raise `Insists` where the graphs of a region are not valid for the sizes of its inputs."""
-    sizes = region.sizes_of(inputs)
+def _check_sizes(region: RecordedRegion, sizes: Sizes, inputs: tuple[Any, ...], call: Call) -> None:
+    """Raise `Insists` where the graphs of a region, which the call runs on these inputs, are not valid for sizes."""
     if not region.allows(sizes):
         lines = region.forbids(sizes)
         found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}

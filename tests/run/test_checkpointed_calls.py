@@ -13,8 +13,8 @@ from torch import nn
 import memopt
 from memopt.account.plain_count import count_on_values
 from memopt.errors import BudgetError, CaptureError
-from memopt.run.checkpoints import RecomputedOtherwiseError, choices
 from memopt.run import plain_calls
+from memopt.run.checkpoints import RecomputedOtherwiseError, choices
 from memopt.run.session import session_of
 from tests.elsewhere import counted
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.export import Dim
 
 import memopt
-
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from tests.run.pieces import calls_of, latest, make
