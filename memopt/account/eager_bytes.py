@@ -20,7 +20,7 @@ from memopt.compat.tensors import special_kind, storages_of
 from memopt.device.devices import device_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import OpCall, describe, tensors_in
-from memopt.device.workspace import eager_workspace_bytes, estimate_workspace
+from memopt.device.workspace import COLLECTIVES, eager_workspace_bytes, estimate_workspace
 
 
 def allocated_bytes(device: torch.device) -> int | None:
@@ -215,17 +215,35 @@ class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
 
 
 class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does while operators run on real tensors. Kernels whose workspace has to be measured run a
-    second time for it: that is left to `measure`, when the tensors of the step are freed."""
+    """Counts as `EagerBytes` does while operators run on real tensors. One whose results would exceed `most_bytes` does
+    not run. Kernels whose workspace has to be measured run a second time for it: that is left to `measure`, when the
+    tensors of the step are freed."""
 
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
         self._unmeasured: dict[OpCall, int] = {}
         """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
+        self._made: dict[OpCall, int] = {}
+        """The bytes of the results of each call, which it has here without results."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on the real tensors, and return its result."""
+        """Run an operator on the real tensors, and return its result. Raises `_TooManyBytes`."""
+        if self.live_bytes + self._made_bytes(func, args, kwargs) > self.most_bytes:
+            raise _TooManyBytes
         return LiveBytes.run(self, func, args, kwargs)
+
+    def _made_bytes(self, func: Any, args: Any, kwargs: Any) -> int:
+        """The bytes of an operator's results as far as they are known before it runs; else 0."""
+        given = tensors_in((args, list(kwargs.values())))
+        if func.is_view or func.namespace in COLLECTIVES or any(map(special_kind, given)):
+            return 0
+        call = describe(func, args, kwargs, ())
+        if call not in self._made:
+            try:
+                self._made[call] = call.made_bytes()
+            except Exception:  # its sizes depend on values, or it cannot run on "meta"
+                self._made[call] = 0
+        return self._made[call]
 
     def eager_workspace(self, call: OpCall) -> int:
         """An upper bound by rule. 0 on the CPU where that would raise the peak: the kernel is left to `measure`."""

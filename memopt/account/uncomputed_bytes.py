@@ -89,8 +89,6 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """The arguments of a call, by position and by keyword, and its results: on "meta", or as fakes with corrected
         strides where those on "meta" may be laid out otherwise than the kernel's."""
         args, kwargs = call.make_arguments("meta")
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
         with plain_tensors(), torch.no_grad():
             if not may_differ(call.op, tensors_in((args, list(kwargs.values())))):
                 return args, kwargs, call.op(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from memopt.compat.host import HOST
-from memopt.compat.operators import OpOverload, schema_of
+from memopt.compat.operators import OpOverload, plain_tensors, schema_of
 from memopt.compat.symbols import is_symbolic, upper_bound
 
 
@@ -95,13 +95,25 @@ class OpCall:
         return self.args[position] if position < len(self.args) else dict(self.kwargs).get(name)
 
     def make_arguments(self, device: str) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments with made-up values on `device` ("cpu", "cuda", "meta"), to run the operator on."""
+        """Arguments with made-up values on `device` ("cpu", "cuda", "meta"), to run the operator on. With those on
+        "meta" its results are there, too, whatever device the call names for what it makes."""
         args, kwargs = _make(self.args, device), {name: _make(value, device) for name, value in self.kwargs}
-        for argument, value in zip(schema_of(self.op).arguments, args, strict=False):
+        declared = schema_of(self.op).arguments
+        if device == "meta" and any(argument.name == "device" and argument.kwarg_only for argument in declared):
+            kwargs["device"] = torch.device(device)
+        for argument, value in zip(declared, args, strict=False):
             # The ends of groups of rows: with zeros a grouped matmul would have nothing to compute.
             if argument.name == "offs" and isinstance(value, torch.Tensor) and device == HOST.type:
                 value.copy_(torch.linspace(0, args[0].shape[0], len(value) + 1)[1:])
         return args, kwargs
+
+    def made_bytes(self) -> int:
+        """The bytes of the storages that a run on "meta" makes for its results. Raises what that raises."""
+        args, kwargs = self.make_arguments("meta")
+        with plain_tensors(), torch.no_grad():
+            found = self.op(*args, **kwargs)
+        own = {tensor.untyped_storage() for tensor in tensors_in((args, list(kwargs.values())))}
+        return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors_in(found)} - own)
 
     def make_results(self, device: str) -> Any:
         """Results of the same shapes on `device`, with made-up values."""

@@ -14,7 +14,7 @@ from memopt.account.elsewhere import in_steps
 from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.errors import BudgetError, without_frames
+from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
@@ -193,7 +193,7 @@ class PlansOfRegions:
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
         """The plan that a call of this region runs by, with its code: one that fits beside all else on the device.
         Raises `Insists` where the region's graphs are not valid for the call's sizes, `BudgetError`, `CaptureError`."""
-        _check_sizes(region, inputs, in_progress.call)
+        _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)
         return in_progress.fitting(make, lambda situation: (region, situation) in self._emitted)
@@ -234,8 +234,12 @@ class PlansOfRegions:
                         self._refused[in_group] = named.adding()
                     raise named from None
                 plans.refuse(most, refused)
+            except CaptureError:
+                if most != sizes:  # tracing may have fixed one of them, so that shapes at larger ones disagree
+                    _check_sizes(region, most, inputs, call)
+                raise
         plans.add(most, emitted, time.perf_counter() - started)
-        _check_sizes(region, inputs, call)  # tracing may have found more conditions
+        _check_sizes(region, sizes, inputs, call)  # tracing may have found more conditions
         return emitted
 
     def _captured_call(self, region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], call: Call) -> CapturedCall:
@@ -245,9 +249,8 @@ class PlansOfRegions:
         return self._captured[key]
 
 
-def _check_sizes(region: RecordedRegion, inputs: tuple[Any, ...], call: Call) -> None:
-    """Raise `Insists` where the graphs of a region are not valid for the sizes of its inputs."""
-    sizes = region.sizes_of(inputs)
+def _check_sizes(region: RecordedRegion, sizes: Sizes, inputs: tuple[Any, ...], call: Call) -> None:
+    """Raise `Insists` where the graphs of a region, which the call runs on these inputs, are not valid for sizes."""
     if not region.allows(sizes):
         lines = region.forbids(sizes)
         found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}

@@ -37,7 +37,7 @@ _LOOKS = 4
 _MALLOC_NOISE = 64 * 1024
 """What Python and the C library allocate beside tensors makes the bytes of `malloc` differ by this much from step to
 step."""
-_WORTHWHILE = 16
+WORTHWHILE = 16
 """Room that has become free is planned for where it is at least the budget divided by this."""
 _MORE_STATE = 2
 """An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
@@ -175,7 +175,7 @@ class Moment:
 
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
-        enough = plan.budget_bytes // _WORTHWHILE
+        enough = plan.budget_bytes // WORTHWHILE
         if plan.added_time <= NEGLIGIBLE or plan.account.elsewhere < enough:
             return False
         about = self._ledger.latest_elsewhere(self)

@@ -36,7 +36,7 @@ from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
-from memopt.run.ledger import Ledger, Moment
+from memopt.run.ledger import WORTHWHILE, Ledger, Moment
 from memopt.run.overlaps import Alone
 from memopt.run.pending import PlainForward
 from memopt.run.road import Road
@@ -118,12 +118,20 @@ def _of_callers_code(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
     return max(0, until_backward - step.peak_bytes, step.forward_bytes + kept_outputs - step.peak_bytes)
 
 
+def _there_beside(moment: Moment, account: Account) -> int:
+    """The bytes on the device now beside the step of a call with an account: those elsewhere, of forwards that wait,
+    and of outputs that the caller still holds."""
+    return moment.elsewhere_beside(account) + moment.waiting_bytes + moment.kept_outputs
+
+
 @dataclass
 class _Kind:
     """The counts of calls that differ in their sizes only."""
 
     fitting: list[tuple[Sizes, CountedStep]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
+    beside: int = 0
+    """The most bytes that lay beside the step where one of these was counted on values; 0 where none was."""
 
     def does_not_fit(self, sizes: Sizes) -> bool:
         """Whether sizes that no count answers for cannot fit, as smaller ones do not."""
@@ -238,9 +246,12 @@ class PlainCalls:
                     kind.fitting[number], fitting = (most, closer), closer
                 return fitting if fitting.fits(moment) else None
         too_large = kind.does_not_fit(sizes)
+        if too_large and kind.beside and self._has_more_room(kind, call, situation, moment):
+            kind.too_large.clear()
+            kind.beside, too_large = 0, False
         if too_large or (self.checkpoints is None and kind.a_plan_will_do(sizes, plans_serve_all=plans_serve_all)):
             return None
-        counted = self._count(kind, call, sizes, situation, closely=moment.others_train)
+        counted = self._count(kind, call, sizes, situation, moment)
         if counted is not None and not counted.fits(moment):
             counted = self._more_closely(counted, situation)
             kind.fitting[-1] = kind.fitting[-1][0], counted or kind.fitting[-1][1]
@@ -255,8 +266,8 @@ class PlainCalls:
             return None
         needed, account = self._needed(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
-        needed += _of_callers_code(step, self.entry, step.output_bytes)
-        # A count on values holds a copy of the inputs.
+        # A count on values holds a copy of the inputs, and runs while the caller still has the outputs before.
+        needed += max(step.output_bytes, _of_callers_code(step, self.entry, step.output_bytes))
         copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
         needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
@@ -400,35 +411,61 @@ class PlainCalls:
             step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
         return None if step is None else self._fitting(step, fitting.call, situation)
 
-    def _count(
-        self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, *, closely: bool
-    ) -> CountedStep | None:
+    def _has_more_room(self, kind: _Kind, call: Call, situation: Situation, moment: Moment) -> bool:
+        """Whether so much less lies beside the step than where calls were too large that they are worth a count."""
+        freed = kind.beside - _there_beside(moment, self._account(call, situation))
+        return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
+
+    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, moment: Moment) -> CountedStep | None:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
         special = bool(special_tensors(call, Parts.of(self.model)))
         if not special:
             self._seen[_kind_of_inputs(call)[0]] = on_meta(call)
+        seen = [0]
+
+        def beside(account: Account) -> int:
+            seen.append(_there_beside(moment, account))
+            return seen[-1]
+
+        given: Any = {"closely": moment.others_train, "beside": beside}
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
-                step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes, closely=closely)
+                step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes, **given)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = call if special else on_meta(call)
                 return fitting
         kind.too_large.append(sizes)
+        kind.beside = max(kind.beside, *seen)
         return None
 
     def _count_step(
-        self, call: Call, situation: Situation, budget_bytes: int, *, closely: bool = False
+        self,
+        call: Call,
+        situation: Situation,
+        budget_bytes: int,
+        *,
+        closely: bool = False,
+        beside: Callable[[Account], int] = lambda account: 0,
     ) -> PlainStep | None:
         """The step of a call, counted without its values; on its values where the code branches on them and no other
         rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
-        the count stops as soon as that is clear. `closely` is as for `count_plain_step`.
+        the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the bytes
+        beside a step with an account, for a count on values, which has to fit beside them itself.
         """
         with self.checkpoints.counted() if self.checkpoints else nullcontext():
-            return self._counted_step(call, situation, budget_bytes, closely=closely)
+            return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
 
-    def _counted_step(self, call: Call, situation: Situation, budget_bytes: int, *, closely: bool) -> PlainStep | None:
+    def _counted_step(
+        self,
+        call: Call,
+        situation: Situation,
+        budget_bytes: int,
+        *,
+        closely: bool,
+        beside: Callable[[Account], int],
+    ) -> PlainStep | None:
         card, held, depends, reached = self.planner.terms.card, situation.gradients_held, True, None
         twice = self.entry.keeps_graph
         room = budget_bytes - self.resident_bytes(call, situation)
@@ -448,7 +485,8 @@ class PlainCalls:
             pass
         if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
             return None
-        room = budget_bytes - self.planner.accounts.account(call, situation, reached=reached).resident_bytes
+        account = self._account(call, situation, reached)
+        room = budget_bytes - account.resident_bytes - beside(account)
         most = int(room / self._margin(depends_on_values=depends))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(

@@ -312,3 +312,26 @@ def test_all_that_no_scalar_was_computed_from_is_in_the_backward() -> None:
     assert found is not None
     assert abs(found.peak_bytes - peak.allocated_bytes) < 1024
     assert found.tangent_bytes == made.nbytes
+
+
+class _LargeBuffer(nn.Module):
+    """Computes in a part of a buffer that it makes far larger, as chunked heads do for their last chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(4096, len(x))
+        if x.sum() > 1e9:
+            x = 2 * x
+        return (self.head(x) + buffer[0, :, None].zero_()).square().mean()
+
+
+def test_a_count_on_values_makes_nothing_above_its_limit() -> None:
+    model, batch, card = _LargeBuffer(), torch.randn(512, 64), hardware_of(torch.device("cpu"))
+    most_bytes = 1024**2
+    with memopt.measure_peak() as peak:
+        found = plain_count.count_on_values(model, plain_call(model), ((batch,), {}), card, most_bytes)
+    assert found is None
+    assert peak.allocated_bytes < most_bytes

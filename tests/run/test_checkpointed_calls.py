@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import memopt
+from memopt.account.plain_count import count_on_values
 from memopt.errors import BudgetError, CaptureError
+from memopt.run import plain_calls
 from memopt.run.checkpoints import RecomputedOtherwiseError, choices
 from memopt.run.session import session_of
 from tests.elsewhere import counted
@@ -209,3 +211,44 @@ def test_a_loop_over_the_experts_that_are_reached_trains_within_a_budget() -> No
     assert own_peak <= 0.7 * peak
     with pytest.raises(CaptureError, match="data-dependent"):
         steps(0.1 * peak)
+
+
+def routed(budget_bytes: float) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Routed() for _ in range(3)))
+    memopt.optimize(model, budget_bytes / 2**30, optimizer=None, precision="fp32", allow={"recompute"})
+    return model
+
+
+@pytest.mark.usefixtures("counted")
+def test_the_smallest_budget_that_a_refusal_names_serves_the_same_call() -> None:
+    """Small enough for the tolerance to matter."""
+    batch = torch.randn(32, 32, 32)
+    with pytest.raises(BudgetError) as refused:
+        routed(BATCHES.nbytes + 5 * 2**19)(batch)
+    named = refused.value.smallest_bytes
+    del refused
+    gc.collect()
+    model = routed(named)
+    model(batch).square().mean().backward()
+    assert memopt.status(model).state is memopt.State.CHECKPOINTED
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_count_on_values_leaves_room_for_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    def count(*args: Any, **options: Any) -> Any:
+        limits.append(args[4])
+        return count_on_values(*args, **options)
+
+    monkeypatch.setattr(plain_calls, "count_on_values", count)
+    budget, elsewhere, output = 16 * 2**20, torch.zeros(2**20), None
+    model = routed(budget)
+    for rows in (40, 60):
+        kept = 0 if output is None else output.nbytes
+        output = model(torch.randn(rows, 32, 32))
+        output.square().mean().backward()
+        assert limits
+        assert max(limits) <= budget - elsewhere.nbytes - BATCHES.nbytes - kept
+        limits.clear()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
+import memopt
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from tests.run.pieces import calls_of, latest, make
@@ -39,3 +43,31 @@ def test_sizes_that_grow_are_planned_for_with_a_margin() -> None:
         assert plan.captured is not None
         size_bounds.append(tuple(plan.captured.data_sizes.allowed.values()))
     assert size_bounds == [(), (25,), (25,), (38,)]
+
+
+class Recurrent(nn.Module):
+    """Has a GRU over every second frame, whose steps are unrolled when it is traced: a condition that Dynamo does not
+    know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gru = nn.Conv1d(8, 16, 3, stride=2, padding=1), nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.gru(self.conv(x).transpose(1, 2))[0]
+        return y.square().mean()
+
+
+def test_a_size_that_tracing_unrolls_is_planned_for_as_it_is() -> None:
+    lengths, trained = (11, 13, 9, 13), []
+    for optimized in (False, True):
+        torch.manual_seed(0)
+        model = Recurrent()
+        if optimized:
+            memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute"})
+        for length in lengths:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*insists on")
+                model(torch.ones(6, 8, length)).backward()
+        trained.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
