@@ -90,9 +90,7 @@ class BudgetError(ValueError):
         return (*self.notes, *(way.sentence for way in self.ways))
 
     def _more(self) -> list[str]:
-        """The lines of the text after the first one; none where there is nothing to add."""
-        if not (self.notes or self.ways):
-            return []
+        """The lines of the text after the first one."""
         lacking = max(0, self.smallest_bytes - self.budget_bytes)
         lines = [f"missing: {_rounded(lacking / GIB, 3)} GB, {lacking / self.budget_bytes:.0%} of the budget"] * bool(
             lacking
