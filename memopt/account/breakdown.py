@@ -115,8 +115,9 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 
 
 def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) -> str:
-    """The row to which a version of a storage belongs: its first version or a later one, or one that was fetched from
-    the host."""
+    """The row of the account, such as "saved activations", in which a storage's bytes are counted. They are counted
+    once for each evaluation that computes the storage: `first` is whether it is the first of these, `fetched` whether
+    the bytes were copied back from the host."""
     maker = problem.producer[storage]
     if problem.ops[maker].name == EAGER:
         return BETWEEN_REGIONS

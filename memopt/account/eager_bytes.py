@@ -232,7 +232,9 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return 0
 
     def measure(self) -> None:
-        """Raise the peak to what is held with the workspaces that were left out. Raises `TooManyBytes`."""
+        """Run the kernels whose workspace was not counted while the step ran, and add what each takes to the bytes that
+        were alive then; the peak becomes the largest sum, if it is larger. Raises `_TooManyBytes` above
+        `most_bytes`."""
         for call, live_bytes in self._unmeasured.items():
             self.live_bytes = live_bytes
             self.raise_peak(eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - live_bytes))

@@ -222,7 +222,8 @@ def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tupl
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
-    """The leaf tensors that the regions behind these outputs read."""
+    """The leaf tensors (parameters, trained inputs) that captured regions read whose outputs a call returns. `hand_out`
+    is the autograd node through which the call returns its outputs; the nodes before it are the regions'."""
     regions = {edge for edge, _ in hand_out.next_functions if edge is not None}
     edges = [edge for region in regions for edge, _ in region.next_functions]
     return [edge.variable for edge in edges if hasattr(edge, "variable")]

@@ -55,7 +55,9 @@ class Standing:
     """By storage the first node whose value lies in it, and the number of that tensor in its value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
-        """The nodes of a half of a standing block."""
+        """The nodes of the forward or of the backward of one block: number `block` of those that were traced
+        ("standing", since most of the equal blocks of a model are not) of the model's run of equal blocks number
+        `run`."""
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:

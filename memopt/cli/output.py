@@ -47,9 +47,7 @@ def in_columns(text: str, file: TextIO) -> str:
     tables, remain as they are."""
     width = columns(file)
     lines = (
-        [line]
-        if line.startswith(" ")
-        else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        [line] if line.startswith(" ") else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
         for line in text.splitlines()
     )
     return "\n".join(line for broken in lines for line in broken)

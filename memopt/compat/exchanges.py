@@ -160,7 +160,8 @@ def gather_of(module: nn.Module) -> Any:
 
 
 class _Gather:
-    """FSDP2's own all-gather, and a wait for gloo's threads."""
+    """FSDP2's own all-gather, which returns only when gloo's threads, which hold both tensors for a while after it is
+    done, have let them go: their memory is then free when the plan says so."""
 
     def __init__(self, usual: Any) -> None:
         self.usual, self.allocate = usual, usual.allocate

@@ -267,7 +267,9 @@ class _Cuda(Device):
         torch.cuda.reset_peak_memory_stats(device)
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
-        """None with another allocator than torch's own, and while a CUDA graph is captured."""
+        """The segments of `torch.cuda.memory_snapshot` on this device, once free ones are returned to the driver, and
+        the number of the current stream. None with another allocator than torch's own, and while a CUDA graph is
+        captured."""
         if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
             return None
         with torch.cuda.device(device):

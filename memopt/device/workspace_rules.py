@@ -93,9 +93,10 @@ def chunked_loss(call: OpCall) -> int:
 
 
 def linear_rows(call: OpCall) -> int:
-    """Numbers computed from rows of logits, at most: for a chunk each value of the program in fp32, its gradient and
-    one more, also with zeros behind the classes; each layer's weight in the dtype of its input, and the sums of its
-    gradient in fp32."""
+    """The bytes that `linear_rows` and its backward hold at most beside their operands. These operators compute what a
+    loss reads of logits, given as the text of a program, in chunks of rows: a chunk holds each value of that program in
+    fp32 and, in the backward, its gradient, for all classes and up to 8 that pad them. Beside it lie each layer's
+    weight in the dtype of its input, and the sum of its gradient in fp32."""
     backward = rule_name(call) == "linear_rows_backward"
     hidden, weights = call.args[backward : backward + 2]
     program, chunk = call.argument(6 + backward), call.argument(7 + backward)

@@ -81,9 +81,10 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
 
 
 def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
-    """The region with its halves as plain ATen operators; `accumulation` is told of a backward that has no memory left.
+    """The forward and the backward of a region, as `cut` divides its joint graph, as callables that run ATen operators
+    one by one. Where an allocation fails in the backward, what `accumulation.failed` returns is raised.
 
-    It must be called in the context of the region's trace."""
+    It must be called in the block of `joint.trace.active()`."""
 
     versions = _Versions(joint.statistics)
 

@@ -302,7 +302,8 @@ class _Pricer:
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_return(self) -> None:
-        """Append the op that keeps released results to the end of the forward, where there are any."""
+        """Append an op to the end of the forward that reads the results which the caller holds until then only
+        (`released`), so that they count as alive for so long; none where there are no such results."""
         nodes = (self.results[position] for position in self.use.released)
         held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):

@@ -155,11 +155,12 @@ class _State:
         self._values = [(one, one._version, one.detach().clone()) for one in buffers if not one.is_inference()]
 
     def has_changed(self, silently: set[int], *, look: bool) -> bool:
-        """Whether they were set or written to since then; copies of those that were not are freed.
+        """Whether an attribute of the module was set, or one of its tensors written to, since this state was made.
+        Copies of tensors that are as they were are freed.
 
-        Some kernels, such as that of batch normalisation, write to a buffer without counting it. `silently` holds the
-        `id`s of such buffers, which are found by their values where those may be looked at: to `look` at them on a GPU
-        makes the host wait.
+        Some kernels, such as that of batch normalisation, write to a buffer without counting it. Such buffers are found
+        by their values, on a GPU only with `look`, since the host has to wait for them; their `id`s are added to
+        `silently`. A buffer whose `id` is there counts as written to.
         """
         for tensor, version, value in self._values:
             if tensor._version == version and (look or is_on_host(tensor)) and not torch.equal(tensor, value):

@@ -102,8 +102,9 @@ class ControlPaths:
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """The first path; then, each where the one before it does not fit the budget: with its sizes as they were seen
-        and no margin above them, and the latest capture by itself."""
+        """Captures to plan for, from the most general to the most special; the caller takes the next one where no plan
+        of the one before fits the budget. They are the first path, in which sizes that differed between its captures
+        have a margin above the largest that was seen; the same without the margin; and its latest capture by itself."""
         first = self.calls[0]
         yield first
         if first in self._joins:
@@ -168,7 +169,7 @@ class PlansOfPaths:
         self._plans.clear()
 
     def forget(self, but: Plan | None = None) -> None:
-        """Drop all plans but one."""
+        """Drop all plans but `but`; None drops all."""
         kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
         self._plans.clear()
         for key, planned in kept:

@@ -203,7 +203,8 @@ class RecordedCalls:
         self._emitted.clear()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop all plans, of calls in several regions all but one; their emitted regions are kept."""
+        """Drop the plans of all calls, but for the plan `but` where it is of a call in several regions; None drops all.
+        Functions that were emitted for regions are kept."""
         self.regions.forget()
         self.paths.forget(but)
 

@@ -35,8 +35,17 @@ class SecondRun:
     def of(
         cls, written: frozenset[int], inputs: Sequence[Any], run: Callable[..., Any], before: CallState | None
     ) -> SecondRun | None:
-        """The second run of a region with these inputs, which begins now and writes to those with the numbers
-        `written`; None where an input cannot be taken again."""
+        """What it takes to run a region's forward again later, made before its first run.
+
+        Args:
+            written: the numbers of the inputs that the region writes to.
+            inputs: the inputs of the first run.
+            run: the region as it was emitted, a function of its inputs that returns outputs and saved values.
+            before: the random states before the call, and copies of what it writes to; None if none were made.
+
+        Returns None where a second run would not see the same: without `before`, where it lacks a copy of an input that
+        is written to, or where an input is a sparse, nested or quantised tensor.
+        """
         if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
             return None
         copied = before.values.copies()

@@ -382,7 +382,8 @@ class Session:
         return forward
 
     def _note_plain_step(self, calls: TrainingCalls, call: Call, situation: Situation) -> None:
-        """Have `latest` show the plain step beside the plan that a call ran by, the first one that did."""
+        """Have `memopt.plan_of` show the plain step in the table of the plan by which a call has just run. The plain
+        step is counted when somebody asks for that plan, from the shapes and the situation of this call."""
         plan = self.status.plan
         if plan is None or not self._alone:
             self._shown = plan, lambda: plan

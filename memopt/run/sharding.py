@@ -137,7 +137,8 @@ _TRIES = 3
 
 
 class Keeping:
-    """Decides for each planned forward how many of the last blocks it keeps, which saves a gather for each of them.
+    """Decides for each planned forward how many of the last blocks it keeps gathered until their backward, which saves
+    an all-gather for each of them.
 
     Every rank plans with all blocks freed, then with as many kept as the room that its plan leaves has bytes for, if
     that adds no recomputation. The smallest of these numbers holds on all ranks, since their gathers must match.
@@ -165,7 +166,8 @@ class Keeping:
             self.sharded.agree(lambda most: self._choose(planned, most))
 
     def _choose(self, planned: Planned, most: int) -> int:
-        """Set, and return, the number of blocks that this rank keeps: at most `most`."""
+        """Set, and return, how many of the last blocks this rank keeps gathered (unsharded) from the forward to the
+        backward: at most `most`, and as many as leave a plan that recomputes no longer than with all blocks freed."""
         self.resharding.keep(0)
         freed = planned(None)
         self.freed = freed.captured

@@ -212,7 +212,12 @@ def scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns [m, k] · [k, n] + [n] → [m, n] in `dtype`; operands to be transposed are given as [k, m] and [n, k]."""
+    """Returns (a · a_scale) @ (b · b_scale) + bias in `dtype`, of shape [m, n].
+
+    `a` and `b` are 8-bit tensors of shapes [m, k] and [k, n], or [k, m] with `turn_a` and [n, k] with `turn_b`, which
+    are transposed first. A scale is one number, or one for each tile of its tensor as that lies in memory (`tile_of`).
+    `bias` has shape [n].
+    """
     left, right = Operand.of(a, a_scale, turn_a), Operand.of(b, b_scale, turn_b)
     kernel = kernel_for(left, right, dtype)
     if kernel is None:

@@ -37,7 +37,8 @@ class _Rows:
 
 
 class MaskRows:
-    """Answers questions about the rows of the masks in one graph; keeps what it has computed."""
+    """Tells of the attention masks of a graph whether a row of one may be masked whole, and how many of the terms that
+    are added up in one mask anything. What was found of a node is kept."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.module = graph_module
