@@ -148,7 +148,7 @@ def _bounded_calls(graph: Graph) -> Iterator[Node]:
 
 
 def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMatch | None:
-    """Returns the activation that a tanh, erf or sigmoid is a part of, or None if nothing like GELU is.
+    """Returns the activation that a tanh, erf or sigmoid is a part of, or None where nothing is like GELU.
 
     Raises `NoMatch`, with the reason, for a formula like GELU's that is another function or cannot be replaced.
     """

@@ -151,7 +151,8 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
-    """Erases the inner calls that nothing reads any more, with the constants and casts that only they read.
+    """Erases those of the inner calls of a match that nothing reads any more, with the constants and casts that only
+    they read.
 
     Calls that read their sizes read those of `like` instead.
     """

@@ -119,7 +119,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Given:
-    """A result that is an argument: the number of the tensor among the arguments."""
+    """A result of an operator that is one of its arguments: the number of that tensor among them."""
 
     position: int
 

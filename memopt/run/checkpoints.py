@@ -204,7 +204,8 @@ def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -
 
 def choices(model: nn.Module) -> Iterator[Checkpoints]:
     """The choices of modules worth trying, from the fastest to the one that holds least: the repeated blocks of the
-    model; and within each of them, while it runs again, the modules that it is made of."""
+    model; and nested in each of them, while it runs again, the modules that it is made of. None for a model without
+    repeated blocks."""
     blocks = tuple(dict.fromkeys(_blocks(model)))
     before = None
     for depth in range(_DEEPEST) if blocks else ():
