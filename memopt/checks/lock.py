@@ -22,8 +22,7 @@ from memopt.show.report import as_text, new_table
 from memopt.units import duration, size
 
 TOLERANCE = 0.01
-"""The share by which a figure may grow: the added time by this share of the step, all others by this share of what they
-are above the device's reserve, which no step changes."""
+"""The share by which a figure may grow; the added time by this share of the step."""
 _NAMES = {
     "plain": "peak of the plain step",
     "planned": "peak of the planned step",
@@ -55,12 +54,6 @@ class MemoryLock:
     files: Mapping[str, str]
     """Digests of the other files whose code makes rows."""
     rows: tuple[LockedRow, ...]
-    reserve: int = 0
-    """Bytes of each figure that the device holds before any step: its context and the workspaces of its libraries."""
-
-    def whole(self, figure: str) -> float:
-        """What the growth of a figure is a share of."""
-        return self.seconds if figure == "added" else getattr(self, figure) - self.reserve
 
 
 def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
@@ -91,7 +84,6 @@ def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarg
         {name: _version(name) for name in sorted({*_PACKAGES, *filter(None, map(_package, files))})},
         {short_source(name): _digest(name) for name in sorted(files) if not _package(name)},
         tuple(replace(row, source=short_source(row.source)) for row in rows),
-        plan.account.reserve,
     )
 
 
@@ -125,7 +117,12 @@ class LockCheck:
     @property
     def grown(self) -> tuple[str, ...]:
         """The figures that grew by more than the tolerance: "plain", "planned", "smallest", "added"."""
-        return tuple(figure for figure in _NAMES if self._growth(figure) > TOLERANCE * self.locked.whole(figure))
+        return tuple(
+            figure
+            for figure in _NAMES
+            if self._growth(figure)
+            > TOLERANCE * (self.locked.seconds if figure == "added" else getattr(self.locked, figure))
+        )
 
     def _growth(self, figure: str) -> float:
         return getattr(self.now, figure) - getattr(self.locked, figure)
@@ -148,7 +145,8 @@ class LockCheck:
     def __str__(self) -> str:
         table = new_table(f"{self.now.model} on {self.now.device}", "", right=("locked", "now", "growth"))
         for figure, name in _NAMES.items():
-            before, growth, whole = getattr(self.locked, figure), self._growth(figure), self.locked.whole(figure)
+            before, growth = getattr(self.locked, figure), self._growth(figure)
+            whole = self.locked.seconds if figure == "added" else before
             text = duration if figure == "added" else size
             share = f"{growth / whole:+.1%}" if whole else "–"
             table.add_row(name, text(before), text(getattr(self.now, figure)), share)

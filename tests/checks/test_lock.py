@@ -200,19 +200,6 @@ def test_what_changed_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"changed since: transformers 5.0.0 → {now}" in str(LockCheck(older, memory))
 
 
-def test_what_a_card_holds_before_a_step_hides_no_growth(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A card's context takes hundreds of megabytes, the step of a small model a few."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(TRAIN)
-    assert main(["lock", "train.py:make", "--device", "rtx-4090", "--backend", "aten", "--precision", "fp32"]) == 0
-    assert check(tmp_path, TRAIN, monkeypatch) == 0
-    old, new, *_ = REGRESSIONS["a copy"]
-    assert check(tmp_path, TRAIN.replace(old, new), monkeypatch) == 1
-    assert "clone" in capsys.readouterr().out
-
-
 def test_wrong_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
     assert main(["check", "gpt2", "--lock", "memory.lock"]) == 2
