@@ -92,7 +92,7 @@ class BudgetError(ValueError):
     def _more(self) -> list[str]:
         """The lines of the text after the first one."""
         lacking = max(0, self.smallest_bytes - self.budget_bytes)
-        figure = f"{_rounded(lacking / GIB, 3)} GB, {lacking / self.budget_bytes:.0%} of the budget"
+        figure = f"{_rounded(lacking / GIB, 3)} GB, {lacking / max(1, self.budget_bytes):.0%} of the budget"
         lines = [f"missing: {'' if self.least else 'at most '}{figure}"] * bool(lacking)
         lines += [f"note: {note}" for note in self.notes]
         if self.ways:
