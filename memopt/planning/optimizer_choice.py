@@ -69,8 +69,8 @@ class OptimizerChoice:
         for lever in self.terms.options.levers:
             if _narrows(lever) and self._low is not torch.bfloat16:
                 raise ValueError(
-                    f"{lever.name!r} needs a step in bf16, which {requested} is not on {card!r}; give "
-                    f"precision='bf16', or take {lever.name!r} out of allow"
+                    f"{lever.name!r} in allow needs a step in bf16, which {requested} is not on {card!r}; give "
+                    "precision='bf16', or take it out of allow"
                 )
             if _in_backward(lever) and self._low is torch.float16:
                 raise ValueError(
