@@ -90,13 +90,10 @@ class BudgetError(ValueError):
         return (*self.notes, *(way.sentence for way in self.ways))
 
     def _more(self) -> list[str]:
-        """The lines of the text after the first one; none where there is nothing to add."""
-        if not (self.notes or self.ways):
-            return []
+        """The lines of the text after the first one."""
         lacking = max(0, self.smallest_bytes - self.budget_bytes)
-        lines = [f"missing: {_rounded(lacking / GIB, 3)} GB, {lacking / self.budget_bytes:.0%} of the budget"] * bool(
-            lacking
-        )
+        figure = f"{_rounded(lacking / GIB, 3)} GB, {lacking / max(1, self.budget_bytes):.0%} of the budget"
+        lines = [f"missing: {'' if self.least else 'at most '}{figure}"] * bool(lacking)
         lines += [f"note: {note}" for note in self.notes]
         if self.ways:
             lines += [

@@ -56,7 +56,9 @@ def test_the_message_names_both_budgets_and_what_would_help() -> None:
 
 def test_a_budget_that_works_but_may_not_be_the_smallest() -> None:
     error = BudgetError(GIB, 2 * GIB, "the parameters", least=False)
-    assert str(error) == "a budget of 1 GB is too small for this step: 2 GB leaves room for the parameters"
+    first, missing = str(error).splitlines()
+    assert first == "a budget of 1 GB is too small for this step: 2 GB leaves room for the parameters"
+    assert missing == "missing: at most 1 GB, 100% of the budget"
     assert error.ways == error.further == ()
 
 

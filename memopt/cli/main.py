@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from memopt.cli.failures import described, ended_by_interrupts, quiet
+from memopt.cli.failures import DOES_NOT_FIT, described, ended_by_interrupts, quiet
 from memopt.garbage import rare_collections
 from memopt.progress import lines_on_stderr
 
@@ -35,10 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(error: Exception, *, as_json: bool) -> int:
     """Write one sentence about an error to stderr, and, if `as_json`, its figures to stdout. Returns the exit code for
     it."""
-    from memopt.cli.output import failure_figures, show_json
+    from memopt.cli.output import failure_figures, in_columns, show_json
 
     code, sentence = described(error)
-    print(f"memopt: {sentence}", file=sys.stderr)
+    text = f"memopt: {sentence}"
+    print(in_columns(text, sys.stderr) if code == DOES_NOT_FIT else text, file=sys.stderr)
     if as_json:
         show_json(failure_figures(error, code, sentence))
     return code

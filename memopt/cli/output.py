@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import tempfile
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from memopt.cli.failures import UsageError
 from memopt.terminal import Console, RenderableType
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 _WIDTH_OF_FILES = 110
 
 
-def columns() -> int:
-    """The number of columns of what `show` prints."""
-    console = Console()
+def columns(file: TextIO | None = None) -> int:
+    """The number of columns of what `show` prints, or of `file`."""
+    console = Console(file=file)
     if console.is_terminal:
         return console.width
     columns = os.environ.get("COLUMNS", "")
@@ -39,6 +40,17 @@ def show(*parts: RenderableType) -> None:
     from memopt.show.report import as_text  # loads torch, which help texts do without
 
     print(as_text(*parts, width=columns()))
+
+
+def in_columns(text: str, file: TextIO) -> str:
+    """The text with its sentences broken between words, to fit the columns of `file`; indented lines, as those of
+    tables, remain as they are."""
+    width = columns(file)
+    lines = (
+        [line] if line.startswith(" ") else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
+    return "\n".join(line for broken in lines for line in broken)
 
 
 def show_json(figures: Any) -> None:

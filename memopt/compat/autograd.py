@@ -289,8 +289,8 @@ def _with_additions(
     *first, inputs, unreachable, accumulates = [*args, *(kwargs[name] for name in _KEYWORDS if name in kwargs)]
     if accumulates:
         raise UnplannedGradientError(
-            "backward(inputs=…) with an output of the model from which it computes other outputs: the captured "
-            "backward does not have that gradient; ask torch.autograd.grad for it"
+            "backward(inputs=…) names an output from which the model computes other outputs: the captured backward "
+            "does not give that gradient; ask for it with torch.autograd.grad(loss, output)"
         )
     edges = [GradientEdge(*edge) for addition in additions.values() for edge in addition.edges]
     found = list(own(*first, (*inputs, *edges), True, accumulates))

@@ -68,11 +68,9 @@ class Parameterwise(optim.Optimizer):
         wanted = None if self.keeps_form else self.title
         inner = self.inner if isinstance(self.inner, Parameterwise) else None
         if title != wanted and not (self.keeps_form and inner is not None):
-            had = f"the proposal {title!r}" if title else "a plain optimizer"
-            raise ValueError(
-                f"the state is of {had}, this optimizer is of {self.title!r}; build it as it was, or load the state of "
-                "a plain optimizer before it is wrapped"
-            )
+            had = f"an optimizer with the lever {title!r}" if title else "a plain optimizer"
+            mend = "build the optimizer as it was then" if title else "load it before memopt.wrap_optimizer"
+            raise ValueError(f"the state was saved by {had}, and this optimizer has the lever {self.title!r}; {mend}")
         if inner is not None:
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
@@ -93,7 +91,7 @@ class Parameterwise(optim.Optimizer):
         )
         if sizes != own:
             raise ValueError(
-                f"the state is of groups of {sizes} parameters, this optimizer has {own}; build it as it was"
+                f"the state is of groups of {sizes} parameters, this optimizer has {own}; build it as it was at saving"
             )
         self.load_extra_state(state_dict.get("proposal"))
         super().load_state_dict({**saved, "state": {}})

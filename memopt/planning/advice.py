@@ -176,12 +176,15 @@ class _Advice:
         return min(priced.smallest(expandable=expandable)[0] for priced in steps)
 
     def with_low_rank(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
-        """Suggests low-rank adapters on the frozen model."""
+        """Low-rank adapters on the frozen model, where most of its parameters are trained."""
         if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
             return
-        model, typed, lean = self.planner.terms.model, f"LoRA, as peft.LoraConfig(r={RANK})", _lean(steps)
-        inner = [module for child in model.children() for module in child.modules()]
-        if not any(map(_linear_sizes, inner)) or not self.fits(sum(one.nbytes for one in model.parameters())):
+        model, typed, lean = self.planner.terms.model, f"LoRA (peft.LoraConfig(r={RANK}))", _lean(steps)
+        parameters = list(model.parameters())
+        trained = sum(one.numel() for one in parameters if one.requires_grad)
+        if 2 * trained < sum(one.numel() for one in parameters) or not _linear_layers(model):
+            return
+        if not self.fits(sum(one.nbytes for one in parameters)):
             return
         if not tries.allow(typed, ADAPTERS, lean):
             return
@@ -301,14 +304,22 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
     twin = copy.deepcopy(model, memo).requires_grad_(False)
-    number = 0
-    for module in list(twin.modules()):
-        for name, child in list(module.named_children()):
-            sizes = _linear_sizes(child)
-            if sizes is not None and not isinstance(module, _LowRank) and module is not twin:
-                setattr(module, name, _LowRank(child, *sizes, rank))
-                number += 1
-    return twin, number
+    layers = _linear_layers(twin)
+    for module, name, child, sizes in layers:
+        setattr(module, name, _LowRank(child, *sizes, rank))
+    return twin, len(layers)
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tuple[int, int]]]:
+    """The linear layers that are no direct children of the model, each after the module that has it and its name there,
+    and before its sizes."""
+    return [
+        (module, name, child, sizes)
+        for module in model.modules()
+        if module is not model
+        for name, child in module.named_children()
+        if (sizes := _linear_sizes(child)) is not None
+    ]
 
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:

@@ -71,12 +71,13 @@ class OptimizerChoice:
             if _narrows(lever) and self._low is not torch.bfloat16:
                 raise ValueError(
                     f"{lever.name!r} in allow needs a step in bf16, which {requested} is not on {card!r}; give "
-                    "precision='bf16', or leave it out"
+                    "precision='bf16', or take it out of allow"
                 )
             if _in_backward(lever) and self._low is torch.float16:
                 raise ValueError(
-                    f"{lever.name!r} in allow steps before it is known whether all gradients are finite, which "
-                    f"training in fp16 asks, as {requested} is on {card!r}; give precision='fp32', or leave it out"
+                    f"{lever.name!r} updates each parameter before all gradients are known to be finite, and training "
+                    f"in fp16, as {requested} is on {card!r}, needs to know that; give precision='fp32', or take "
+                    f"{lever.name!r} out of allow"
                 )
 
     @property

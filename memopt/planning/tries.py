@@ -51,8 +51,8 @@ class Tries:
         """A sentence on what was not tried; none where all was."""
         if not self.untried:
             return []
-        ways = ", ".join(self.untried)
-        return [f"not tried, since that takes longer than a part of the plan: {ways}; with effort='best' all are tried"]
+        ways = "; ".join(self.untried)
+        return [f"what may help too, but was not tried as that takes long (effort='best' tries all of it): {ways}"]
 
 
 def nodes_of(step: Priced) -> int:

@@ -258,8 +258,8 @@ class PendingForward:
         refused = BudgetError(
             self.plan.budget_bytes,
             works,
-            f"elsewhere {size(elsewhere_bytes)}, {size(self.entry.later_bytes)} of which appeared between the forward "
-            "and its backward",
+            f"elsewhere {size(elsewhere_bytes)} (tensors that are no part of this step), of which "
+            f"{size(self.entry.later_bytes)} appeared between the forward and its backward",
             least=False,
             further=(
                 "the next forward is planned with them; to plan the first one so, give optimize "

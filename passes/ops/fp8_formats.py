@@ -251,7 +251,9 @@ def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) 
     """
     modules = dict(model.named_modules())
     if unknown := sorted(state.keys() - modules.keys()):
-        raise ValueError(f"the 8-bit histories are of {unknown[0]!r}, which this model has not; build it as it was")
+        raise ValueError(
+            f"the 8-bit histories are of {unknown[0]!r}, which this model has not; build it as it was at saving"
+        )
     for path, module in modules.items():
         if path in state or module in _of_model:
             histories_of(module).magnitudes = state.get(path, {})

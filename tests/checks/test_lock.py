@@ -71,7 +71,7 @@ REGRESSIONS = {
     ),
     "a longer mask": (
         "weights = scores",
-        "scores = scores + torch.ones(16, 4, LENGTH, LENGTH).tril().log().clone()\n        weights = scores",
+        "scores = scores.masked_fill(torch.ones(16, 4, LENGTH, LENGTH).tril() == 0, -9.0)\n        weights = scores",
         "h.0.attention", "tril",
     ),
     "a wider layer": ("4 * WIDTH", "6 * WIDTH", "h.0", "self.up(x)"),

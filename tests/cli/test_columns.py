@@ -59,6 +59,20 @@ def test_no_figure_is_lost(
 
 
 @WIDTHS
+@pytest.mark.usefixtures("folder")
+def test_a_refusal_is_broken_between_words(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(("plan", *STEP, "--budget-gb", "0.0001", "--effort", "fast")) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= width
+    first = next(number for number, line in enumerate(lines) if "a budget of 0.0001 GB is too small" in line)
+    assert "the smallest that works is 0." in " ".join(lines[first : first + 2])
+    assert any(line.startswith("missing: ") for line in lines[first:])
+
+
+@WIDTHS
 @pytest.mark.parametrize("command", ["cards", "explain plan.json"])
 @pytest.mark.usefixtures("folder")
 def test_goldens(command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

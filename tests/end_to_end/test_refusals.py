@@ -47,7 +47,7 @@ def refused(model: nn.Module, kind: type[Exception], *words: str, check: bool = 
         yield caught
     caught.append(info.value)
     text = str(info.value)
-    assert is_one_sentence(text), text
+    assert is_one_sentence(getattr(info.value, "sentence", text)), text
     assert all(word in text for word in words), text
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == attributes
     assert all(torch.equal(plain.state_dict()[name], value) for name, value in model.state_dict().items())

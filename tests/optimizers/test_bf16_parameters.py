@@ -226,7 +226,7 @@ def test_refusals() -> None:
         BF16ParametersOptimizer(optim.LBFGS(some))
     with pytest.raises(TypeError, match="wraps a"):
         BF16ParametersOptimizer(some)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the state is of a plain optimizer"):
+    with pytest.raises(ValueError, match="the state was saved by a plain optimizer"):
         optimizer.load_state_dict(optim.AdamW(some).state_dict())
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters"):
         optimizer.load_state_dict(BF16ParametersOptimizer(optim.AdamW(some[:1])).state_dict())

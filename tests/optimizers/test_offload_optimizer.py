@@ -136,7 +136,7 @@ def test_the_state_of_a_proposal_inside_is_saved_too(tmp_path: Path) -> None:
     resumed.load_state_dict(saved)
     train(resumed, again, range(2, 4))
     assert same(values(again), values(whole))
-    with pytest.raises(ValueError, match="the state is of a plain optimizer"):
+    with pytest.raises(ValueError, match="the state was saved by a plain optimizer"):
         resumed.load_state_dict(optim.AdamW(whole).state_dict())
 
 

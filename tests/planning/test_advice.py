@@ -167,7 +167,7 @@ def test_what_takes_longer_than_a_share_of_the_plan_is_tried_with_the_best_effor
     for effort in ("fast", "default"):
         refused, captures = found[effort]
         assert captures == 0
-        assert [way.split()[0] for way in refused.untried] == ["'optimizer_in_backward'", "microbatches", "LoRA,"]
+        assert [way.split()[0] for way in refused.untried] == ["'optimizer_in_backward'", "microbatches", "LoRA"]
         assert "effort='best'" in refused.notes[-1]
         assert refused.notes[-1] in str(refused)
         assert any(way.type.startswith("torch.optim.SGD") for way in refused.ways)
@@ -179,6 +179,23 @@ def test_what_takes_longer_than_a_share_of_the_plan_is_tried_with_the_best_effor
 
 def test_nothing_hopeless_is_said() -> None:
     assert refusal(1e-3, batch(4)).count("would do") == 0
+
+
+@pytest.mark.parametrize("frozen", ["none", "all but adapters", "all but the head"])
+def test_adapters_are_named_only_where_most_parameters_are_trained(frozen: str) -> None:
+    """With effort "fast" nothing is tried, and all that may help is named."""
+    model = make()
+    if frozen == "all but adapters":
+        model = with_low_rank(model, rank=4)[0]
+    elif frozen == "all but the head":
+        model.requires_grad_(False).get_submodule("transformer.ln_f").requires_grad_(True)
+    options = OPTIONS | {"optimizer": torch.optim.SGD}
+    least = smallest_gb(model, batch(), **options)
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(model, 0.97 * least, batch(), effort="fast", **options)
+    named = [way for way in error.value.untried if "LoRA" in way]
+    assert len(named) == (frozen == "none")
+    assert not any("LoRA" in way.type for way in error.value.ways)
 
 
 def test_adapters_leave_the_head_and_the_rest_alone() -> None:
