@@ -240,8 +240,8 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
             continue
         if not (isinstance(dim, type(torch.export.Dim.AUTO)) or hasattr(dim, "max")):
             raise ValueError(
-                f"{path}[{dimension}] must be a torch.export.Dim, such as Dim('length', max=2048), Dim.DYNAMIC, or None "
-                f"for a size that stays, not {dim!r}"
+                f"{path}[{dimension}] must be a torch.export.Dim, such as Dim('length', max=2048), or None for "
+                f"a size that stays, not {dim!r}"
             )
         most = getattr(dim, "max", None)
         found[place] = int(most) if most is not None and most < 2**60 else None

@@ -68,7 +68,7 @@ class Parameterwise(optim.Optimizer):
         wanted = None if self.keeps_form else self.title
         inner = self.inner if isinstance(self.inner, Parameterwise) else None
         if title != wanted and not (self.keeps_form and inner is not None):
-            had = f"the proposal {title!r}" if title else "a plain optimizer"
+            had = f"the lever {title!r}" if title else "a plain optimizer"
             raise ValueError(
                 f"the state is of {had}, this optimizer is of {self.title!r}; build it as it was, or load the state of "
                 "a plain optimizer before it is wrapped"
