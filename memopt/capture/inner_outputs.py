@@ -34,7 +34,8 @@ def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
 
     The autograd graph of the stored values (`example_value`) tells: it has writes in place, those through views too.
     """
-    values = {position: value for position, value in enumerate(_stored_results(graph_module)) if has_node(value)}
+    stored = enumerate(_stored_results(graph_module))
+    values = {at: value for at, value in stored if isinstance(value, torch.Tensor) and value.requires_grad}
     edges = {position: edge_of(value) for position, value in values.items()}
     reached = {position: edges_reached([value], ()) for position, value in values.items()}
     found = {
