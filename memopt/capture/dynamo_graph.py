@@ -233,8 +233,9 @@ def _writes(node: fx.Node) -> bool:
     """Whether a call in Dynamo's graph writes to an input of the graph, as normalisation by batch statistics does."""
     if not node.op.startswith("call"):
         return False
-    inputs = _storages(node.graph.find_nodes(op="placeholder"))
-    return _name(node) == "batch_norm" or _moves_statistics(node) or not inputs.isdisjoint(_storages(_written(node)))
+    written = _storages(_written(node))
+    to_inputs = bool(written) and not written.isdisjoint(_storages(node.graph.find_nodes(op="placeholder")))
+    return to_inputs or _name(node) == "batch_norm" or _moves_statistics(node)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
