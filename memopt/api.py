@@ -198,8 +198,8 @@ def max_batch(
             tensors too.
         multiple_of: only multiples of this are tried.
         at_most: the largest size to try; None for no limit.
-        max_added_time: the most that a plan may add, as a fraction of the plain step's time (0.3: 30%), by the time
-            model; None for no limit.
+        max_added_time: the most that a plan may add, as a fraction of the time of the step with nothing recomputed
+            (0.3: 30%), by the time model; None for no limit.
         options: as in `plan`.
 
     Raises:

@@ -3,11 +3,12 @@ Their messages say what to change."""
 
 from __future__ import annotations
 
+import copyreg
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_HALF_UP, Decimal
-from typing import TypeVar
+from typing import Any, TypeVar
 
 GIB = 1024**3
 
@@ -83,6 +84,9 @@ class BudgetError(ValueError):
         self.sentence = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
         """The first line of the text."""
         super().__init__("\n".join([self.sentence, *self._more()]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     @property
     def further(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +34,19 @@ class _Stage:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
 
-_stages: list[_Stage] = []
-"""The stages that are running, innermost last."""
-_shown: list[tuple[Progress, TaskID]] = []
-"""The progress line on the terminal and its task; empty while there is none."""
+class _OfThread(threading.local):
+    """What one thread reports."""
+
+    def __init__(self) -> None:
+        self.stages: list[_Stage] = []
+        """The stages that are running, innermost last."""
+        self.shown: list[tuple[Progress, TaskID]] = []
+        """The progress line on the terminal and its task; empty while this thread has none."""
+
+
+_own = _OfThread()
+_terminal = threading.Lock()
+"""Held by the thread that has the progress line: a terminal has room for one."""
 _line_of: list[Callable[[str], None]] = []
 """Functions that write lines about stages elsewhere than to the log; the last one is called."""
 
@@ -52,20 +62,20 @@ def stage(name: str) -> Iterator[Callable[[str], None]]:
     """
     now = time.perf_counter()
     running = _Stage(name, now, now)
-    _stages.append(running)
+    _own.stages.append(running)
     try:
         with _line():
             yield lambda detail: _say(running, detail)
         _leave_line(running)
     finally:
-        _stages.remove(running)
+        _own.stages.remove(running)
         _show()
 
 
 def say(detail: str) -> None:
     """Report how far the innermost running stage has come; does nothing if none is running."""
-    if _stages:
-        _say(_stages[-1], detail)
+    if _own.stages:
+        _say(_own.stages[-1], detail)
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
@@ -73,7 +83,7 @@ def tell(text: str, level: int = logging.INFO) -> None:
     stage is running, the program has set up logging, or that logger's level is higher."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
-    if not (heard or _stages or _line_of or _console.is_terminal):
+    if not (heard or _own.stages or _line_of or _console.is_terminal):
         _print(text)
 
 
@@ -105,7 +115,7 @@ def _leave_line(running: _Stage) -> None:
     """Write the line about a stage that has ended, if it took long, and add its seconds to those of the outermost
     stage's parts."""
     seconds = time.perf_counter() - running.started
-    outer = _stages[0]
+    outer = _own.stages[0]
     if running is not outer:
         outer.parts[running.name] = outer.parts.get(running.name, 0.0) + seconds
     if seconds < _LONG_SECONDS:
@@ -127,7 +137,7 @@ def _write(text: str) -> None:
 def _line() -> Iterator[None]:
     """Context with the progress line, for the outermost stage on a terminal; for other stages it only updates the
     line."""
-    if len(_stages) > 1 or not _console.is_terminal:
+    if len(_own.stages) > 1 or not _console.is_terminal or not _terminal.acquire(blocking=False):
         _show()
         yield
         return
@@ -135,19 +145,20 @@ def _line() -> Iterator[None]:
     columns = SpinnerColumn(), TimeElapsedColumn(), text
     # What the model prints meanwhile stays in the file that standard output is redirected to.
     apart = sys.stdout is not None and sys.stdout.isatty()
-    with Progress(*columns, console=_console, transient=True, redirect_stdout=apart) as line:
-        _shown.append((line, line.add_task("", total=None)))
-        _show()
-        try:
+    try:
+        with Progress(*columns, console=_console, transient=True, redirect_stdout=apart) as line:
+            _own.shown.append((line, line.add_task("", total=None)))
+            _show()
             yield
-        finally:
-            _shown.clear()
+    finally:
+        _own.shown.clear()
+        _terminal.release()
 
 
 def _show() -> None:
     """Bring the line on the terminal up to date."""
-    if _shown and _stages:
-        line, task = _shown[0]
+    if _own.shown and _own.stages:
+        line, task = _own.shown[0]
         # The description is markup to rich, in which a bracket would begin a tag.
-        both = " · ".join(map(str, dict.fromkeys((_stages[0], _stages[-1])))).replace("[", r"\[")
+        both = " · ".join(map(str, dict.fromkeys((_own.stages[0], _own.stages[-1])))).replace("[", r"\[")
         line.update(task, description=both)

@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.modules import buffers_in, modules_of
-from memopt.compat.tensors import has_no_storage, is_wrapper, special_kind, with_memory
+from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, special_kind, with_memory
 from memopt.device.devices import device_of
 from passes.ops.fp8_formats import histories_state, load_histories
 
@@ -69,7 +69,7 @@ class TrainingState:
             module._buffers.update(table)
             for name, copies in values.items():
                 for part, value in zip(_parts(table[name]), copies, strict=True):
-                    if not torch.equal(part.cpu(), value):
+                    if not same_bits(part.cpu(), value):
                         part.detach().copy_(value)
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
@@ -243,7 +243,7 @@ class _Values:
             for reference, version, kept in self.tensors:
                 if kept is None or (tensor := reference()) is None:
                     continue
-                if tensor._version != version or not torch.equal(tensor, kept.to(tensor.device)):
+                if tensor._version != version or not same_bits(tensor, kept.to(tensor.device)):
                     tensor.copy_(kept)
         return self.can_be_undone()
 
@@ -410,7 +410,7 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for name, (parameter, value) in kept.items():
             value = value.to(parameter.device)
-            if not torch.equal(parameter, value):
+            if not same_bits(parameter, value):
                 parameter.detach().copy_(value)
                 _written.setdefault(model, set()).add(name)
 

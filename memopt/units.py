@@ -6,11 +6,12 @@ from memopt.errors import GIB
 
 
 def size(nbytes: int) -> str:
-    """Bytes with three digits, in units of powers of 1024: "1.37 GB", "205 MB", "-12 kB"; "–" for 0."""
+    """Bytes with three digits, in units of powers of 1024: "1.37 GB", "205 MB", "-12 kB"; "–" for 0. What would have
+    four digits is in the next unit: "0.977 GB"."""
     if nbytes < 0:
         return f"-{size(-nbytes)}"
     for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
-        if nbytes >= scale:
+        if nbytes >= 999.5 * scale / 1024 and nbytes >= 1024:
             return f"{_three_digits(nbytes / scale)} {unit}"
     return f"{nbytes} B" if nbytes else "–"
 

@@ -8,7 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
@@ -37,6 +37,9 @@ class PassError(ValueError):
         self.node = node
         self.problem = problem
         self.mend = mend
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.pass_name, self.node, self.problem, self.mend)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+
 import pytest
 
 from memopt.errors import GIB, BudgetError, Way, as_text_has_it, round_up, would_do
 from memopt.planning.options import budget_bytes
+from memopt.run.safety_net import StepMemoryError
+from memopt.solver.protocol import Infeasible
+from passes.graph_pass import PassError
+from passes.graphs.verify import VerifyError
 
 
 @pytest.mark.parametrize(
@@ -65,3 +72,32 @@ def test_a_budget_that_works_but_may_not_be_the_smallest() -> None:
 def test_a_change_that_helps_names_no_budget_below_the_one_given() -> None:
     assert would_do(899, 1000) == "this budget would do, with 10.1% to spare"
     assert would_do(1000, 1000) == "this budget would do, with 0.0% to spare"
+
+
+MADE = {
+    BudgetError: lambda: BudgetError(
+        GIB, 2 * GIB, "activations", least=False, further=["a note"], ways=[Way("x", GIB, "y")], untried=["z"]
+    ),
+    StepMemoryError: lambda: StepMemoryError("no memory", undone=True),
+    Infeasible: lambda: Infeasible(3, 2, 1),
+    PassError: lambda: PassError("pass", None, "problem", "mend"),
+    VerifyError: lambda: VerifyError("node", "problem", "mend"),
+}
+CARRIERS = {"Insists", "Recorded", "HoldsMore", "NothingToRewrite"}
+"""Exceptions that carry graphs to where they are caught, which is always within memopt."""
+
+
+def errors(kind: type[BaseException]) -> Iterator[type[BaseException]]:
+    for inner in kind.__subclasses__():
+        if inner.__module__.split(".")[0] in ("memopt", "passes") and inner.__name__ not in CARRIERS:
+            yield inner
+        yield from errors(inner)
+
+
+def test_every_error_comes_back_from_another_process() -> None:
+    found = set(errors(BaseException))
+    assert found > MADE.keys()
+    for kind in found:
+        error = MADE.get(kind, lambda kind=kind: kind("text"))()  # type: ignore[misc]
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))

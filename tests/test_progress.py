@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -83,7 +84,7 @@ def test_how_far_the_outermost_and_the_innermost_stage_have_come(monkeypatch: py
     with progress.stage("looking") as tell, progress.stage("planning"), progress.stage("solving") as tell_of_solving:
         tell("16 [of 40]")
         tell_of_solving("3 of 5")
-        line = progress._shown[0][0]
+        line = progress._own.shown[0][0]
         assert line.tasks[0].description == r"looking: 16 \[of 40] · solving: 3 of 5"
         progress.say("4 of 5")
         assert line.tasks[0].description.endswith("solving: 4 of 5")
@@ -139,4 +140,27 @@ def test_an_error_passes_and_ends_the_stage(monkeypatch: pytest.MonkeyPatch, clo
         fail()
     assert logged == []
     assert "took" not in page.getvalue()
-    assert progress._stages == progress._shown == []
+    assert progress._own.stages == progress._own.shown == []
+
+
+def test_threads_have_stages_of_their_own(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    page = terminal(monkeypatch, interactive=True)
+    begun, ended = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with progress.stage("exporting"):
+            begun.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert begun.wait(60)
+    with progress.stage("planning"), progress.stage("solving"):
+        clock.now += 2.0
+        progress.say("half")
+    ended.set()
+    thread.join()
+    assert "planning took 2.0 s (solving 2.0)" in page.getvalue()
+    assert "solving took" not in page.getvalue()
+    with progress.stage("planning"):
+        assert progress._own.shown

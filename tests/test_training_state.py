@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from memopt.meter import measure_peak
-from memopt.training_state import TrainingState, generator_states, set_generators, undone
+from memopt.training_state import (
+    CallState,
+    TrainingState,
+    generator_states,
+    parameters_restored,
+    set_generators,
+    undone,
+    written_parameters,
+)
 from passes.ops.fp8_formats import histories_of
 
 CPU = torch.device("cpu")
@@ -134,3 +142,20 @@ def test_generators_and_queues_of_a_models_own_are_undone() -> None:
         first = model()
     assert list(model.latest) == before
     assert model() == first
+
+
+def test_values_that_are_no_numbers_count_as_written_to_only_if_they_are(model: Drawing) -> None:
+    model.norm.weight.data[0] = model.norm.running_var[0] = float("nan")  # type: ignore[index]
+    tensors = model.norm.weight, model.norm.running_var
+    versions = [one._version for one in tensors]  # type: ignore[union-attr]
+    call, whole = CallState.of(model, ()), TrainingState.of(model)
+    with parameters_restored(model):
+        pass
+    whole.undo_forward()
+    assert call.undo()
+    assert [one._version for one in tensors] == versions  # type: ignore[union-attr]
+    assert written_parameters(model) == []
+    with torch.no_grad(), parameters_restored(model):
+        model.norm.weight[1] = 5
+    assert model.norm.weight[1] == 1
+    assert written_parameters(model) == [model.norm.weight]

@@ -225,8 +225,11 @@ def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor
 def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int | None]:
     """The changing dimensions of one tensor, with the largest size of each if it has one.
 
-    Raises `ValueError` for a dimension that the tensor does not have, and for a largest size below its own.
+    Raises `ValueError` for what is no such dimensions, for a dimension that the tensor does not have, and for a largest
+    size below its own.
     """
+    if isinstance(dynamic, str) or not isinstance(dynamic, (Mapping, Sequence)):
+        raise ValueError(f"{path} must name dimensions, such as {{1: Dim('length', max=2048)}}, not {dynamic!r}")
     sizes = dynamic.items() if isinstance(dynamic, Mapping) else enumerate(dynamic)
     found: dict[int, int | None] = {}
     for dimension, dim in sizes:
@@ -235,6 +238,11 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
         place = dimension % tensor.dim()
         if dim is None or isinstance(dim, int) or dim == torch.export.Dim.STATIC:
             continue
+        if not (isinstance(dim, type(torch.export.Dim.AUTO)) or hasattr(dim, "max")):
+            raise ValueError(
+                f"{path}[{dimension}] must be a torch.export.Dim, such as Dim('length', max=2048), or None for "
+                f"a size that stays, not {dim!r}"
+            )
         most = getattr(dim, "max", None)
         found[place] = int(most) if most is not None and most < 2**60 else None
         if found[place] is not None and tensor.shape[place] > found[place]:  # type: ignore[operator]

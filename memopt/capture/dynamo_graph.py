@@ -15,7 +15,7 @@ from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
 from memopt.compat.operators import is_nested_region, requiring_grad
 from memopt.compat.symbols import fixed_float
-from memopt.compat.tensors import is_sharded
+from memopt.compat.tensors import has_no_storage, is_sharded, storage_key, with_memory
 from memopt.errors import CaptureError
 
 AUTHOR_CHECKPOINT = "memopt_author_checkpoint"
@@ -231,11 +231,28 @@ def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:
 
 def _writes(node: fx.Node) -> bool:
     """Whether a call in Dynamo's graph writes to an input of the graph, as normalisation by batch statistics does."""
-    name = _name(node)
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
-    target = node.args[0] if node.args else None
-    written = in_place and isinstance(target, fx.Node) and target.op == "placeholder"
-    return node.op.startswith("call") and (written or name == "batch_norm" or _moves_statistics(node))
+    if not node.op.startswith("call"):
+        return False
+    written = _storages(_written(node))
+    to_inputs = bool(written) and not written.isdisjoint(_storages(node.graph.find_nodes(op="placeholder")))
+    return to_inputs or _name(node) == "batch_norm" or _moves_statistics(node)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call in Dynamo's graph writes to: the first ones where it returns no tensor, else those that
+    it returns, if anything writes to them."""
+    value, name = _tensor(node), _name(node)
+    if value is None:
+        written: list[fx.Node] = []
+        if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
+            fx.map_arg(node.args[:1], written.append)
+        return written
+    return [one for one in node.all_input_nodes if _tensor(one) is value and value._version > 0]
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    values = [value for node in nodes if (value := _tensor(node)) is not None]
+    return {storage_key(part) for part in with_memory(values) if not has_no_storage(part)}
 
 
 def _moves_statistics(node: fx.Node) -> bool:

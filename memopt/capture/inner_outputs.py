@@ -30,44 +30,48 @@ from memopt.errors import UnplannedGradientError
 
 def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
     """Position of an inner output among the results of a region's graph → the positions of the results that are
-    computed from it with a gradient."""
-    (results,) = graph_module.graph.output_node().args
-    at = {position: node for position, node in enumerate(results) if isinstance(node, fx.Node) and _requires_grad(node)}  # type: ignore[arg-type]
-    outputs = set(at.values())
-    passed: dict[fx.Node, set[fx.Node]] = {}
-    """By node the outputs among the values that it is computed from, itself among them."""
-    for node in graph_module.graph.nodes:
-        if _requires_grad(node):
-            passed[node] = ({node} & outputs).union(*(passed.get(one, ()) for one in node.all_input_nodes))
-            if _writes(node) and isinstance(written := node.args[0], fx.Node):
-                passed[written] = passed.get(written, set()) | passed[node]
+    computed from it with a gradient.
+
+    The autograd graph of the stored values (`example_value`) tells: it has writes in place, those through views too.
+    """
+    stored = enumerate(_stored_results(graph_module))
+    values = {at: value for at, value in stored if isinstance(value, torch.Tensor) and value.requires_grad}
+    edges = {position: edge_of(value) for position, value in values.items()}
+    reached = {position: edges_reached([value], ()) for position, value in values.items()}
     found = {
-        position: frozenset(other for other, node in at.items() if output in passed[node] and other != position)
-        for position, output in at.items()
+        position: frozenset(other for other in values if other != position and edge in reached[other])
+        for position, edge in edges.items()
     }
     return {position: others for position, others in found.items() if others}
 
 
-def _requires_grad(node: fx.Node) -> bool:
-    """Whether a node's value requires a gradient, or may have parts that do."""
-    value = node.meta.get("example_value")
-    return value.requires_grad if isinstance(value, torch.Tensor) else isinstance(value, (tuple, list))
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a call writes to its first argument, by the name of what it calls."""
-    name = str(getattr(node.target, "__name__", node.target))
-    return node.op.startswith("call_") and bool(node.args) and (name.endswith("_") or name in ("setitem", "iadd"))
+def _stored_results(graph_module: fx.GraphModule) -> list[Any]:
+    """The stored values of the results of a region's graph; None for a result that is no node."""
+    (results,) = graph_module.graph.output_node().args
+    return [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
 
 
 def run_from(
     graph_module: fx.GraphModule, position: int, arguments: Sequence[Any]
 ) -> tuple[Sequence[Any], torch.Tensor]:
     """Run a region's graph on `arguments`, with a leaf in place of the result at `position`. Returns the results, of
-    which those that are computed from the leaf are differentiable by it, and the leaf."""
+    which those that are computed from the leaf are differentiable by it, and the leaf.
+
+    A result that is written to in place (`is_written`) is returned itself in place of the leaf: then `arguments` must
+    require their gradients.
+    """
+    if is_written(graph_module, position):
+        outputs = graph_module(*arguments)
+        return outputs, outputs[position]
     run = _RunFrom(graph_module, position)
     outputs = run.run(*arguments)
     return outputs, run.leaf
+
+
+def is_written(graph_module: fx.GraphModule, position: int) -> bool:
+    """Whether a region's graph writes to the memory of the result at `position`: others may be computed from its values
+    before that, too, by which its gradient does not go."""
+    return _stored_results(graph_module)[position]._version > 0
 
 
 class _RunFrom(fx.Interpreter):

@@ -165,10 +165,10 @@ class TensorParallel:
             layer.register_forward_hook(self._gather_columns)
 
     def _gather_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(args, kwargs, lambda value: GATHER_SHARDS(value, self.cards, _SEQUENCE))
+        return _with_first(module, args, kwargs, lambda value: GATHER_SHARDS(value, self.cards, _SEQUENCE))
 
     def _take_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(args, kwargs, lambda value: TAKE_PART(value, self.cards, _SEQUENCE))
+        return _with_first(module, args, kwargs, lambda value: TAKE_PART(value, self.cards, _SEQUENCE))
 
     def _scatter(self, module: nn.Module, args: Any, output: Any) -> Any:
         return SCATTER_SUMS(output, self.cards, _SEQUENCE)
@@ -249,10 +249,20 @@ def _blocks(model: nn.Module, regions: list[str]) -> list[str]:
     return list(found)
 
 
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call with the first positional one changed; where there is none, the first floating-point
-    tensor among the keywords."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
-    return args, {**kwargs, name: change(kwargs[name])}
+def _with_first(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a module's call with the first floating-point tensor changed, positional ones first.
+
+    Raises `ValueError` where there is none.
+    """
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    floating = (one for one, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
+    first = next(floating, None)
+    if first is None:
+        raise ValueError(
+            f"'tp' in mesh splits the sequence that {type(module).__name__} is given, and its call has no "
+            "floating-point tensor; give tp_plan, with styles for layers that are given hidden states"
+        )
+    named[first] = change(named[first])
+    return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}

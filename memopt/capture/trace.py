@@ -245,21 +245,25 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
     """The bytes of eager code around each run that has a joint graph, which include those around the runs without one.
 
     The last entry is for the end of the step. Its `before` is the most after the last backward, `during` what is held
-    after the forward, and `before_backward` the most between the last region and the end of the forward.
+    after the forward, and `before_backward` the most between the last region with a joint graph and the end of the
+    forward.
     """
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerBytes] = []
     skipped = EagerBytes()
+    after_bytes = captured.after_bytes
     for run in captured.runs:
         if id(run) in scheduled:
             found.append(replace(run.eager, before=max(run.eager.before, skipped.before)))
             skipped = EagerBytes()
         else:
             skipped |= EagerBytes(max(run.eager.before, run.eager.during))
+            later = max(run.eager.before_backward, run.eager.during_backward)
             if found:  # its backward runs before that of the run before it
-                later = max(run.eager.before_backward, run.eager.during_backward)
                 found[-1] |= EagerBytes(before_backward=later)
-    return (*found, EagerBytes(captured.after_bytes, captured.held_bytes, captured.returning_bytes))
+            else:
+                after_bytes = max(after_bytes, later)
+    return (*found, EagerBytes(after_bytes, captured.held_bytes, max(captured.returning_bytes, skipped.before)))
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:

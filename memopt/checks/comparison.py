@@ -10,6 +10,7 @@ from html import escape
 import torch
 
 from memopt.checks.reference import Accuracies, Accuracy, dense, largest_of, ratio_of
+from memopt.compat.tensors import same_bits
 from memopt.errors import GIB
 from memopt.show.report import as_text, new_table
 from memopt.terminal import Column, Table
@@ -56,7 +57,7 @@ class Difference:
         if optimized is None or plain is None:
             return cls(name, math.inf, math.inf, False)
         optimized, plain = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (optimized, plain))
-        if _same_bits(optimized, plain):
+        if same_bits(optimized, plain):
             return cls(name, 0.0, 0.0, True)
         absolute = largest_of(dense(optimized) - dense(plain))
         return cls(name, absolute, ratio_of(absolute, largest_of(dense(plain))), False)
@@ -73,12 +74,6 @@ def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference,
         )
         for name in names
     )
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,11 @@ class Culprit:
         return f"{where}{line}: {', '.join(self.operators)}: {self.grown}{code}"
 
 
+def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """The names that stand for other texts in two mappings, or are in one of them only."""
+    return [name for name in {**new, **old} if old.get(name) != new.get(name)]
+
+
 @dataclass(frozen=True)
 class LockCheck:
     """A lock beside what the same step holds now. `str` gives a table of the figures, and below it the lines that made
@@ -132,11 +137,18 @@ class LockCheck:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The packages whose versions are others now, and the user's files whose contents are."""
+        """The packages whose versions are others now, and the user's files whose contents are; with those that have no
+        part in the step any more."""
         old, new = self.locked, self.now
-        versions = [f"{name} {old.versions.get(name, 'none')} → {now}" for name, now in new.versions.items()]
-        files = [f"{name} (your code)" for name, digest in new.files.items() if old.files.get(name) != digest]
-        return (*(text for text in versions if text.split()[1] != text.split()[3]), *files)
+        versions = (
+            f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}"
+            for name in _differing(old.versions, new.versions)
+        )
+        files = (
+            f"{name} (your code{'' if name in new.files else ', no longer in the step'})"
+            for name in _differing(old.files, new.files)
+        )
+        return (*versions, *files)
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:

@@ -118,6 +118,18 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is _MKLDNN
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of a device have one dtype, shape and bits: a NaN is equal to itself, -0.0 is not 0.0.
+    Sparse ones and wrappers are compared by their values, as `torch.equal` does."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    has_numbers = one.is_floating_point() or one.is_complex()
+    if not has_numbers or one.layout is not torch.strided or is_wrapper(one):
+        return torch.equal(one, other)
+    plain = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
+
+
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a sharded tensor (`DTensor`) that lies on this rank; any other tensor itself."""
     shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -55,10 +55,11 @@ class MemoptCallback(Callback):
 
 
 def net_of(module: nn.Module) -> nn.Module:
-    """The submodule that holds all trained parameters and can be called; `module` itself where there is none."""
+    """The submodule that holds all trained parameters and can be called; `module` itself where there is none, or no
+    parameter is trained."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for child in module.children():
-        if trained <= {id(parameter) for parameter in child.parameters()} and _is_callable(child):
+        if trained and trained <= {id(parameter) for parameter in child.parameters()} and _is_callable(child):
             return child
     return module
 

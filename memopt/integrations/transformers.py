@@ -27,6 +27,9 @@ class MemoptCallback(TrainerCallback):
 
     The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed;
     under `torch_compile`, training runs by the plan, and only the rest is compiled.
+
+    The Trainer tells callbacks nothing of a training that ends by an error: call `end()` then to go on with the plain
+    model. The next training by the same callback does so itself.
     """
 
     @takes_options(StepOptions, DEFAULTS)
@@ -40,6 +43,7 @@ class MemoptCallback(TrainerCallback):
         """Optimise the model. Raises `ValueError` for a Trainer with DeepSpeed, or with several GPUs in one process."""
         model: nn.Module = parts["model"]
         _check(args)
+        self.end()
         self._checkpointed = _without_checkpoints(model)
         if self._checkpointed:
             _log.info("gradient_checkpointing is off while memopt's plans choose what is recomputed")
@@ -58,6 +62,10 @@ class MemoptCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Give the plain model back, as it was before the training."""
+        self.end()
+
+    def end(self) -> None:
+        """Give the plain model back, as it was before the training; does nothing where that was done."""
         self._budgeted.end()
         for module in self._checkpointed:
             module.gradient_checkpointing = True  # type: ignore[assignment]

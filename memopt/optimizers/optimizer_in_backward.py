@@ -80,7 +80,7 @@ class OptimizerInBackward(Parameterwise):
             raise ValueError(
                 "a second backward before optimizer.step(): with the optimizer in the backward, each backward is "
                 "a whole step, and gradients cannot be accumulated; call step() after each, have the loss read "
-                "parameters within the model's own call alone, or take another proposal"
+                "parameters within the model's own call alone, or take another lever"
             )
         self._stepped.add(id(parameter))
         with torch.no_grad():
@@ -127,10 +127,10 @@ def refuse_what_needs_all_gradients(
     if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
         raise ValueError(
             "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward others are used "
-            "before that is known; train in bfloat16 without a scaler, or leave this proposal out"
+            "before that is known; train in bfloat16 without a scaler, or leave this lever out"
         )
     if accumulate != 1:
         raise ValueError(
             f"accumulate={accumulate} sums gradients over backwards, and with optimizer_in_backward each is used and "
-            "freed at once; give accumulate=1, or leave this proposal out"
+            "freed at once; give accumulate=1, or leave this lever out"
         )

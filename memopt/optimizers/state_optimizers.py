@@ -163,7 +163,7 @@ def check_adam(optimizer: Any) -> None:
     if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
         raise ValueError(
             "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
-            f"{type(optimizer).__name__}; use one of these, or leave this proposal out"
+            f"{type(optimizer).__name__}; use one of these, or leave this lever out"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -42,22 +42,24 @@ class OnCard:
         return self.seconds is not None
 
 
-def on_cards(steps: Sequence[PricedStep], account: Account) -> Iterator[OnCard]:
+def on_cards(steps: Mapping[PricedStep, Account]) -> Iterator[OnCard]:
     """A step on each known card of the same kind as its own, those with less memory first. `steps` has it under one or
-    several sets of levers. It is priced anew from the same graphs, and solved with little effort.
+    several sets of levers, each with its account. It is priced anew from the same graphs, and solved with little
+    effort.
 
     Cards without units for the step's 16-bit dtype are left out, as plans for them have another precision. There are
     none where it is planned for a CPU, whose graphs have other kernels, or for a cluster."""
-    own = steps[0].settings.hardware
-    if device_of(own).is_host or steps[0].traced.sharded is not None:
+    first = next(iter(steps))
+    own = first.settings.hardware
+    if device_of(own).is_host or first.traced.sharded is not None:
         return
     cards = [card for card in map(hardware, known_hardware()) if card.device_type == own.device_type]
-    low = str(steps[0].traced.rewriting.autocast or "torch.float32").removeprefix("torch.")
+    low = str(first.traced.rewriting.autocast or "torch.float32").removeprefix("torch.")
     with stage("planning for other cards") as tell:
         for card in sorted(cards, key=lambda card: (card.memory_bytes, card.name)):
             if low in card.flops:
                 tell(card.name)
-                yield _best([_on(card, step, for_card(account, card)) for step in steps])
+                yield _best([_on(card, step, for_card(account, card)) for step, account in steps.items()])
 
 
 def _best(rows: Sequence[OnCard]) -> OnCard:

@@ -223,6 +223,7 @@ class PlanSearch:
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
+            least=least.least,
             further=[*self._notes, *least.notes, *notes, *tries.notes],
             ways=[*proposed, *advised],
             proposals=tuple(chosen.names for chosen, _ in helpful),

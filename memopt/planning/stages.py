@@ -257,23 +257,22 @@ class StepOfPlan:
             return with_rows_of(plan, step.solve(budget_bytes, effort))
         except BudgetError as error:
             notes = [note for note in step.step.traced.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
-            if not notes:
-                raise
-            raise BudgetError(error.budget_bytes, error.smallest_bytes, error.dominated_by, further=notes) from None
+            raise error.adding(*notes) from None
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
         step = self._freed(plan)
         return sweep(replace(self.freed or plan, account=step.account), step.step.problem, points, effort)
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        step = Priced(self.priced, replace(plan.account, kept=0))
+        step = Priced(self.priced, replace(plan.account, kept=0)).hosting(())
         return recipes(step.step.problem, step.account)
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         if self.tightest is None:
             raise ValueError("plan.cards() is for plans that memopt.plan has made: other cards may need other levers")
-        steps = dict.fromkeys((self.priced, self.tightest()))
-        return tuple(on_cards(list(steps), plan.account))
+        own = Priced(self.priced, plan.account)
+        accounts = {self.tightest(): own.hosting(()).account} | {own.step: own.account}
+        return tuple(on_cards({step: accounts[step] for step in (own.step, *accounts)}))
 
     def smallest_bytes(self, plan: Plan) -> int:
         return self._freed(plan).smallest()[0]

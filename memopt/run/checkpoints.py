@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from memopt.capture.inputs import tensors_in
 from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
+from memopt.compat.tensors import same_bits
 from memopt.training_state import Attributes, written_parameters
 
 Spots: TypeAlias = tuple["_Spot", ...]
@@ -163,7 +164,7 @@ class _State:
         their values, and added: always on the host, but on a GPU only with `look`, as the host has to wait for it.
         """
         for tensor, version, value in self._values:
-            if tensor._version == version and (look or is_on_host(tensor)) and not torch.equal(tensor, value):
+            if tensor._version == version and (look or is_on_host(tensor)) and not same_bits(tensor, value):
                 silently.add(id(tensor))
         self._values = [kept for kept in self._values if kept[0]._version != kept[1] or id(kept[0]) in silently]
         return bool(self._values) or self._attributes.have_changed()

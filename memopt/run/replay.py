@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.capture.inner_outputs import TensorKind, run_from
+from memopt.capture.inner_outputs import TensorKind, is_written, run_from
 from memopt.capture.region import RecordedRegion
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
@@ -103,11 +103,12 @@ class Replay:
             f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"
         )
         self._check(what, "return that output alone and compute the others from it outside of the model")
-        # Those that parameters get are not needed again, unless the model's own derivatives go by them.
-        arguments = self._arguments(require_grad=self.region.takes_derivatives)
+        region = self.region
+        assert region.plain is not None
+        # Those that parameters get are not needed again, unless the graph behind the output is.
+        arguments = self._arguments(require_grad=region.takes_derivatives or is_written(region.plain, position))
         with self._as_before():
-            assert self.region.plain is not None
-            outputs, leaf = run_from(self.region.plain, position, arguments)
+            outputs, leaf = run_from(region.plain, position, arguments)
         (found,) = _gradients_of(outputs, given, [leaf])
         assert found is not None
         self.forward.replayed()

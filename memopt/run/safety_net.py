@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,6 +32,9 @@ class StepMemoryError(torch.OutOfMemoryError):
     def __init__(self, message: str, *, undone: bool) -> None:
         super().__init__(message)
         self.undone, self.repeated = undone, False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 _TIGHTER = 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import isqrt
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,6 +37,9 @@ class Infeasible(Exception):
             f"no schedule fits the budget: the smallest peak found is {smallest_peak_bytes} bytes, "
             f"and no schedule can go below {floor_bytes} bytes, which op {dominating_op} needs"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.smallest_peak_bytes, self.floor_bytes, self.dominating_op)
 
 
 Effort = Literal["fast", "default", "best"]

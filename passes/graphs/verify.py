@@ -41,6 +41,9 @@ class VerifyError(ValueError):
         self.problem = problem
         self.mend = mend
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.node, self.problem, self.mend)
+
 
 def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thorough: bool = True) -> None:
     """Raises `VerifyError` unless the graph is well formed and every stored value is what its operator returns.

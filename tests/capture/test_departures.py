@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +103,46 @@ def test_buffers_written_under_a_checkpoint_are_named(norm: nn.Module, named: bo
     x = torch.randn(8, 16) if isinstance(norm, (nn.BatchNorm1d, nn.LayerNorm)) else torch.randn(8, 4, 16)
     plan = memopt.plan(Checkpointed(norm), 1, x, precision="fp32", allow={"recompute"})
     assert (BUFFERS_WRITTEN_ONCE in plan.notes) is named
+
+
+class Writing(nn.Module):
+    """Writes to its buffer, or to a copy of it, by `write`."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object], copies: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.ones(16))
+        self.write, self.copies = write, copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.steps.clone() if self.copies else self.steps
+        self.write(steps, x.detach().mean(0))
+        return x.contiguous() * steps  # type: ignore[no-any-return]
+
+
+def set_row(steps: Tensor, x: Tensor) -> None:
+    steps.view(4, 4)[0] = x[:4]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        operator.iadd,
+        operator.imul,
+        operator.itruediv,
+        torch.Tensor.add_,
+        lambda steps, x: steps[:2].mul_(x[:2]),
+        set_row,
+        lambda steps, x: torch.add(steps, x, out=steps),
+        lambda steps, x: torch._foreach_mul_([steps], 2.0),
+        lambda steps, x: nn.functional.relu(steps, inplace=True),
+    ],
+)
+def test_every_way_to_write_to_a_buffer_under_a_checkpoint_is_seen(
+    write: Callable[[Tensor, Tensor], object], copies: bool
+) -> None:
+    region = recorded(Checkpointed(Writing(write, copies)).train(), torch.randn(8, 16))
+    assert (BUFFERS_WRITTEN_ONCE in departures([region.graph_module])) is not copies
 
 
 class Nested(Checkpointed):

@@ -41,6 +41,11 @@ def test_by_name_and_by_position() -> None:
         ({"ids": {2: LENGTH}}, r"dynamic\['ids'\] names dimension 2 of a tensor of shape \(4, 16\)"),
         ({"ids": {1: Dim("length", max=8)}}, r"is at most 8, but the batch has 16"),
         (7, "must be nested like the batch"),
+        ({"ids": LENGTH}, r"dynamic\['ids'\] must name dimensions, .*not Dim\('length'"),
+        ({"ids": "length"}, r"dynamic\['ids'\] must name dimensions, .*not 'length'"),
+        ({"ids": 5}, r"dynamic\['ids'\] must name dimensions, .*not 5"),
+        ({"ids": {0: "n"}}, r"dynamic\['ids'\]\[0\] must be a torch.export.Dim, .*not 'n'"),
+        ({"ids": (None, 2.5)}, r"dynamic\['ids'\]\[1\] must be a torch.export.Dim, .*not 2.5"),
     ],
 )
 def test_what_does_not_fit_the_batch_is_refused(dynamic: Any, message: str) -> None:

@@ -11,7 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.models.cluster import CardStep, Job
 from examples.models.llama import TP_PLAN, Llama, LlamaSize, on_meta
-from memopt.capture.tensor_parallel import GATHER_SHARDS, SCATTER_SUMS, TensorParallel, is_exchange, meta_copy
+from memopt.capture.tensor_parallel import (
+    GATHER_SHARDS,
+    SCATTER_SUMS,
+    TensorParallel,
+    _with_first,
+    is_exchange,
+    meta_copy,
+)
 from memopt.device.time_model import node_flops
 
 SMALL = LlamaSize(256, 2, 8, 4, 704, words=4096)
@@ -109,3 +116,30 @@ def test_what_cannot_be_split_is_refused(cards: int, plan: Any, text: str) -> No
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="Llama does not say how 'tp' in mesh splits its layers; give tp_plan"):
         TensorParallel.of(Llama(SMALL.of(1)), 2, None)
+
+
+class Called(nn.Module):
+    """A block whose hidden states are not its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+
+def test_hidden_states_are_what_is_exchanged() -> None:
+    ids, hidden, mask = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, 8), None
+    double = lambda value: torch.cat([value, value], 1)  # noqa: E731
+    for args, kwargs in [((hidden, hidden), {}), ((mask, ids, hidden), {"ids": ids}), ((ids,), {"x": hidden})]:
+        changed, named = _with_first(Called(), args, kwargs, double)
+        before, after = [*args, *kwargs.values()], [*changed, *named.values()]
+        first = next(number for number, one in enumerate(before) if one is hidden)
+        assert [one is other for one, other in zip(before, after, strict=True)] == [
+            number != first for number in range(len(before))
+        ]
+        assert after[first].shape == (2, 8, 8)
+        assert list(named) == list(kwargs)
+    with pytest.raises(ValueError, match="that Called is given, and its call has no floating-point tensor"):
+        _with_first(Called(), (ids, mask), {}, double)

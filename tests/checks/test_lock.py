@@ -165,6 +165,8 @@ def test_the_rows_add_up_to_the_peaks(folder: Path) -> None:
     assert sum(row.smallest * len(row.modules) for row in memory.rows) == memory.smallest
     assert not LockCheck(memory, memory).grown
     assert not LockCheck(memory, memory).changed
+    more = replace(memory, versions={**memory.versions, "peft": "1.0"}, files={**memory.files, "old.py": "0"})
+    assert LockCheck(more, memory).changed == ("peft 1.0 → none", "old.py (your code, no longer in the step)")
 
 
 @pytest.mark.slow

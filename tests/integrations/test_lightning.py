@@ -174,6 +174,7 @@ def test_which_net() -> None:
     assert type(net_of(Images())).__name__ == "ViTForImageClassification"
     module = Direct()
     assert net_of(module) is module
+    assert net_of(frozen := Texts().requires_grad_(False)) is frozen
     with pytest.raises(ValueError, match="no submodule 'boddy'; its submodules are 'body', 'head'"):
         MemoptCallback(1, net="boddy").on_train_start(None, module)
     with pytest.raises(TypeError, match="did you mean 'precision'"):

@@ -186,3 +186,20 @@ def test_wrong_options_are_refused_at_once() -> None:
         MemoptCallback(1, precison="fp32")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="positive"):
         MemoptCallback(0)
+
+
+def test_a_training_that_fails_leaves_what_the_next_one_gives_back(tmp_path: Path) -> None:
+    model = gpt2()
+    model.gradient_checkpointing_enable()
+    switched = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False)]
+    callback = MemoptCallback(1, **EXACT)
+    parts: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    arguments: Any = TrainingArguments(str(tmp_path), **QUIET)
+    for _ in range(2):
+        callback.on_train_begin(arguments, None, None, **parts)  # type: ignore[arg-type]
+        assert session_of(model) is not None
+        assert not any(one.gradient_checkpointing for one in switched)
+    callback.end()
+    assert session_of(model) is None
+    assert switched
+    assert all(one.gradient_checkpointing for one in switched)

@@ -9,6 +9,7 @@ import pytest
 
 import memopt
 from memopt.planning.planner import Request
+from memopt.planning.stages import StepOfPlan
 from tests.end_to_end.hosted import EXPERTS, linked, options
 from tests.planned import ACCOUNT, captured
 
@@ -36,3 +37,21 @@ def test_what_is_hopeless_does_not_depend_on_the_allocator() -> None:
     assert Request(ACCOUNT, 2**12).is_hopeless(joined)
     assert not Request(ACCOUNT, budget_bytes).is_hopeless(joined)
     assert not Request(replace(ACCOUNT, fragmentation=budget_bytes), budget_bytes).is_hopeless(joined)
+
+
+def test_what_is_said_of_other_ways_has_the_parameters_on_the_device(
+    linked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes are written by hand, and the step under all levers is priced before parameters go to the host."""
+    plan = memopt.plan(EXPERTS.make(), EXPERTS.between(0.1), EXPERTS.batch(), **options())
+    assert plan.hosted_bytes > 0
+    assert isinstance(plan.source, StepOfPlan)
+    whole = plan.at(1)
+    assert whole.hosted_bytes == 0
+    assert plan.recipes() == whole.recipes()
+    seen: list[Any] = []
+    monkeypatch.setattr("memopt.planning.stages.on_cards", lambda steps: seen.extend(steps.items()) or ())
+    replace(plan, source=replace(plan.source, tightest=lambda: whole.source.priced)).cards()  # type: ignore[union-attr]
+    (hosting, _), (step, _) = seen
+    assert (hosting, step) == (plan.priced, whole.priced)
+    assert len({account.parameters + step.problem.problem.home_bytes for step, account in seen}) == 1

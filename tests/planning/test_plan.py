@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from memopt.errors import GIB, BudgetError
+from memopt.errors import GIB, BudgetError, Way
+from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.frontier import FORMAT
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
-from memopt.planning.priced_step import PricedStep
-from memopt.planning.stages import StepOfPlan
+from memopt.planning.priced_step import PricedStep, TracedStep
+from memopt.planning.stages import Priced, StepOfPlan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, make_plan, region, two_regions
 
@@ -234,3 +235,17 @@ def test_several_regions(tmp_path: Path) -> None:
     assert any(diffs)
     assert {change.region for change in plan.diff().changes} == {number for number, diff in enumerate(diffs) if diff}
     assert loaded(plan, tmp_path) == plan
+
+
+def test_a_refusal_at_another_budget_keeps_what_it_says(tight: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = BudgetError(2, 3, "gaps", least=False, further=["a note"], ways=[Way("x", 1, "y")])
+
+    def refuse(*_: object) -> Plan:
+        raise refusal
+
+    monkeypatch.setattr(Priced, "solve", refuse)
+    monkeypatch.setattr(TracedStep, "all_notes", (RECOMPUTE_LEFT_OUT, "another"))
+    with pytest.raises(BudgetError) as error:
+        tight.at(1)
+    assert (error.value.least, error.value.ways) == (False, refusal.ways)
+    assert error.value.notes == ("a note", RECOMPUTE_LEFT_OUT)

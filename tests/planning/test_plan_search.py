@@ -123,3 +123,11 @@ def test_a_lever_set_that_turns_out_slower_is_not_taken() -> None:
     found, taken = search(2**30, (replace(NO_LEVERS, next_is_faster=True), captured(region(2))), (FIRST, PLAIN))
     assert taken is None
     assert found.best()[0].levers == ()
+
+
+def test_a_refusal_whose_figure_is_not_the_smallest_says_so() -> None:
+    found, _ = search(2**10, (NO_LEVERS, PLAIN))
+    found._refused.append(BudgetError(2**10, 2**11, "gaps", least=False))
+    with pytest.raises(BudgetError, match="leaves room for gaps") as error:
+        found.best()
+    assert not error.value.least

@@ -97,6 +97,57 @@ def test_a_gradient_by_an_output_that_feeds_another(x: Tensor, asked: str) -> No
         both(Levels, x, use)
 
 
+class InPlace(Heads):
+    """Writes in place to its outputs."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.head, self.write = nn.Linear(8, 16), write
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden, found = torch.tanh(self.body(x)), self.head(x).clone()
+        if self.write == "augmented":
+            product = found
+            product *= hidden
+        if self.write == "through a view":
+            found.view(-1).mul_(hidden.view(-1))
+        if self.write == "to a row":
+            found[0].add_(hidden[0])
+        if self.write == "then read":
+            hidden = hidden.clone()
+            hidden.mul_(found)
+            return hidden, hidden * 3, found
+        if self.write == "after a read":
+            before = found * 2
+            found.sigmoid_()
+            return found, before, found.sin()
+        if self.write == "after a view":
+            flat = found.view(-1)
+            found.mul_(hidden)
+            return found, flat * 2, hidden
+        if self.write == "by an argument":
+            nn.functional.relu(found, inplace=True)
+            return found, found * 2
+        return hidden, found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    "write",
+    ["augmented", "through a view", "to a row", "then read", "after a read", "after a view", "by an argument"],
+)
+def test_outputs_that_are_written_in_place(x: Tensor, write: str, first: int) -> None:
+    def use(model: nn.Module, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        for one in outputs:
+            one.retain_grad()
+        sum((one * (number + 2)).square().sum() for number, one in enumerate(outputs[first:])).backward()  # type: ignore[union-attr]
+        return [one.grad for one in outputs]  # type: ignore[misc]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both(lambda: InPlace(write), x, use)  # type: ignore[arg-type]
+
+
 def test_a_gradient_that_is_not_there_is_an_error_as_in_torch(x: Tensor) -> None:
     hidden, found = planned(Heads())(x)
     with pytest.raises(RuntimeError, match="allow_unused=True"), pytest.warns(UserWarning, match="second run"):
