@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memopt.capture.author_modes import AutocastState
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
+from memopt.capture.dynamo_graph import BUFFERS_WRITTEN_ONCE
 from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
 from memopt.compat.autograd import in_transform
 from memopt.compat.ddp import unwrapped
@@ -94,6 +95,7 @@ class Session:
         # An autograd graph that outlives its backward, as of an output that the model keeps, must not hold the model.
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
+        self._looked_for_writes = False
         self._loss_to_come: Callable[[Any], Any] | None = None
         self._shown: tuple[Plan | None, Callable[[], Plan | None]] = None, lambda: None
         """The latest plan that calls ran by, and a function that returns it as it is shown."""
@@ -330,6 +332,8 @@ class Session:
                 calls.planner.screen(in_progress.call, in_progress.crowded)
                 with unseen_by_checkpoints():
                     result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+                if not self._looked_for_writes and checkpoint_around() is not None:
+                    self._note_written_once()
                 if calls.recorded.broken.ran_unplanned:
                     self._run_unplanned_from_now("its forward takes another way than when it was planned")
                 return result
@@ -344,6 +348,13 @@ class Session:
                 refused = refused.adding(WITHIN_CHECKPOINT)
             plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
             raise self.share.explain(refused, waiting, plain)
+
+    def _note_written_once(self) -> None:
+        """Warn that a planned call within a checkpoint of the caller's writes to buffers once a step, if it does."""
+        plan, self._looked_for_writes = self.status.plan, True
+        regions = plan.captured.regions if plan is not None and plan.captured is not None else ()
+        if any(joint.statistics or joint.trace.region.written for joint in regions):
+            warnings.warn(f"{type(self.model).__name__}: {BUFFERS_WRITTEN_ONCE}", stacklevel=2)
 
     def _run_checkpointed(
         self,

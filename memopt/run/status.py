@@ -159,7 +159,7 @@ class UnplannedWatch(WatchingHook):
         model = self._model()
         if model is not None:
             self._warned = True
-            text = f"no plan held this step to its budget: {self._reason(model)}"
+            text = f"no plan of memopt held this step to its budget: {self._reason(model)}"
             warnings.warn(text, stacklevel=_stacklevel_of_user())
 
     def _reason(self, model: nn.Module) -> str:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.plans_always
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_checkpoint_around_a_planned_model(reentrant: bool, breaks: bool) -> None:
+def test_a_checkpoint_around_a_planned_model(reentrant: bool, breaks: bool, recwarn: pytest.WarningsRecorder) -> None:
     class Block(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self[1](torch.tanh(self[0](x)))
@@ -32,12 +32,16 @@ def test_a_checkpoint_around_a_planned_model(reentrant: bool, breaks: bool) -> N
         x = torch.randn(40, 8, requires_grad=True)
         for _ in range(3):
             optimizer.zero_grad()
-            loss = checkpoint(model, x, use_reentrant=reentrant).square().mean()
+            if planned or reentrant:
+                loss = checkpoint(model, x, use_reentrant=reentrant).square().mean()
+            else:  # as a planned call runs: once, so that the statistics move once a step
+                loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
             results.append([loss.detach(), *(one.grad for one in model.parameters()), *model.buffers(), torch.rand(1)])
             results[-1] = [one.clone() for one in results[-1]]
     assert all(torch.equal(*pair) for one in range(3) for pair in zip(results[one], results[3 + one], strict=True))
+    assert sum("written once a step" in str(one.message) for one in recwarn) == (not reentrant)
 
 
 def test_a_checkpoint_that_ends_its_second_run_early_is_no_error_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
