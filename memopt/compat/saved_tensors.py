@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -106,21 +106,26 @@ _REPLACED = "memopt replaced what it saved"
 _PACKED = "the user's hooks packed what it saved"
 
 
-def unseen_by_hooks() -> AbstractContextManager[object]:
+def unseen_by_hooks() -> AbstractContextManager[None]:
     """A block whose saved tensors do not go to hooks that the user has set around it. A checkpoint around a call counts
     what the forward saves, which runs of memopt's own are no part of. Hooks set within the block get them."""
-    around = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if around else nullcontext()
+    return _set_aside(lambda: True)
+
+
+def unseen_by_checkpoints() -> AbstractContextManager[None]:
+    """A block whose saved tensors no `torch.utils.checkpoint` around it gets. A planned forward saves what its plan
+    says: a second run in the backward would take its time and memory again, and may be by another plan."""
+    return _set_aside(lambda: checkpoint_around() is not None)
 
 
 @contextmanager
-def unseen_by_checkpoints() -> Iterator[None]:
-    """A block whose saved tensors no `torch.utils.checkpoint` around it gets. A planned forward saves what its plan
-    says: a second run in the backward would take its time and memory again, and may be by another plan."""
+def _set_aside(is_innermost: Callable[[], bool]) -> Iterator[None]:
+    """A block without the hooks on saved tensors around it, from the innermost on for as long as that is one of those
+    to be set aside."""
     around = []
     try:
-        while checkpoint_around() is not None:
-            around.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None and is_innermost():
+            around.append(hooks)
             torch._C._autograd._pop_saved_tensors_default_hooks()
         yield
     finally:
@@ -138,10 +143,6 @@ def checkpoint_around() -> tuple[Any, bool] | None:
         return None
     found = inspect.getclosurevars(pack).nonlocals
     return (found["frame"], False) if "frame" in found else (found["target_frame_ref"](), True)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def note_packed(node: Any) -> bool:

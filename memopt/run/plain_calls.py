@@ -266,12 +266,13 @@ class PlainCalls:
             return None
         needed, account = self._needed(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
-        needed += _of_callers_code(step, self.entry, step.output_bytes)
+        callers_code = _of_callers_code(step, self.entry, step.output_bytes)
         if self.checkpoints is not None or step.depends_on_values:
             # A count on values holds a copy of the inputs, and runs while the caller still has the outputs before.
             copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
             needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
-            needed += max(0, step.output_bytes - _of_callers_code(step, self.entry, step.output_bytes))
+            callers_code = max(callers_code, step.output_bytes)
+        needed += callers_code
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def alone(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> Alone | None:
