@@ -1,5 +1,5 @@
-"""What users call. `optimize` reads as the order of the work: check the options, capture and plan, then take over the
-training calls."""
+"""What users call. `optimize` does its work in this order: it checks the options, captures and plans a call, and takes
+over the training calls."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _Mapped(NamedTuple):
 
 
 def _mapped_bytes() -> _Mapped | None:
-    """What the process has mapped now; None where the system does not say."""
+    """The memory that the process has mapped now; None where the operating system does not tell."""
     try:
         pages = list(map(int, os.pread(_statm_descriptor(os.getpid()), 256, 0).split()))
         return _Mapped(pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE)

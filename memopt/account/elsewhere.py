@@ -74,8 +74,8 @@ def look(
             backward.
         waiting_bytes: what such forwards of this model hold. The allocator's count includes it.
         others_bytes: what such forwards of other models hold, which lies elsewhere.
-        plain_bytes: what such forwards of any model hold that ran plain. Their addresses are not known: up to so many
-            bytes of the tensors with a `grad_fn` count as theirs.
+        plain_bytes: what such forwards of any model hold where they ran without a plan. The addresses of those bytes
+            are not known, so that as many bytes of tensors with a `grad_fn`, at most, are taken for theirs.
         bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.
         buckets: the addresses of those buckets that are known.
         libraries: the workspaces of libraries, which the allocator's count includes and the account has in its reserve.

@@ -269,8 +269,8 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """Of the parameters with these names, the one that the forward reads last, and the operator that reads it with its
-    source line; None where the plan has no graphs or the graphs read none of them.
+    """The parameter, among those with these names, that the forward reads last; and the operator that reads it, with
+    its source line. None where the plan has no graphs or the graphs read none of them.
 
     Of all wrong gradients the backward computes this one first, so that what is wrong lies behind this operator.
     """
