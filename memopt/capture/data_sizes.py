@@ -119,7 +119,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _may_depend_on_data(func, args):
             first = _first(result)
             size = tuple(first.shape) if isinstance(first, torch.Tensor) else first
-            if isinstance(size, (tuple, int)):
+            if isinstance(size, (tuple, int)) and not isinstance(size, bool):  # a truth value is no size
                 self.observed.append(Observed(str(func), size))
         return result
 

@@ -420,8 +420,6 @@ class PlainCalls:
         return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
 
     def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, moment: Moment) -> CountedStep | None:
-        if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
-            return None  # without values, or gathered by hooks that a count cannot run
         special = bool(special_tensors(call, Parts.of(self.model)))
         if not special:
             self._seen[_kind_of_inputs(call)[0]] = on_meta(call)
@@ -457,6 +455,8 @@ class PlainCalls:
         the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the bytes
         beside a step with an account, for a count on values, which has to fit beside them itself.
         """
+        if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
+            return None  # without values, or gathered by hooks, with the other ranks, which do not count
         with self.checkpoints.counted() if self.checkpoints else nullcontext():
             return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
 

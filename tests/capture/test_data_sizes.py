@@ -38,6 +38,12 @@ def test_the_numbers_of_a_list_are_observed_one_by_one_as_they_are_captured() ->
     assert {call.op for call in observed} == {"aten._local_scalar_dense.default"}
 
 
+def test_a_truth_value_that_code_branches_on_is_not_taken_for_a_size() -> None:
+    sizes = torch.tensor([3, 5])  # transformers looks at a mask so in eager mode, and not where it is captured
+    observed = observe(Picks(), ((), {}), lambda: (bool((sizes > 4).all()), sizes[0].item()))
+    assert [call.result for call in observed] == [3]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_buffers_and_generators_are_as_before_also_where_the_forward_raises(fails: bool) -> None:
     model = Picks().train()
