@@ -278,8 +278,8 @@ class Session:
             return self._by_plan(calls, replace(in_progress, most_between=half), parts, waiting)
         except (BudgetError, CaptureError) as error:
             refused: BudgetError | CaptureError = without_frames(error)
-        if isinstance(refused, CaptureError) and not refused.undone:
-            raise refused  # a second run would begin from another state
+        if self.sharded.settled or (isinstance(refused, CaptureError) and not refused.undone):
+            raise refused  # as all ranks do; a second run would begin from another state
         if isinstance(refused, CaptureError) and self._alone:
             self._check_plain(calls, in_progress.call)
         broken = calls.recorded.break_reason(in_progress.call)
@@ -338,6 +338,8 @@ class Session:
                     self._run_unplanned_from_now("its forward takes another way than when it was planned")
                 return result
             except BudgetError as error:
+                if self.sharded.settled:
+                    raise
                 refused = without_frames(error)
             if waiting and self.share.free_waiting():
                 moment = self.share.moment(in_progress.call, in_progress.situation)

@@ -50,6 +50,11 @@ class Sharded:
             return self._ranks is not None
         return any(map(is_sharded, parameters_in(modules_of(self.model))))
 
+    @property
+    def settled(self) -> bool:
+        """Whether the ranks have agreed on the forward under way, or on refusing it: no rank tries it another way."""
+        return self._open and self._settled
+
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:
         """A block around a forward, or around planning ahead of it, that raises on all ranks if it raises on one of
