@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from memopt.capture.blocks import TEMPLATE, Run, constant_key
-from memopt.capture.operators import traced_from
+from memopt.capture.marks import traced_from
 from memopt.compat.tensors import storage_key
 from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tensors, value_kind
 
@@ -76,7 +76,7 @@ def standing_blocks(
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")
     results: Any = joint.graph.output_node().args[0]
-    if len(inputs) != len(given) or len(results) != forward_outputs + len(inputs):
+    if len(inputs) != len(given) or len(results) not in (forward_outputs, forward_outputs + len(inputs)):
         return None
     found = Standing(joint, forward_outputs, module, runs, inputs=inputs)
     stands_for = dict(zip(given, inputs, strict=True))
