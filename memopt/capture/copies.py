@@ -1,5 +1,5 @@
-"""Puts the missing blocks of runs (`memopt.capture.blocks`) into a joint graph that was traced without them, as copies
-of a block that it has, the template.
+"""Puts the missing blocks of runs (`memopt.capture.blocks`) into a graph that was traced without them, as copies of a
+block that it has, the template.
 
 Names, `seq_nr` (autograd's numbers of nodes), module paths and stack traces are those that a trace of all blocks would
 give, and the values of each copy lie in memory of their own. One thing may differ: where all nodes of a kind in the

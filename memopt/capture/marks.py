@@ -1,4 +1,4 @@
-"""Marks on nodes by which is told, in a graph that was traced from another one, which of its nodes each was traced from."""
+"""Marks on the nodes of a graph: in a graph that is traced from it, each node tells which one it was traced from."""
 
 from __future__ import annotations
 

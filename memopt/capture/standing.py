@@ -1,10 +1,10 @@
 """The standing blocks of runs of equal blocks, and whether they prove what the missing blocks are. The standing ones
-are those that a joint graph was traced with.
+are those that a joint graph, or an operator graph, was traced with.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
-from. The blocks in the middle prove the step from one block to the next: their nodes are equal, and what the one reads
-of its neighbours, of inputs and of other code, the other reads of its own. From there on each further block would be
-traced alike, since it begins with equal values.
+from; an operator graph has forwards only. The blocks in the middle prove the step from one block to the next: their
+nodes are equal, and what the one reads of its neighbours, of inputs and of other code, the other reads of its own. From
+there on each further block would be traced alike, since it begins with equal values.
 """
 
 from __future__ import annotations

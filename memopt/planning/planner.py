@@ -72,7 +72,8 @@ def least_added_seconds(joined: Joined, request: Request) -> float:
     """A lower bound on the seconds that any schedule without offloads adds within the budget; 0 where none is known."""
     if joined.steps or not isinstance(joined.portfolio, Portfolio):
         return 0.0
-    return joined.portfolio.least_added_seconds(replace(request, account=without_allocator(request.account)).graph_bytes)
+    bare = replace(request, account=without_allocator(request.account))
+    return joined.portfolio.least_added_seconds(bare.graph_bytes)
 
 
 def solve(joined: Joined, request: Request) -> Solution:
