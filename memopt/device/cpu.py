@@ -192,7 +192,7 @@ CPU_RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward,
     **for_each("convolution _convolution convolution_backward", _cpu_convolution),
-    **for_each("mm bmm addmm baddbmm addbmm _grouped_mm", _cpu_matmul),
+    **for_each("mm bmm addmm baddbmm addbmm _grouped_mm grouped_mm_fallback grouped_mm_fallback_backward", _cpu_matmul),
     **for_each("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _cpu_batch_norm),
     "native_batch_norm_backward": lambda call: first(call).dense_bytes + _cpu_batch_norm(call),
     **for_each("gather scatter scatter_add scatter_reduce index_add index_reduce", _cpu_scatter),

@@ -191,6 +191,20 @@ def test_an_operator_of_another_library_is_not_run_on_made_up_indices() -> None:
         assert bool(runs) is bool(ran)
 
 
+def test_products_by_expert_hold_no_workspace_in_fp32() -> None:
+    """They are a library's operators with indices, so that no run shows it."""
+    from transformers.integrations import moe  # noqa: F401  registers them
+
+    tokens, weights, ends = torch.rand(12, 4), torch.rand(2, 4, 8), torch.tensor([5, 12], dtype=torch.int32)
+    forward, backward = (getattr(torch.ops.transformers, f"grouped_mm_fallback{part}") for part in ("", "_backward"))
+    result = forward(tokens, weights, ends)
+    calls = [
+        describe(forward.default, (tokens, weights, ends), {}, result),
+        describe(backward.default, (tokens, weights, ends, result), {}, (tokens, weights)),
+    ]
+    assert [call_workspace_bytes(call, "cpu") for call in calls] == [0, 0]
+
+
 def test_flash_attentions_backward_on_cuda_holds_fp32_gradients() -> None:
     query = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -12,7 +12,7 @@ from torch import nn
 
 import memopt
 from examples.models.families import causal_batch, loss_of
-from memopt.capture import stamp
+from memopt.capture import trace as capture_trace
 from memopt.capture.region import RecordedRegion
 from memopt.compat.fakes import FakeTensor
 from memopt.solver import Portfolio
@@ -29,22 +29,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kept on disk, where the next test would find them."""
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     counts: Counter[str] = Counter()
-    record, trace, solve = RecordedRegion.record.__func__, stamp.trace_region, Portfolio.solve
+    record, trace, solve = RecordedRegion.record.__func__, capture_trace.trace_region, Portfolio.solve
 
     def counted_record(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
         counts["captures"] += 1
         return record(cls, *args, **kwargs)
 
-    def counted_trace(*args: Any) -> Any:
+    def counted_trace(*args: Any, **kwargs: Any) -> Any:
         counts["traces"] += 1
-        return trace(*args)
+        return trace(*args, **kwargs)
 
     def counted_solve(self: Portfolio, budget_bytes: int, *args: Any, **kwargs: Any) -> Any:
         counts[f"solutions within {budget_bytes}"] += 1
         return solve(self, budget_bytes, *args, **kwargs)
 
     monkeypatch.setattr(RecordedRegion, "record", classmethod(counted_record))
-    monkeypatch.setattr(stamp, "trace_region", counted_trace)
+    monkeypatch.setattr(capture_trace, "trace_region", counted_trace)
     monkeypatch.setattr(Portfolio, "solve", counted_solve)
     return counts
 
