@@ -355,9 +355,10 @@ class PlainCalls:
         if fitting.step.retained:
             return
         self.entry.keeps_graph = True
-        step, budget = fitting.step, self.planner.terms.options.budget_bytes
-        with self._settings.naming():
-            kept = self._count_step(fitting.call, situation, _WORTH_NAMING * budget) if fitting.call else None
+        step, budget, kept = fitting.step, self.planner.terms.options.budget_bytes, None
+        if fitting.call is not None:
+            with self._settings.naming():
+                kept = self._count_step(fitting.call, situation, _WORTH_NAMING * budget, closely=True)
         kept = kept or replace(step, peak_bytes=step.peak_bytes + step.held_bytes)
         margin = self._margin(depends_on_values=step.depends_on_values)
         more = max(0, int(margin * (kept.peak_bytes - step.peak_bytes)))

@@ -402,8 +402,7 @@ class Session:
         self.sharded.begin(exchanges)
         forward = self.share.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
-        if not self.share.entry.seen_until_backward:
-            forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
+        forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
         return forward
 
     def _note_plain_step(self, calls: TrainingCalls, call: Call, situation: Situation) -> None:
