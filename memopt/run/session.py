@@ -296,7 +296,8 @@ class Session:
             self._run_unplanned_from_now(str(refused))
             return self._unplanned(calls, in_progress.call)
         with self._refusing():
-            raise self._log.refused(calls.checkpointed.explain(refused, broken, *given))
+            refused = calls.checkpointed.explain(refused, broken, *given)
+            raise self._log.refused(calls.plain_calls.explain(refused, *given))
 
     @property
     def _alone(self) -> bool:
