@@ -253,9 +253,9 @@ class Road:
         after it; for those of inputs, which stay where a loop reads them; for a loss outside of the model that takes
         more than the least that is guessed; and for half of the tolerance.
 
-        What is added for gradients of parameters and the loss takes the budget no higher than what the step holds with nothing
-        recomputed. Nothing is added on a GPU, with levers on the optimiser, where parameters are sharded, for one of a
-        group of forwards, and where no look finds what lies elsewhere.
+        What is added for gradients of parameters and the loss takes the budget no higher than what the step holds with
+        nothing recomputed. Nothing is added on a GPU, with levers on the optimiser, where parameters are sharded, for
+        one of a group of forwards, and where no look finds what lies elsewhere.
         """
         planner, situation = self.planner, recorded.situation
         if any(region.takes_derivatives for region in recorded.captured.regions):
