@@ -1,5 +1,5 @@
-"""Puts the missing blocks of runs (`memopt.capture.blocks`) into a joint graph that was traced without them, as copies
-of a block that it has, the template.
+"""Puts the missing blocks of runs (`memopt.capture.blocks`) into a graph that was traced without them, as copies of a
+block that it has, the template.
 
 Names, `seq_nr` (autograd's numbers of nodes), module paths and stack traces are those that a trace of all blocks would
 give, and the values of each copy lie in memory of their own. One thing may differ: where all nodes of a kind in the
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from memopt.capture.blocks import TEMPLATE, Run
-from memopt.capture.operators import traced_from, without_mark
+from memopt.capture.marks import traced_from, without_mark
 from memopt.capture.standing import Place, Standing
 from memopt.compat.fakes import fake_within, new_storage
 from memopt.compat.tracing import called_as
@@ -285,7 +285,7 @@ class _Copier:
         results: Any = output.args[0]
         given = {node: position for position, node in enumerate(self.of.inputs)}
         made = [self.copies[result] if isinstance(result, fx.Node) else result for result in results]
-        for run in self.of.runs:
+        for run in self.of.runs if len(results) > self.of.forward_outputs else ():
             for number in run.missing:
                 for template, own in run.own[number].items():
                     result = results[self.of.forward_outputs + given[self.stands_for[template]]]

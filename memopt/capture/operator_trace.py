@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
+from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.dynamo import copy_source
 from memopt.compat.fakes import FakeTensorMode, fresh_fakes
 from memopt.compat.operators import (
@@ -29,13 +32,29 @@ _REGISTER_HOOK = "register_hook"
 _VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 
 
-def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str = "") -> fx.GraphModule:
-    """The region as an operator graph, with its inputs in the same order under readable names. Autocast casts as on the
-    device type `planned_for`.
+@dataclass(frozen=True)
+class _OperatorTrace:
+    """The graph of a region's operators, whose inputs are not named yet."""
+
+    module: fx.GraphModule
+    forward_outputs: int
+
+
+def trace_operators(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = (), planned_for: str = ""
+) -> fx.GraphModule:
+    """The region as an operator graph, with its inputs in the same order under readable names; of a run of equal blocks
+    five are traced. `written` are the numbers of the inputs that it writes to. Autocast casts as on the device type
+    `planned_for`.
 
     It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where
     the graph would mean something else than the region.
     """
+    trace = partial(_trace, inputs=inputs, planned_for=planned_for)
+    return _named(trace_blocks_once(trace, graph_module, inputs, written).module, graph_module)
+
+
+def _trace(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str) -> _OperatorTrace:
     mode, fakes = fresh_fakes(inputs)
     modes = AuthorModes(mode, planned_for)
     interpreter = _Interpreter(graph_module, mode, modes)
@@ -45,7 +64,7 @@ def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any], planned
         finally:
             modes.leave_all()
     _check_gradients(graph_module, interpreter.differentiable)
-    return _named(traced, graph_module)
+    return _OperatorTrace(traced, len(interpreter.differentiable))
 
 
 class _Interpreter(fx.Interpreter):

@@ -3,7 +3,7 @@ graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.marks import constants_as_attributes, mark_operators
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import HigherOrderOperator, enters_autocast
@@ -107,10 +108,6 @@ class NothingToRewrite(Exception):
         self.notes = notes
 
 
-_OPERATOR = "memopt_operator"
-"""The entry of `node.meta["custom"]` with the name of the operator that a joint graph's node was traced from."""
-
-
 @dataclass(frozen=True)
 class Operators:
     """The rewriting of one region's operator graph: its stages and the decisions behind them."""
@@ -184,14 +181,19 @@ def _names(pipeline: Pipeline, outer: tuple[str, ...] = ()) -> list[tuple[str, .
 
 
 def operator_graph(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int], planned_for: str = ""
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    parameter_inputs: frozenset[int],
+    written: Collection[int] = (),
+    planned_for: str = "",
 ) -> OperatorGraph:
     """Trace Dynamo's graph of a region into an operator graph; to be called in the region's tracing context.
 
-    Autocast casts as on the device type `planned_for`. Raises `Untraceable` where the region's meaning would be lost.
+    `written` are the numbers of the inputs that the region writes to. Autocast casts as on the device type
+    `planned_for`. Raises `Untraceable` where the region's meaning would be lost.
     """
     _check_transforms(graph_module.graph)
-    module = trace_operators(graph_module, inputs, planned_for)
+    module = trace_operators(graph_module, inputs, written, planned_for)
     _check_targets(module.graph)
     _check_constants(module)
     return OperatorGraph(module, parameter_inputs, author_typed=_take_marks(module.graph))
@@ -220,32 +222,6 @@ def to_differentiate(operators: Operators) -> fx.GraphModule:
     module = copy_graph_module(operators.stages[-1])
     mark_operators(module.graph)
     return constants_as_attributes(module)
-
-
-def mark_operators(graph: fx.Graph) -> None:
-    """Mark each node, so that `traced_from` tells its name for what is traced from it."""
-    for node in graph.nodes:
-        # Tracers copy this entry to every node that they create for this one, in the backward too.
-        node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
-
-
-def without_mark(node: fx.Node) -> None:
-    """Remove the mark of `mark_operators` from what was traced."""
-    custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != _OPERATOR}
-    node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
-
-
-def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, with its buffers as plain attributes: AOTAutograd takes these for constants."""
-    for name, constant in list(module._buffers.items()):
-        del module._buffers[name]
-        setattr(module, name, constant)
-    return module
-
-
-def traced_from(node: fx.Node) -> str:
-    """The name of the operator graph's node that a joint graph's node was traced from; empty where there is none."""
-    return str(node.meta.get("custom", {}).get(_OPERATOR, ""))
 
 
 def _check_transforms(graph: fx.Graph) -> None:

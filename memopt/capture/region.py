@@ -245,7 +245,7 @@ class RecordedRegion:
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
             with self.tracing():
-                graph = operator_graph(self.graph_module, self.inputs, self.parameters, planned_for)
+                graph = operator_graph(self.graph_module, self.inputs, self.parameters, self.written, planned_for)
             self._operator_graphs[key] = replace(graph, result_dtypes=self.result_dtypes)
         return self._operator_graphs[key]
 

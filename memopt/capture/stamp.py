@@ -1,39 +1,56 @@
-"""The joint graph of a module with runs of equal blocks, traced with five blocks of each run; the others are copies.
+"""Traces a module with runs of equal blocks with five blocks of each run; the others are copies in the graph.
 
-The module is traced without the missing blocks and with all inputs, so that AOTAutograd's facts about inputs and
-outputs are those of the whole module. Where the five blocks do not prove what the missing ones are, the whole module is
+The module is traced without the missing blocks and with all inputs, so that what a trace finds out about inputs and
+outputs is that of the whole module. Where the five blocks do not prove what the missing ones are, the whole module is
 traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import fx
 
 from memopt.capture.blocks import TEMPLATE, Run, find_runs
 from memopt.capture.copies import with_copies
-from memopt.capture.operators import constants_as_attributes, mark_operators, traced_from
+from memopt.capture.marks import constants_as_attributes, mark_operators, traced_from
 from memopt.capture.standing import standing_blocks
-from memopt.compat.joint_trace import AotTrace, trace_region
 
 
-def trace_blocks_once(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int]) -> AotTrace:
-    """AOTAutograd's trace of a module, as `trace_region` gives it, but with only five blocks of each run traced where
-    that is possible. `written` are the numbers of the inputs that the module writes to."""
+class _Trace(Protocol):
+    """What a trace of a module returns: a dataclass with a graph, among whose results the first are the forward's."""
+
+    @property
+    def module(self) -> fx.GraphModule | None: ...
+    @property
+    def forward_outputs(self) -> int: ...
+
+
+_Traced = TypeVar("_Traced", bound=_Trace)
+
+
+def trace_blocks_once(
+    trace: Callable[[fx.GraphModule], _Traced],
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    written: Collection[int],
+) -> _Traced:
+    """What `trace` returns for a module, but with only five blocks of each run traced where that is possible. `written`
+    are the numbers of the inputs that the module writes to."""
     inlined = not [*module.parameters(), *module.buffers()]
     runs = find_runs(module, inputs, written) if inlined else ()
     if not runs:
-        return trace_region(module, inputs)
-    traced = trace_region(_without_missing(module, runs), inputs)
+        return trace(module)
+    traced = trace(_without_missing(module, runs))
     if traced.module is not None:
         standing = standing_blocks(traced.module, traced.forward_outputs, module, runs)
         if standing is not None:
             marked = any(map(traced_from, module.graph.nodes))
-            return replace(traced, module=with_copies(standing, marked=marked))
-    return trace_region(module, inputs)
+            whole: Any = with_copies(standing, marked=marked)
+            return replace(traced, module=whole)  # type: ignore[type-var]
+    return trace(module)
 
 
 def _without_missing(module: fx.GraphModule, runs: Sequence[Run]) -> fx.GraphModule:

@@ -1,10 +1,10 @@
 """The standing blocks of runs of equal blocks, and whether they prove what the missing blocks are. The standing ones
-are those that a joint graph was traced with.
+are those that a joint graph, or an operator graph, was traced with.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
-from. The blocks in the middle prove the step from one block to the next: their nodes are equal, and what the one reads
-of its neighbours, of inputs and of other code, the other reads of its own. From there on each further block would be
-traced alike, since it begins with equal values.
+from; an operator graph has forwards only. The blocks in the middle prove the step from one block to the next: their
+nodes are equal, and what the one reads of its neighbours, of inputs and of other code, the other reads of its own. From
+there on each further block would be traced alike, since it begins with equal values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from memopt.capture.blocks import TEMPLATE, Run, constant_key
-from memopt.capture.operators import traced_from
+from memopt.capture.marks import traced_from
 from memopt.compat.tensors import storage_key
 from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tensors, value_kind
 
@@ -76,7 +76,7 @@ def standing_blocks(
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")
     results: Any = joint.graph.output_node().args[0]
-    if len(inputs) != len(given) or len(results) != forward_outputs + len(inputs):
+    if len(inputs) != len(given) or len(results) not in (forward_outputs, forward_outputs + len(inputs)):
         return None
     found = Standing(joint, forward_outputs, module, runs, inputs=inputs)
     stands_for = dict(zip(given, inputs, strict=True))

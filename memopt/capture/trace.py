@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,9 +204,10 @@ def differentiate(
 
 def _traced(module: fx.GraphModule, region: RecordedRegion) -> AotTrace:
     """AOTAutograd's trace of a region's module, with each kind of block traced once."""
+    inputs = region.inputs
     if region.wrapped or not region.differentiable:
-        return trace_region(module, region.inputs)
-    return trace_blocks_once(module, region.inputs, region.written)
+        return trace_region(module, inputs)
+    return trace_blocks_once(partial(trace_region, inputs=inputs), module, inputs, region.written)
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:
@@ -232,13 +234,11 @@ def sizes_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
 def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[int]:
     """The `id`s of the parameters that get gradients: from the runs that have a joint graph in `trace_call`'s result,
     or from eager code between regions. A region may read other parameters, for outputs that are not differentiated."""
-    runs = zip(joints, differentiated_runs(joints, captured), strict=True)
-    return captured.eager.union(
-        *(
-            [parameter for number, parameter in run.parameter_ids.items() if number in joint.inputs_with_gradients]
-            for joint, run in runs
-        )
-    )
+    found = set(captured.eager)
+    for joint, run in zip(joints, differentiated_runs(joints, captured), strict=True):
+        ids = run.parameter_ids
+        found.update(ids[number] for number in joint.inputs_with_gradients & ids.keys())
+    return frozenset(found)
 
 
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:

@@ -68,6 +68,14 @@ class Request:
         )
 
 
+def least_added_seconds(joined: Joined, request: Request) -> float:
+    """A lower bound on the seconds that any schedule without offloads adds within the budget; 0 where none is known."""
+    if joined.steps or not isinstance(joined.portfolio, Portfolio):
+        return 0.0
+    bare = replace(request, account=without_allocator(request.account))
+    return joined.portfolio.least_added_seconds(bare.graph_bytes)
+
+
 def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
     `NEGLIGIBLE` of the step, and values may be offloaded.

@@ -30,7 +30,7 @@ from memopt.planning.hosting import choices, lacking
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
-from memopt.planning.planner import NEGLIGIBLE, Request, recipes, smallest, solve_on_card
+from memopt.planning.planner import NEGLIGIBLE, Request, least_added_seconds, recipes, smallest, solve_on_card
 from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.planning.schedule_parts import split
 from memopt.planning.terms import Situation
@@ -208,8 +208,7 @@ class Priced:
 
     def _solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
         """As `solve`, with no other inputs on the host than there are."""
-        with stage("loading the solver"):
-            warm_up()
+        _load_solver()
         with stage("solving") as tell:
             request = Request(self.account, budget_bytes, effort, tell, offload)
             joined, solution, account = solve_on_card(self.step.problem, request)
@@ -219,6 +218,14 @@ class Priced:
         return with_kept_blocks(
             plan, lambda account: replace(self, account=account).solve(budget_bytes, effort, offload=offload)
         )
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """A lower bound on the seconds of the step by any plan within the budget that offloads nothing."""
+        joined = self.step.problem
+        if self.step.traced.sharded is not None:
+            return joined.problem.seconds
+        _load_solver()
+        return joined.problem.seconds + least_added_seconds(joined, Request(self.account, budget_bytes))
 
     def planned(self, joined: Joined, solution: Solution, account: Account, budget_bytes: int, effort: Effort) -> Plan:
         """The plan by a solution of `joined`, the step's problem or one with fewer parameters stepped in the backward;
@@ -233,6 +240,11 @@ class Priced:
         as_is = smallest(self.step.problem, self.account, expandable=expandable)
         everything = None if self.step.settings.hosted else self.hosting_all()
         return as_is if everything is None else min(as_is, everything.smallest(expandable=expandable))
+
+
+def _load_solver() -> None:
+    with stage("loading the solver"):
+        warm_up()
 
 
 @dataclass(frozen=True)

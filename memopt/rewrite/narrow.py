@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.operators import Decision, OperatorGraph, traced_from
+from memopt.capture.marks import traced_from
+from memopt.capture.operators import Decision, OperatorGraph
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds

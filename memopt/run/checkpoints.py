@@ -253,8 +253,8 @@ def _is_composed(module: nn.Module) -> bool:
 
 
 def _sums(outputs: Any) -> list[tuple[float, float]]:
-    """For each floating-point tensor in `outputs`, the sum of its values and the sum of their magnitudes. On the host in
-    the tensor's own dtype: it sums in another one by a copy of the whole, which no count of the step has."""
+    """For each floating-point tensor in `outputs`, the sum of its values and the sum of their magnitudes. On the host
+    in the tensor's own dtype: it sums in another one by a copy of the whole, which no count of the step has."""
     with torch.no_grad():
         floats = [one.detach() for one in tensors_in(((outputs,), {})) if one.is_floating_point() and not one.is_sparse]
         sums = [one.sum(dtype=None if is_on_host(one) else torch.float64).item() for one in floats]

@@ -102,6 +102,10 @@ class Portfolio:
         (self._found_with_users if self.users.solvers else self._found).append(search.best)
         return self._judged(search.best, budget_bytes, bound)
 
+    def least_added_seconds(self, budget_bytes: int) -> float:
+        """A lower bound on the seconds that any schedule within the budget adds."""
+        return self._bound.added_seconds(budget_bytes)
+
     def smallest(self) -> Solution:
         """The schedule with the smallest peak that was found."""
         peak_bytes = self._smallest.peak_bytes

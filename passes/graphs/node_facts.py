@@ -162,17 +162,31 @@ def argument_key(argument: Any) -> Hashable:
     """
     if isinstance(argument, Node):
         return (Node, argument.name)
+    if argument is None or isinstance(argument, (int, str)):
+        return (type(argument), argument)
     if isinstance(argument, (tuple, list)):
-        return (list, *(argument_key(element) for element in argument))
+        return (list, *map(argument_key, argument))
     if isinstance(argument, dict):
         return (dict, *((name, argument_key(argument[name])) for name in sorted(argument)))
     if isinstance(argument, slice):
         return (slice, *(argument_key(bound) for bound in (argument.start, argument.stop, argument.step)))
-    if argument is None or isinstance(argument, (bool, int, float, complex, str)):
-        return (type(argument), repr(argument))
+    if isinstance(argument, (float, complex)):
+        return (type(argument), repr(argument))  # 0.0 == -0.0
     if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return (type(argument), str(argument))
     return (type(argument), id(argument))
+
+
+def same_argument(one: Any, other: Any) -> bool:
+    """Returns whether two arguments of nodes have the same `argument_key`."""
+    if type(one) is type(other):
+        if isinstance(one, Node):
+            return bool(one.name == other.name)
+        if isinstance(one, (tuple, list)):
+            return len(one) == len(other) and all(map(same_argument, one, other))
+        if one is other:
+            return True
+    return argument_key(one) == argument_key(other)
 
 
 def sources_of(node: fx.Node) -> list[fx.Node]:

@@ -18,8 +18,8 @@ from passes.graphs.edit import propagating
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import (
     OPERATOR_OVERLOAD,
-    argument_key,
     argument_kind,
+    same_argument,
     sources_of,
     tensors,
     value_kind,
@@ -157,9 +157,9 @@ def changed_nodes(before: Graph, after: Graph) -> list[Node]:
         if not same_value(node) or not all(same_value(source) for source in node.all_input_nodes):
             return False
         was = old[node.name]
-        return was.target == node.target and argument_key((was.args, was.kwargs)) == argument_key(
-            (node.args, node.kwargs)
-        )
+        if was.target != node.target or not same_argument(was.args, node.args):
+            return False
+        return not (was.kwargs or node.kwargs) or same_argument(was.kwargs, node.kwargs)
 
     return [node for node in after.nodes if not same(node)]
 

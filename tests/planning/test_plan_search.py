@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.priced_step import PricedStep
+from memopt.planning.stages import Priced
 from tests.planned import ACCOUNT, captured, make_plan, region, under_levers
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))
@@ -52,6 +54,25 @@ def test_other_lever_sets_are_tried_before_anything_is_recomputed() -> None:
     assert taken is not None
     assert taken.levers == ("one",)
     assert [row.lever for row in taken.receipt] == ["", "one"]
+
+
+def test_a_step_that_cannot_end_the_search_is_solved_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, solved = Priced.solve, list[Rewriting]()
+
+    def counted(self: Priced, *given: Any, **options: Any) -> Plan:
+        solved.append(self.levers)
+        return solve(self, *given, **options)
+
+    monkeypatch.setattr(Priced, "solve", counted)
+    budget = sum(needs(PLAIN)) // 2
+    solved.clear()
+    found, _ = search(budget, (NO_LEVERS, PLAIN))
+    assert not solved
+    assert found.best()[0].levers == ()
+    assert solved[0] == NO_LEVERS
+    solved.clear()
+    search(budget, (NO_LEVERS, PLAIN), (FIRST, LEAN))
+    assert solved == [FIRST]
 
 
 def test_the_shortest_step_wins() -> None:
