@@ -1,6 +1,6 @@
 """The processor time to the plan of a model, by its number of blocks, beside the first step under torch.compile.
 
-    python -m benchmarks.starts [--layers 6 12 24 48]
+    python -m benchmarks.starts [--layers 6 12 24 48] [--models "Llama 8B" T5]
 
 GPT-2s of a width of 64 with 128 tokens, as users plan them (default levers and precision), in a budget that needs a
 plan: `plan_s` is `memopt.plan` ahead of the first step, nothing on disk; `aot_eager_s` the first step under
@@ -10,16 +10,22 @@ first smaller batch in training without `example_inputs`, as users run it: it ne
 `second_size_planned_s` is that where all calls are planned, so that sizes become symbols, and `second_size_whole_s` the
 same with every block traced. One thread; seconds of processor time in a process for each row, in which a GPT-2 of one
 block was planned before.
+
+Models at their real sizes are made on the meta device, where nothing is computed, and planned for an H100 with plain
+operators and AdamW: `plan_s` in the budget that lies a quarter of the way from the smallest to the plain step's peak,
+`refusal_s` in one that fits nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +35,11 @@ import transformers
 from torch import nn
 
 import memopt
+from benchmarks.card_models import card_models
+from benchmarks.gpu_models import Candidate, library, text
 from benchmarks.stamp import stamp, write_result
 
+BUDGET_OF_NOTHING = 0.01
 RESULT = Path(__file__).parent / "results" / "starts.json"
 LAYERS = (6, 12, 24, 48)
 
@@ -70,8 +79,55 @@ def second_size_seconds(layers: int, wanted: str) -> float:
     return time.process_time() - began
 
 
+def real_models() -> dict[str, Candidate]:
+    """The models of `benchmarks.card_models`, a T5 and a mixture of experts, by name."""
+    t5 = library("T5ForConditionalGeneration", transformers.T5Config(d_model=768, d_ff=3072, num_layers=12,
+                 num_heads=12, use_cache=False), "ForMaskedLM")  # fmt: skip
+    experts = library("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(num_hidden_layers=12, use_cache=False,
+                      experts_implementation="grouped_mm"), "ForCausalLM")  # fmt: skip
+    more = (
+        Candidate("T5", t5, text(32128, 512), 8, 512, "T5Block"),
+        Candidate("Qwen3-MoE, 12 layers", experts, text(151936, 2048), 4, 2048, "Qwen3MoeDecoderLayer"),
+    )
+    return {**card_models("real"), **{candidate.name: candidate for candidate in more}}
+
+
+def measure_real(name: str) -> dict[str, Any]:
+    """The row of a model at its real size; to be called in a fresh process."""
+    torch.set_num_threads(1)
+    candidate = real_models()[name]
+
+    def timed(step: Callable[[nn.Module, dict[str, torch.Tensor]], object]) -> float:
+        with torch.device("meta"):
+            model, batch = candidate.make(), candidate.batch(candidate.size)
+        began = time.process_time()
+        step(model, batch)
+        return time.process_time() - began
+
+    def planned(budget_gb: float) -> float:
+        options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": "h100", "backend": "aten"}
+        return timed(lambda model, batch: plans.append(memopt.plan(model, budget_gb, batch, **options)))
+
+    def refused(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        with contextlib.suppress(memopt.BudgetError):
+            memopt.plan(model, BUDGET_OF_NOTHING, batch, optimizer=torch.optim.AdamW, device="h100", backend="aten")
+
+    def first_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        torch.compiler.reset()
+        model.compile(backend="aot_eager")
+        result = model(**batch)
+        (result if isinstance(result, torch.Tensor) else result.loss).backward()
+
+    plans: list[memopt.Plan] = []
+    plan_seconds(1)
+    planned(10_000)
+    least, plain = plans[0].smallest_gb(), plans[0].plain_peak_gb
+    found = {"plan_s": planned(least + (plain - least) / 4), "refusal_s": timed(refused)}
+    return {"model": name, **found, "aot_eager_s": timed(first_step), "added_time": plans[-1].added_time}
+
+
 def measure(layers: int) -> dict[str, Any]:
-    """The row of one model; to be called in a fresh process."""
+    """The row of one GPT-2; to be called in a fresh process."""
     torch.set_num_threads(1)
     plan_seconds(1)
     planned, second = plan_seconds(layers), second_size_seconds(layers, "")
@@ -86,16 +142,17 @@ def measure(layers: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
-    parser.add_argument("--row", type=int, help="print the row of a GPT-2 with as many blocks")
+    parser.add_argument("--layers", type=int, nargs="*", default=LAYERS)
+    parser.add_argument("--models", nargs="*", default=list(real_models()), metavar="NAME")
+    parser.add_argument("--row", help="print the row of a GPT-2 with as many blocks, or of the model of that name")
     chosen = parser.parse_args()
     if chosen.row is not None:
-        print(json.dumps(measure(chosen.row)))
+        print(json.dumps(measure(int(chosen.row)) if chosen.row.isdecimal() else measure_real(chosen.row)))
         return
     environment = {**os.environ, "MEMOPT_CACHE": "0", "OMP_NUM_THREADS": "1"}
     rows = []
-    for layers in chosen.layers:
-        command = [sys.executable, "-m", "benchmarks.starts", "--row", str(layers)]
+    for row in (*chosen.layers, *chosen.models):
+        command = [sys.executable, "-m", "benchmarks.starts", "--row", str(row)]
         printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(printed.splitlines()[-1]))
         print(rows[-1], flush=True)

@@ -16,7 +16,7 @@ import torch
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.operators import makes_unknown_bytes, plain_tensors, schema_of
-from memopt.compat.tensors import special_kind, storages_of
+from memopt.compat.tensors import sizes_within, special_kind, storages_of
 from memopt.device.devices import device_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import OpCall, describe, tensors_in
@@ -120,6 +120,10 @@ def _mallinfo2() -> Any:
     return read
 
 
+_BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""The tags of operators that return numbers, or tensors whose sizes depend on values."""
+
+
 class ValueIsRead(Exception):
     """Code that runs on fake tensors depends on a value, or a kernel makes bytes that its fake results do not tell."""
 
@@ -189,8 +193,9 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if next(tensors_in(result), None) is None:
             return 0
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
-        if any(map(special_kind, tensors)):  # no rule is known: its kernels convert or copy operands at most
-            return sum({storage: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}.values())
+        if any(map(special_kind, tensors)):  # no rule is known: its kernels convert such operands, and copy others
+            copied = [one for one in tensors if special_kind(one) or not one.is_contiguous()]
+            return sum({storage: storage.nbytes() for tensor in copied for storage in storages_of(tensor)}.values())
         call = describe(func, args, kwargs, result)
         self.calls[call] += 1
         return self.eager_workspace(call)
@@ -225,12 +230,22 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
         self._made: dict[OpCall, int] = {}
         """The bytes of the results of each call, which it has here without results."""
+        self.depends_on_values = False
+        """Whether an operator ran whose result may hold other bytes for other values of the same sizes, or that returns
+        a value to the code."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the real tensors, and return its result. Raises `_TooManyBytes`."""
         if self.live_bytes + self._made_bytes(func, args, kwargs) > self.most_bytes:
             raise _TooManyBytes
-        return LiveBytes.run(self, func, args, kwargs)
+        result = LiveBytes.run(self, func, args, kwargs)
+        known = _sizes_of_special(result) <= _sizes_of_special((args, list(kwargs.values())))
+        self.depends_on_values |= makes_unknown_bytes(func) or not (known and _BY_VALUES.isdisjoint(func.tags))
+        return result
+
+    def note_read(self) -> None:
+        """Note that code reads a value without the dispatcher."""
+        self.depends_on_values = True
 
     def _made_bytes(self, func: Any, args: Any, kwargs: Any) -> int:
         """The bytes of an operator's results as far as they are known before it runs; else 0."""
@@ -285,6 +300,11 @@ class _TooManyBytes(Exception):
 
 class TensorsTooLarge(_TooManyBytes):
     """Operators hold more than they may in tensors alone."""
+
+
+def _sizes_of_special(values: Any) -> set[tuple[int, ...]]:
+    """The sizes within each sparse, nested or quantised tensor among values, in any order."""
+    return {tuple(sorted(sizes_within(one))) for one in tensors_in(values) if special_kind(one)}
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from memopt.capture.on_fakes import fake_parameters, replaced_parameters
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, leaves_of, next_node_number, not_on_the_way_to
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
-from memopt.compat.host import is_on_host, reads_raise, same_memory
+from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import unseen_by_hooks
@@ -51,7 +51,9 @@ class PlainStep:
     is_bound: bool = False
     """Whether the workspaces of its kernels are upper bounds, which may be far above what the kernels take."""
     depends_on_values: bool = False
-    """Whether it was counted on one batch's values, since the code branches on values: others may hold more."""
+    """Whether other values of the same sizes may hold more, as where the code branches on values."""
+    on_values: bool = False
+    """Whether it was counted on one batch's values, beside copies of its inputs."""
     tangent_bytes: int = 0
     """The gradients with which its backward begins where the loss is outside of the model; 0 where it is inside."""
     reached: frozenset[int] = frozenset()
@@ -200,14 +202,21 @@ def count_on_values(
         args, kwargs = copied(call)
         most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
         count = RealBytes(card.device_type, home.type, most_bytes=most_bytes)
-        with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
+        with (
+            torch.enable_grad(),
+            undone(model),
+            without_gradients(model),
+            without_backward_hooks(model),
+            reads_seen(count.note_read),
+        ):
             own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
             leaves = tree_leaves((args, kwargs))
             step = _counted(
                 count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False, made_too=not checkpoints
             )
         count.measure()
-        return step and replace(step, peak_bytes=count.peak_bytes, depends_on_values=True)
+        found: Any = {"depends_on_values": count.depends_on_values, "on_values": True}
+        return step and replace(step, peak_bytes=count.peak_bytes, **found)
     except Exception:  # whatever it is, the real call will say it
         return None
     finally:

@@ -8,7 +8,7 @@ import functools
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -213,16 +213,25 @@ _regions: list[mmap.mmap] = []
 _LEAST_REGION = 2**32
 
 
+def reads_raise(error: type[Exception]) -> AbstractContextManager[None]:
+    """As `reads_seen`, of reads that raise `error`."""
+
+    def seen() -> None:
+        raise error
+
+    return reads_seen(seen)
+
+
 @contextmanager
-def reads_raise(error: type[Exception]) -> Iterator[None]:
-    """A block in which `tolist`, `numpy` and `__array__` of any tensor raise `error` in this thread: they read memory
-    without the dispatcher."""
+def reads_seen(seen: Callable[[], None]) -> Iterator[None]:
+    """A block in which `tolist`, `numpy` and `__array__` of any tensor call `seen` first in this thread: they read
+    memory without the dispatcher."""
     tensors: Any = torch.Tensor
     own = {name: vars(tensors).get(name) for name in _READS}
     thread = threading.get_ident()
     try:
         for name in _READS:
-            setattr(tensors, name, _raising(error, thread, getattr(tensors, name)))
+            setattr(tensors, name, _seeing(seen, thread, getattr(tensors, name)))
         yield
     finally:
         for name, method in own.items():
@@ -232,10 +241,10 @@ def reads_raise(error: type[Exception]) -> Iterator[None]:
                 setattr(tensors, name, method)
 
 
-def _raising(error: type[Exception], thread: int, read: Any) -> Any:
-    def raising(*args: Any, **kwargs: Any) -> Any:
+def _seeing(seen: Callable[[], None], thread: int, read: Any) -> Any:
+    def seeing(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
-            raise error
+            seen()
         return read(*args, **kwargs)
 
-    return raising
+    return seeing

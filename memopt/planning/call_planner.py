@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed import is_available, is_initialized
 
@@ -186,7 +188,7 @@ class CallPlanner:
         sizes = captured.sizes
         notes = captured.notes + departures(run.region.graph_module for run in captured.runs)
         if captured.whole:
-            sizes |= self._sizes(joints[0], call)
+            sizes |= self._sizes(joints[0], call, rewriting)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
         if len(joints) > 1:
             notes += (BETWEEN_REGIONS,)
@@ -221,13 +223,15 @@ class CallPlanner:
             )
         return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
 
-    def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
+    def _sizes(self, region: JointGraph, call: Call, rewriting: Rewriting) -> DataSizes:
         """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
-        fake tensors."""
+        fake tensors. It runs in 16 bits where the plan does, which may have no room for more."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
-        seen = match(region.module.graph, observe(self.terms.model, call, self.plain))
+        low = rewriting.autocast
+        with nullcontext() if low is None else torch.autocast(self.terms.device().type, low, cache_enabled=False):
+            seen = match(region.module.graph, observe(self.terms.model, call, self.plain))
         if seen is not None:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))
         return self._data_sizes.get(region.fingerprint) or DataSizes()

@@ -253,10 +253,12 @@ def _is_composed(module: nn.Module) -> bool:
 
 
 def _sums(outputs: Any) -> list[tuple[float, float]]:
-    """For each floating-point tensor in `outputs`, the sum of its values and the sum of their magnitudes."""
+    """For each floating-point tensor in `outputs`, the sum of its values and the sum of their magnitudes. On the host
+    in the tensor's own dtype: it sums in another one by a copy of the whole, which no count of the step has."""
     with torch.no_grad():
         floats = [one.detach() for one in tensors_in(((outputs,), {})) if one.is_floating_point() and not one.is_sparse]
-        return [(one.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(one, 1).item()) for one in floats]
+        sums = [one.sum(dtype=None if is_on_host(one) else torch.float64).item() for one in floats]
+        return list(zip(sums, [torch.linalg.vector_norm(one, 1).item() for one in floats], strict=True))
 
 
 def _agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:

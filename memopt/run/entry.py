@@ -18,6 +18,7 @@ from memopt.account.account import Account, distinct_bytes
 from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
+from memopt.account.optimizer_trial import parameters_of
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
@@ -362,6 +363,19 @@ class Entry:
         own = set(map(id, beside.model.parameters())) if beside else ()
         most = distinct_bytes(parameter for parameter in self._trained if id(parameter) not in own)
         return most if self.gradient_bytes is None else min(most, self.gradient_bytes)
+
+    @cached_property
+    def _beside(self) -> tuple[torch.Tensor, ...]:
+        own = set(map(id, self.model.parameters()))
+        given = parameters_of(self.optimizer) if isinstance(self.optimizer, torch.optim.Optimizer) else ()
+        return tuple(one for one in given if one.requires_grad and id(one) not in own)
+
+    def stepped_beside(self) -> tuple[torch.Tensor, ...]:
+        """The parameters that are no part of the model and that its optimiser instance steps too, as those of a loss
+        with weights: once it has stepped, those that it has state for, or that have gradients now."""
+        if not self._beside or not (state := self.optimizer.state):
+            return self._beside
+        return tuple(one for one in self._beside if one in state or one.grad is not None)
 
     def gradients_now(self, beside: Entry | None = None) -> list[torch.Tensor]:
         """The gradients that it holds, without those of parameters that it shares with the model of `beside`."""

@@ -44,9 +44,15 @@ class ModelsOnDevice:
 
     def lasting(self, entry: Entry) -> tuple[int, list[torch.Tensor]]:
         """The bytes of gradients and optimiser states that other optimised models will hold from step to step, beside
-        what belongs to this one, too; and those of these tensors that are there now."""
-        nbytes, now, steppers = 0, list[torch.Tensor](), [entry.optimizer]
-        for other in self.others_training(entry):
+        what belongs to this one, too, and of the gradients of parameters that its optimiser steps beside all of them;
+        and those of these tensors that are there now."""
+        others, steppers = self.others_training(entry), [entry.optimizer]
+        beside = () if entry.fixed_bytes is not None else entry.stepped_beside()
+        if beside and others:
+            theirs = {id(parameter) for other in others for parameter in other.model.parameters()}
+            beside = tuple(one for one in beside if id(one) not in theirs)
+        nbytes, now = distinct_bytes(beside), [one.grad for one in beside if one.grad is not None]
+        for other in others:
             nbytes += other.gradients_expected(entry)
             now += other.gradients_now(entry)
             if not isinstance(other.optimizer, torch.optim.Optimizer) or other.optimizer not in steppers:

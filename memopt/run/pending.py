@@ -201,13 +201,16 @@ class PendingForward:
         if self.plan.account.meanwhile:
             peak = self.entry.in_backward_bytes(self.plan) + lasting_bytes(self.plan.account, beside=True)
         if keeps_graph():
+            self.entry.keeps_graph = True
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
         above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # half of it may be taken at the forward
-        if above > 0 and above > self._state_to_come(self._elsewhere_now(gradients)):
+        if above > 0 and above > self._state_to_come(elsewhere_bytes := self._elsewhere_now(gradients)):
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
+            if not waiting and not Ledger.of(self.entry).others_training(self.entry):
+                roomy = self.runs_plain_from(elsewhere_bytes, roomy) or roomy
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
         if not begins:  # gradients on their way to further regions are there, which the plan has
             return
@@ -248,7 +251,7 @@ class PendingForward:
         self.entry.reached_bytes = None
         # At a budget in which nothing is recomputed beside them they have room in the first step, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
-        plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes
+        plain = self._plain_peak(retained=keeps_graph()) - self.plan.account.elsewhere + elsewhere_bytes
         ledger = Ledger.of(self.entry)
         guessed = (LARGE_LOSS_OUTSIDE - LOSS_OUTSIDE) * tangent_bytes(self.plan)
         foreseen = self.entry.later_bytes <= staying(guessed)  # a first plan has room for it, where there is any
@@ -300,10 +303,7 @@ class PendingForward:
         """A budget of at least `needed` bytes with room for the other forwards that wait, or one more such forward, for
         gradients both held and newly computed; or with `retained` for a retained graph. Nothing is recomputed under
         it."""
-        joined, account = self.plan.joined, self.plan.account
-        assert joined is not None
-        save_all = Schedule.save_all(joined.problem)
-        peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
+        account, peak = self.plan.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
         waiting = waiting if waiting or retained else self.saved_bytes()
@@ -311,6 +311,12 @@ class PendingForward:
         if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
             gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         return max(needed, peak - account.other_forwards + waiting + gradients)
+
+    def _plain_peak(self, *, retained: bool) -> int:
+        """The peak of the step in bytes with nothing recomputed; `retained`: of one that keeps its graph."""
+        assert self.plan.joined is not None
+        save_all = Schedule.save_all(self.plan.joined.problem)
+        return retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
 
     def saved_bytes(self) -> int:
         """The bytes that it would hold until its backward with nothing recomputed."""

@@ -26,7 +26,7 @@ from memopt.compat.autograd import keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
-from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
+from memopt.compat.tensors import is_sharded, sizes_within, special_kind, storages_of, weak_storages
 from memopt.device.devices import device_of, kernels_of
 from memopt.device.time_model import call_seconds
 from memopt.errors import BudgetError, CaptureError
@@ -63,7 +63,7 @@ _MOST_KINDS = 16
 _MOST_SEEN = 3
 """The number of kinds of earlier calls for which a budget that a refusal names is to be enough, too."""
 _WORTH_NAMING = 4
-"""A step whose graph is kept is counted for a refusal up to this many times its budget."""
+"""A step whose graph is kept, or that cannot be captured, is counted for a refusal up to this many times its budget."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_PLAIN)
 
@@ -267,13 +267,25 @@ class PlainCalls:
         needed, account = self._needed(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
         callers_code = _of_callers_code(step, self.entry, step.output_bytes)
-        if self.checkpoints is not None or step.depends_on_values:
+        if step.on_values:
             # A count on values holds a copy of the inputs, and runs while the caller still has the outputs before.
-            copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
+            copies = sum(storage.nbytes() for tensor in tensors_in(call) for storage in storages_of(tensor))
             needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
             callers_code = max(callers_code, step.output_bytes)
         needed += callers_code
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
+
+    def explain(
+        self, refused: BudgetError | CaptureError, call: Call, situation: Situation, moment: Moment
+    ) -> BudgetError | CaptureError:
+        """The refusal of a call, with a budget in which it runs plain where it cannot be captured."""
+        budget, least = self.planner.terms.options.budget_bytes, None
+        if isinstance(refused, CaptureError) and self._nothing_else_wanted():
+            least = self.needed_bytes(call, situation, moment, _WORTH_NAMING * budget)
+        if least is None:
+            return refused
+        least += self.entry.notable_bytes  # another batch of sparse tensors may hold a few numbers more
+        return BudgetError(budget, least, "the plain step", least=False, further=(str(refused),))
 
     def alone(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> Alone | None:
         """How a call runs plain where no other forward waits; None where that takes more than `most_bytes`, or plans
@@ -355,9 +367,10 @@ class PlainCalls:
         if fitting.step.retained:
             return
         self.entry.keeps_graph = True
-        step, budget = fitting.step, self.planner.terms.options.budget_bytes
-        with self._settings.naming():
-            kept = self._count_step(fitting.call, situation, _WORTH_NAMING * budget) if fitting.call else None
+        step, budget, kept = fitting.step, self.planner.terms.options.budget_bytes, None
+        if fitting.call is not None:
+            with self._settings.naming():
+                kept = self._count_step(fitting.call, situation, _WORTH_NAMING * budget, closely=True)
         kept = kept or replace(step, peak_bytes=step.peak_bytes + step.held_bytes)
         margin = self._margin(depends_on_values=step.depends_on_values)
         more = max(0, int(margin * (kept.peak_bytes - step.peak_bytes)))
@@ -469,7 +482,7 @@ class PlainCalls:
         closely: bool,
         beside: Callable[[Account], int],
     ) -> PlainStep | None:
-        card, held, depends, reached = self.planner.terms.card, situation.gradients_held, True, None
+        card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
         twice = self.entry.keeps_graph
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
@@ -490,12 +503,12 @@ class PlainCalls:
             return None
         account = self._account(call, situation, reached)
         room = budget_bytes - account.resident_bytes - beside(account)
-        most = int(room / self._margin(depends_on_values=depends))
+        most = int(room / self._margin(depends_on_values=bool(depends)))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(
                 self.model, self.plain, call, card, most, retained=twice, checkpoints=self.checkpoints is not None
             )
-        return counted and replace(counted, depends_on_values=depends)
+        return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
@@ -503,7 +516,7 @@ class PlainCalls:
         if step.peak_bytes > self._most_bytes:
             return None
         room = self.planner.terms.options.budget_bytes - needed
-        hollow = None if step.depends_on_values else on_meta(call)
+        hollow = None if step.on_values else on_meta(call)
         return CountedStep(step, room, account, hollow) if room >= 0 else None
 
     def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:

@@ -56,8 +56,10 @@ class Replay:
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def release(self) -> None:
-        """Free what the second forward needs."""
+        """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
         self.inputs, self.leaves, self._copies = None, (), {}
+        for name in ("region", "forward", "noted"):
+            vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """The gradients of `leaves` for these gradients of outputs, by position.

@@ -19,7 +19,7 @@ import torch
 
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo import in_brief_with_line
-from memopt.capture.inputs import Call
+from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.device.devices import device_of
@@ -250,12 +250,12 @@ class Road:
     def _named(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
         """The refusal of a call, naming a budget that is enough for later steps of a training loop as well. Beyond the
         first step it has room for gradients that are there when a forward begins, as in a loop that sets them to None
-        after it; for a loss outside of the model that takes more than the least that is guessed; and for half of the
-        tolerance.
+        after it; for those of inputs, which stay where a loop reads them; for a loss outside of the model that takes
+        more than the least that is guessed; and for half of the tolerance.
 
-        What is added for gradients and the loss takes the budget no higher than what the step holds with nothing
-        recomputed. Nothing is added on a GPU, with levers on the optimiser, where parameters are sharded, for one of a
-        group of forwards, and where no look finds what lies elsewhere.
+        What is added for gradients of parameters and the loss takes the budget no higher than what the step holds with
+        nothing recomputed. Nothing is added on a GPU, with levers on the optimiser, where parameters are sharded, for
+        one of a group of forwards, and where no look finds what lies elsewhere.
         """
         planner, situation = self.planner, recorded.situation
         if any(region.takes_derivatives for region in recorded.captured.regions):
@@ -271,6 +271,10 @@ class Road:
         _, guessed = recorded.trace(first.levers).callers_code
         returned = recorded.captured.returned_bytes
         held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
+        appear = [
+            one for one in tensors_in(recorded.call) if one.requires_grad and not (one.is_leaf and one.grad is not None)
+        ]
+        of_inputs = sum(one.nbytes for one in appear) if situation.for_other_models == 0 else 0
 
         def least(spared: int) -> int:
             others = (situation.for_other_models or 0) + spared - staying(spared)
@@ -281,7 +285,7 @@ class Road:
 
         # The smallest plans that are found need not hold more where more is to be left free.
         roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
-        spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2
+        spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = "for gradients that are there when a forward begins, a loss outside of the model, and what appears"
         return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
 

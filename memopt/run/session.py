@@ -296,7 +296,8 @@ class Session:
             self._run_unplanned_from_now(str(refused))
             return self._unplanned(calls, in_progress.call)
         with self._refusing():
-            raise self._log.refused(calls.checkpointed.explain(refused, broken, *given))
+            refused = calls.checkpointed.explain(refused, broken, *given)
+            raise self._log.refused(calls.plain_calls.explain(refused, *given))
 
     @property
     def _alone(self) -> bool:
@@ -404,8 +405,7 @@ class Session:
         self.sharded.begin(exchanges)
         forward = self.share.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
-        if not self.share.entry.seen_until_backward:
-            forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
+        forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
         return forward
 
     def _note_plain_step(self, calls: TrainingCalls, call: Call, situation: Situation) -> None:

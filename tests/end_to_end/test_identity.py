@@ -245,6 +245,24 @@ def test_a_deleted_model_dies_that_keeps_an_output(plans: bool, monkeypatch: pyt
     assert alive() is None
 
 
+def hooked(kept: dict[int, torch.Tensor]) -> nn.Module:
+    """A trained model with hooks that keep outputs within it."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    for number in (0, 2):
+        model[number].register_forward_hook(lambda _, __, output, at=number: kept.update({at: output}))
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
+    for _ in range(2):
+        loss = model(torch.rand(4, 8)).sum() + sum(value.abs().sum() for value in kept.values())
+        loss.backward()
+    return model
+
+
+def test_a_deleted_model_dies_whose_hooks_keep_outputs_within_it() -> None:
+    alive = weakref.ref(hooked({}))
+    gc.collect()
+    assert alive() is None
+
+
 @pytest.mark.parametrize(
     ("kind", "removed"), [(Noted, True), slow(Noted, False), slow(odd_models.BreakInLoop, False)], ids=str
 )

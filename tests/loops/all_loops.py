@@ -17,7 +17,7 @@ from tests.loops.loop import Loop
 
 LOSS_OUTSIDE = "the budget that a refusal names leaves no room for what the loss outside of the model holds"
 BETWEEN_REGIONS = "a batch with more words is refused: more is held in the packed nn.LSTM, and its plain step would fit"
-SPARSE = "operators on sparse tensors are not run between regions, but refused"
+SPARSE = "a step on sparse tensors is the plain one, and each graph that is larger than before is refused once more"
 
 _ALL = (
     Loop(generative.dcgan),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.errors import GIB
+from tests.elsewhere import counted
 
+__all__ = ["counted"]
 EXACT: dict[str, Any] = {
     "precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": torch.optim.SGD, "elsewhere_gb": 0.0
 }  # fmt: skip
@@ -58,3 +63,149 @@ def test_a_budget_named_in_mid_run_serves_calls_with_other_arguments_that_came_b
         train(0.97 * for_few.value.smallest_gb)
     assert refused.value.done == 2  # type: ignore[attr-defined]
     assert train(refused.value.smallest_gb) == 4
+
+
+def named(train: Callable[[float], int], budget_gb: float) -> float:
+    """The budget that the refusal of a training names. Its frames, which hold the model, are gone."""
+    try:
+        train(budget_gb)
+    except memopt.BudgetError as refused:
+        return refused.smallest_gb
+    raise AssertionError("it fits")
+
+
+class CenterLoss(nn.Module):
+    """A loss with weights of its own: a centre for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(2000, 64))
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (features - self.centers[labels]).square().mean()
+
+
+def train_with_centers(budget_gb: float | None) -> int:
+    """Train a model and a loss with weights by one optimiser; returns the peak in bytes."""
+    gc.collect()
+    torch.manual_seed(0)
+    model, loss_of = Tasks().backbone.train(), CenterLoss()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_of.parameters()], 0.1, momentum=0.9)
+    if budget_gb is not None:
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+    with memopt.measure_peak() as peak:
+        for _ in range(3):
+            loss = loss_of(model(torch.rand(256, 64)), torch.randint(0, 2000, (256,)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+    return peak.bytes
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_named_budget_has_room_for_the_gradients_of_parameters_that_the_optimizer_steps_beside_the_model() -> None:
+    plain = train_with_centers(None)
+    budget = named(train_with_centers, 0.5 * plain / GIB)
+    assert train_with_centers(budget) <= budget * GIB
+
+
+def train_on_two_losses(budget_gb: float | None) -> int:
+    """Two losses with a backward each, the first of which keeps the graph; returns the peak in bytes."""
+    gc.collect()
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), *hidden, nn.Linear(128, 11)).train()
+    optimizer = torch.optim.Adam(model.parameters())
+    if budget_gb is not None:
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+    with memopt.measure_peak() as peak:
+        for _ in range(3):
+            output = model(torch.rand(1024, 64))
+            first = nn.functional.cross_entropy(output[:, :10], torch.randint(0, 10, (1024,)))
+            second = output[:, 10].square().mean()
+            first.backward(retain_graph=True)
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del output, first, second
+    return peak.bytes
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_budget_named_for_a_graph_that_is_kept_works_and_is_about_what_the_plain_step_takes() -> None:
+    plain = train_on_two_losses(None)
+    budget = named(train_on_two_losses, 0.9 * plain / GIB)  # a step that keeps no graph has room in it
+    assert budget * GIB <= 1.04 * plain
+    assert train_on_two_losses(budget) <= budget * GIB
+
+
+def train_against_perturbations(budget_gb: float | None) -> int:
+    """Adversarial training as by PGD: the inputs have gradients, which stay; returns the peak in bytes."""
+    gc.collect()
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(256, 64), nn.Tanh(), *hidden, nn.Linear(64, 2)).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if budget_gb is not None:
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+    x, y = torch.rand(1024, 256), torch.randint(0, 2, (1024,))
+    with memopt.measure_peak() as peak:
+        for _ in range(3):
+            delta = torch.zeros_like(x).uniform_(-0.1, 0.1).requires_grad_()
+            for _ in range(2):
+                nn.functional.cross_entropy(model(x + delta), y).backward()
+                delta.data = (delta + 0.01 * delta.grad.sign()).clamp(-0.1, 0.1)
+                delta.grad.zero_()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x + delta.detach()), y).backward()
+            optimizer.step()
+    return peak.bytes
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_named_budget_has_room_for_the_gradients_of_inputs() -> None:
+    plain = train_against_perturbations(None)
+    budget = named(train_against_perturbations, 0.5 * plain / GIB)
+    assert train_against_perturbations(budget) <= budget * GIB <= 1.02 * plain
+
+
+class Convolutions(nn.Module):
+    """A graph network by a sparse matrix, an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(torch.sparse.mm(adjacency, layer(x)))
+        return x
+
+
+def train_on_graphs(budget_gb: float | None) -> int:
+    """Train on sparse matrices; returns the peak in bytes."""
+    gc.collect()
+    model = Convolutions().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if budget_gb is not None:
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+    with memopt.measure_peak() as peak:
+        for _ in range(3):
+            adjacency = torch.sparse_coo_tensor(torch.randint(0, 2048, (2, 8192)), torch.rand(8192), (2048, 2048))
+            loss = model(torch.rand(2048, 64), adjacency.coalesce()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return peak.bytes
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_step_on_sparse_tensors_that_cannot_be_captured_is_named_about_what_the_plain_step_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+    plain = train_on_graphs(None)
+    budget = named(train_on_graphs, 0.7 * plain / GIB)
+    assert train_on_graphs(budget) <= budget * GIB <= 1.4 * plain
