@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -91,13 +90,17 @@ class TrainingCalls:
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
         """Run a call by its plan, `before` being the state in which it began; with new plans where it has sizes that
         those at hand do not serve. Raises `BudgetError`, `CaptureError`."""
-        with suppress(SizeOutgrown):
-            return self.recorded.run(in_progress)
-        # Outside of a handler, whose exception would keep what the forward made. A forward writes to buffers only at
-        # its end, so that the generators are all there is to undo.
-        set_generators(before.generators, before.device)
-        self.forget()
-        return self.recorded.run(in_progress)
+        reason = ""
+        for _ in range(2):
+            try:
+                return self.recorded.run(in_progress)
+            except SizeOutgrown as outgrown:
+                reason = str(outgrown)
+            # Outside of the handler, whose exception would keep what the forward made. A forward writes to buffers only
+            # at its end, so that the generators are all there is to undo.
+            set_generators(before.generators, before.device)
+            self.forget()
+        raise CaptureError(f"{reason}, which was planned for this batch: not compiled, the code reads other numbers")
 
     def fitting_within_modes(
         self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts

@@ -188,3 +188,38 @@ def test_a_batch_is_written_to_once(breaks: bool, ahead: bool) -> None:
     assert torch.equal(found, expected)
     assert mine.keys() == theirs.keys()
     assert torch.equal(mine["x"], theirs["x"])
+
+
+class ReadsOtherNumbers(nn.Module):
+    """Where it is not compiled, it reads one number more, before the one that is a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and int((x > 100).sum()):
+            x = x + 1
+        rows = picked.sum().item()
+        torch._check(rows >= 2)
+        torch._check(rows <= len(x))
+        return self.layer(x.new_ones(rows, 16) * x[0]).relu().sum()
+
+
+@pytest.mark.parametrize("wanted", ["", "always"])
+def test_sizes_that_cannot_be_observed_are_no_error_of_memopt_s_own(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", wanted)
+    model = ReadsOtherNumbers()
+    x, picked = torch.randn(64, 16), torch.arange(64) < 40
+    model(x, picked).backward()
+    expected = model.layer.weight.grad
+    model.zero_grad()
+    memopt.optimize(model, 1, precision="fp32")
+    if wanted:
+        with pytest.raises(memopt.CaptureError, match="the code reads other numbers"):
+            model(x, picked)
+    else:
+        model(x, picked).backward()
+        assert torch.equal(model.layer.weight.grad, expected)
