@@ -70,4 +70,5 @@ def test_a_size_that_tracing_unrolls_is_planned_for_as_it_is() -> None:
                 warnings.filterwarnings("ignore", message=".*insists on")
                 model(torch.ones(6, 8, length)).backward()
         trained.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+    for ours, plain in zip(*reversed(trained), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-8)  # a GRU is rounded otherwise, as its note says
