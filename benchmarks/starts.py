@@ -82,7 +82,7 @@ def second_size_seconds(layers: int, wanted: str) -> float:
 def real_models() -> dict[str, Candidate]:
     """The models of `benchmarks.card_models`, a T5 and a mixture of experts, by name."""
     t5 = library("T5ForConditionalGeneration", transformers.T5Config(d_model=768, d_ff=3072, num_layers=12,
-                 num_heads=12, use_cache=False), "ForMaskedLM")  # fmt: skip
+                 num_heads=12, decoder_start_token_id=0, use_cache=False), "ForMaskedLM")  # fmt: skip
     experts = library("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(num_hidden_layers=12, use_cache=False,
                       experts_implementation="grouped_mm"), "ForCausalLM")  # fmt: skip
     more = (
@@ -122,7 +122,7 @@ def measure_real(name: str) -> dict[str, Any]:
     plan_seconds(1)
     planned(10_000)
     least, plain = plans[0].smallest_gb(), plans[0].plain_peak_gb
-    found = {"plan_s": planned(least + (plain - least) / 4), "refusal_s": timed(refused)}
+    found = {"plan_s": planned(least + max(0.0, plain - least) / 4), "refusal_s": timed(refused)}
     return {"model": name, **found, "aot_eager_s": timed(first_step), "added_time": plans[-1].added_time}
 
 
