@@ -13,7 +13,7 @@ block was planned before.
 
 Models at their real sizes are made on the meta device, where nothing is computed, and planned for an H100 with plain
 operators and AdamW: `plan_s` in the budget that lies a quarter of the way from the smallest to the plain step's peak,
-`refusal_s` in one that fits nothing.
+`refusal_s` in one that is too small for any of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.card_models import card_models
 from benchmarks.gpu_models import Candidate, library, text
 from benchmarks.stamp import stamp, write_result
 
-BUDGET_OF_NOTHING = 0.01
+TOO_SMALL_GB = 0.01
 RESULT = Path(__file__).parent / "results" / "starts.json"
 LAYERS = (6, 12, 24, 48)
 
@@ -95,7 +95,8 @@ def real_models() -> dict[str, Candidate]:
 def measure_real(name: str) -> dict[str, Any]:
     """The row of a model at its real size; to be called in a fresh process."""
     torch.set_num_threads(1)
-    candidate = real_models()[name]
+    candidate, plans = real_models()[name], list[memopt.Plan]()
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": "h100", "backend": "aten"}
 
     def timed(step: Callable[[nn.Module, dict[str, torch.Tensor]], object]) -> float:
         with torch.device("meta"):
@@ -105,12 +106,11 @@ def measure_real(name: str) -> dict[str, Any]:
         return time.process_time() - began
 
     def planned(budget_gb: float) -> float:
-        options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": "h100", "backend": "aten"}
         return timed(lambda model, batch: plans.append(memopt.plan(model, budget_gb, batch, **options)))
 
     def refused(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
         with contextlib.suppress(memopt.BudgetError):
-            memopt.plan(model, BUDGET_OF_NOTHING, batch, optimizer=torch.optim.AdamW, device="h100", backend="aten")
+            memopt.plan(model, TOO_SMALL_GB, batch, **options)
 
     def first_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
         torch.compiler.reset()
@@ -118,7 +118,6 @@ def measure_real(name: str) -> dict[str, Any]:
         result = model(**batch)
         (result if isinstance(result, torch.Tensor) else result.loss).backward()
 
-    plans: list[memopt.Plan] = []
     plan_seconds(1)
     planned(10_000)
     least, plain = plans[0].smallest_gb(), plans[0].plain_peak_gb

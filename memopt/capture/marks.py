@@ -21,14 +21,6 @@ def without_mark(node: fx.Node) -> None:
     node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
 
 
-def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, with its buffers as plain attributes: AOTAutograd takes these for constants."""
-    for name, constant in list(module._buffers.items()):
-        del module._buffers[name]
-        setattr(module, name, constant)
-    return module
-
-
 def traced_from(node: fx.Node) -> str:
     """The name of the marked node that a node was traced from; empty where there is none."""
     return str(node.meta.get("custom", {}).get(_OPERATOR, ""))

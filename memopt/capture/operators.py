@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
-from memopt.capture.marks import constants_as_attributes, mark_operators
+from memopt.capture.marks import mark_operators
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.joint_trace import constants_as_attributes
 from memopt.compat.operators import HigherOrderOperator, enters_autocast
 from passes import Pass, Pipeline, copy_graph_module
 from passes.graphs.node_facts import OPERATOR_OVERLOAD

@@ -15,12 +15,14 @@ from torch import fx
 
 from memopt.capture.blocks import TEMPLATE, Run, find_runs
 from memopt.capture.copies import with_copies
-from memopt.capture.marks import constants_as_attributes, mark_operators, traced_from
+from memopt.capture.marks import mark_operators, traced_from
 from memopt.capture.standing import standing_blocks
+from memopt.compat.joint_trace import constants_as_attributes
 
 
 class _Trace(Protocol):
-    """What a trace of a module returns: a dataclass with a graph, among whose results the first are the forward's."""
+    """A dataclass with the graph that was traced from a module, None where nothing is differentiated. The graph returns
+    the forward's `forward_outputs` results first, then gradients, if it has a backward."""
 
     @property
     def module(self) -> fx.GraphModule | None: ...
@@ -37,8 +39,9 @@ def trace_blocks_once(
     inputs: Sequence[Any],
     written: Collection[int],
 ) -> _Traced:
-    """What `trace` returns for a module, but with only five blocks of each run traced where that is possible. `written`
-    are the numbers of the inputs that the module writes to."""
+    """The same as `trace(module)`, but where the module repeats equal blocks, `trace` is given a module with five of
+    them, and the graph that it returns is completed with copies. `inputs` are the values of the module's placeholders,
+    `written` the numbers of those that it writes to."""
     inlined = not [*module.parameters(), *module.buffers()]
     runs = find_runs(module, inputs, written) if inlined else ()
     if not runs:

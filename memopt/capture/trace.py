@@ -146,11 +146,14 @@ class RegionTrace:
         return without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
 
 
-def autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractContextManager[Any]:
-    """Autocast to a dtype on the device of a region; nothing where it is on already, or the dtype is None."""
+def autocast_to(
+    dtype: torch.dtype | None, region: RecordedRegion, *, keeps_casts: bool = True
+) -> AbstractContextManager[Any]:
+    """Autocast to a dtype on the device of a region; nothing where it is on already, or the dtype is None. Without
+    `keeps_casts`, a weight is cast again for each use, and its cast is not held until the context ends."""
     if dtype is None or autocast_is_on():
         return nullcontext()
-    return torch.autocast(device_among(region.inputs).type, dtype=dtype)
+    return torch.autocast(device_among(region.inputs).type, dtype=dtype, cache_enabled=keeps_casts)
 
 
 def backend_of(region: RecordedRegion, wanted: str) -> str:

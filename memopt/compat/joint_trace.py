@@ -162,6 +162,14 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     return AotTrace(joint, forward_outputs, state, capture)
 
 
+def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, with its buffers as plain attributes: AOTAutograd takes these for constants."""
+    for name, constant in list(module._buffers.items()):
+        del module._buffers[name]
+        setattr(module, name, constant)
+    return module
+
+
 def _second_phase(
     state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile, *, log: bool
 ) -> tuple[Callable[[list[Any]], Any], Sequence[fx.GraphModule]]:

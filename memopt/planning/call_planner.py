@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 from torch.distributed import is_available, is_initialized
 
@@ -23,7 +21,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.capture.trace import accumulating, eager_of_runs, passed_of_runs, sizes_of_runs
+from memopt.capture.trace import accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
@@ -229,8 +227,7 @@ class CallPlanner:
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
-        low = rewriting.autocast
-        with nullcontext() if low is None else torch.autocast(self.terms.device().type, low, cache_enabled=False):
+        with autocast_to(rewriting.autocast, region.trace.region, keeps_casts=False):
             seen = match(region.module.graph, observe(self.terms.model, call, self.plain))
         if seen is not None:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))

@@ -75,8 +75,9 @@ class PlanSearch:
     _steps: list[Priced] = field(default_factory=list, init=False)
     _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
     _refused: list[BudgetError] = field(default_factory=list, init=False)
-    _waiting: list[tuple[Priced, float]] = field(default_factory=list, init=False)
-    """Steps that are not solved yet, as no plan of them can end the search, with the least seconds that one takes."""
+    _unsolved: list[tuple[Priced, float]] = field(default_factory=list, init=False)
+    """Steps of which no plan can end the search, so that they are not solved yet, each with a lower bound on its
+    seconds by any plan."""
     _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict, init=False)
@@ -135,19 +136,19 @@ class PlanSearch:
 
     def consider(self, priced: Priced) -> Plan | None:
         """Plan a step without offloading. Returns the plan if it is good enough to end the search, None where further
-        lever sets should be tried. A step for which the bound proves that no plan of it is good enough waits until
-        `best`."""
+        lever sets should be tried. A step is left to `best` where the lower bound proves that none of its plans is
+        good enough."""
         levers = priced.levers
         self._steps.append(priced)
         self._note_row(levers.levers[-1] if levers.levers else "", priced)
         least = priced.least_seconds(self.budget_bytes)
         if least > (1 + NEGLIGIBLE) * _plain_seconds(priced):
-            self._waiting.append((priced, least))
+            self._unsolved.append((priced, least))
             return None
         plan = self._solved(priced)
         if plan is None or levers.next_is_faster or plan.added_time > NEGLIGIBLE:
             return None
-        self._solve_waiting(_seconds(plan), lambda other: other.levers.next_is_faster)
+        self._solve_left(_seconds(plan), lambda other: other.levers.next_is_faster)
         others = [other for other, other_levers in self._plans if other_levers.next_is_faster]
         faster = all(_seconds(plan) <= _seconds(other) for other in others)
         return self._with_receipt(plan, levers) if faster else None
@@ -164,12 +165,12 @@ class PlanSearch:
         self._plans.append((plan, priced.levers))
         return plan
 
-    def _solve_waiting(self, seconds: float, wanted: Callable[[Priced], bool] = lambda priced: True) -> None:
-        """Plan those of the waiting steps, the most promising first, that may take fewer than so many seconds, or than
-        the fastest plan found on the way."""
-        for priced, least in sorted(self._waiting, key=lambda one: one[1]):
+    def _solve_left(self, seconds: float, wanted: Callable[[Priced], bool] = lambda priced: True) -> None:
+        """Solve those of the steps that are not solved yet whose lower bound is below `seconds`, in the order of their
+        bounds. A faster plan found on the way takes the place of `seconds`."""
+        for priced, least in sorted(self._unsolved, key=lambda one: one[1]):
             if (least < seconds or math.isinf(seconds)) and wanted(priced):
-                self._waiting = [one for one in self._waiting if one[0] is not priced]
+                self._unsolved = [one for one in self._unsolved if one[0] is not priced]
                 plan = self._solved(priced)
                 seconds = seconds if plan is None else min(seconds, _seconds(plan))
 
@@ -180,7 +181,7 @@ class PlanSearch:
         optimizer, that makes one fit. Raises `BudgetError` where none does, with the smallest budget of all and the
         cheapest combinations that would help, those that `allow` lacks among them.
         """
-        self._solve_waiting(min((_seconds(plan) for plan, _ in self._plans), default=math.inf))
+        self._solve_left(min((_seconds(plan) for plan, _ in self._plans), default=math.inf))
         self._offload()
         return self._fastest() if self._plans else self._with_proposals()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ Spots: TypeAlias = tuple["_Spot", ...]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DEEPEST = 3
 """How deep checkpoints are nested at most: blocks, their parts, and the parts of these."""
+_PIECE = 4096
+"""Values of an output that are summed at once on the host."""
 _SUMS_AGREE = 1e-5
 """When a module runs a second time, the sum of an output's values may differ by this part of the sum of their
 magnitudes: kernels on a GPU may add in another order each time."""
@@ -253,12 +256,20 @@ def _is_composed(module: nn.Module) -> bool:
 
 
 def _sums(outputs: Any) -> list[tuple[float, float]]:
-    """For each floating-point tensor in `outputs`, the sum of its values and the sum of their magnitudes. On the host
-    in the tensor's own dtype: it sums in another one by a copy of the whole, which no count of the step has."""
+    """For each floating-point tensor in `outputs`, the sum of its values in fp64 and the sum of their magnitudes."""
     with torch.no_grad():
         floats = [one.detach() for one in tensors_in(((outputs,), {})) if one.is_floating_point() and not one.is_sparse]
-        sums = [one.sum(dtype=None if is_on_host(one) else torch.float64).item() for one in floats]
-        return list(zip(sums, [torch.linalg.vector_norm(one, 1).item() for one in floats], strict=True))
+        return [(_sum(one), torch.linalg.vector_norm(one, 1).item()) for one in floats]
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    """The sum of a tensor's values in fp64. On the host it is taken piece by piece: there, a sum in another dtype
+    copies its values first, and no count of the step has a copy of the whole."""
+    pieces: Sequence[torch.Tensor] = (tensor,)
+    if is_on_host(tensor) and tensor.dim():
+        longest = max(range(tensor.dim()), key=tensor.size)
+        pieces = tensor.chunk(max(1, tensor.numel() // _PIECE), longest)
+    return math.fsum(piece.sum(dtype=torch.float64).item() for piece in pieces)
 
 
 def _agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from passes.compat import schema_of, statically_known_true
 from passes.graphs.edit import erase_unread, new_call
-from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
+from passes.graphs.node_facts import arguments_of, is_pure, same_argument, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
 from passes.patterns.row_region import REDUCTIONS
 from passes.rewrite_pattern import NoMatch, check_unwritten
@@ -147,7 +147,7 @@ class _Loop:
         if all(isinstance(other, Node) and isinstance(other.meta.get("val"), torch.Tensor) for other in given):
             same = all(other is one for other in given) and one.meta["val"].dim() == 0
             return one if same else self.rolled(tuple(given)) or _DIFFERENT
-        if any(argument_key(other) != argument_key(one) for other in given) or isinstance(one, Node):
+        if not all(same_argument(one, other) for other in given) or isinstance(one, Node):
             return _DIFFERENT
         if name != "dim":
             return one

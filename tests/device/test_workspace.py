@@ -192,7 +192,7 @@ def test_an_operator_of_another_library_is_not_run_on_made_up_indices() -> None:
 
 
 def test_products_by_expert_hold_no_workspace_in_fp32() -> None:
-    """They are a library's operators with indices, so that no run shows it."""
+    """A rule says so: operators of another library that take indices are not run on made-up ones to measure them."""
     from transformers.integrations import moe  # noqa: F401  registers them
 
     tokens, weights, ends = torch.rand(12, 4), torch.rand(2, 4, 8), torch.tensor([5, 12], dtype=torch.int32)

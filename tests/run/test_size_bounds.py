@@ -71,4 +71,4 @@ def test_a_size_that_tracing_unrolls_is_planned_for_as_it_is() -> None:
                 model(torch.ones(6, 8, length)).backward()
         trained.append([parameter.grad for parameter in model.parameters()])
     for ours, plain in zip(*reversed(trained), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-8)  # a GRU is rounded otherwise, as its note says
+        assert (ours - plain).abs().max() <= 1e-6 * plain.abs().max()  # rounded otherwise, as the plan's note says
