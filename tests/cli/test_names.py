@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -167,3 +168,14 @@ def test_a_lora_is_planned_with_less_than_its_base() -> None:
     plan = planned(replace(job, budget_gb=f"{0.53 + 0.6 * base / 2**30:.3f}"))
     assert plan.account.parameters < 0.6 * base
     assert plan.hosted_bytes > 0.4 * base
+
+
+def test_a_file_is_loaded_as_it_stands_at_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it has the size and the second of its last change that it had when it was loaded before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "edited_program.py"
+    for size in (16, 32):
+        file.write_text(f"from torch import nn\n\ndef make():\n    return nn.Linear({size}, 4), None\n")
+        os.utime(file, (1e9, 1e9))
+        model, _ = model_factory(f"{file}:make", ())()
+        assert model.in_features == size
