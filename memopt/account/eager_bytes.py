@@ -20,7 +20,8 @@ from memopt.compat.tensors import sizes_within, special_kind, storages_of
 from memopt.device.devices import device_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import OpCall, describe, tensors_in
-from memopt.device.workspace import COLLECTIVES, eager_workspace_bytes, estimate_workspace
+from memopt.device.workspace import COLLECTIVES, eager_workspace_bytes, estimate_workspace, known_workspace_bytes
+from memopt.device.workspace_rules import SCALARS
 
 
 def allocated_bytes(device: torch.device) -> int | None:
@@ -220,24 +221,32 @@ class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
 
 
 class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does while operators run on real tensors. One whose results would exceed `most_bytes` does
-    not run. Kernels whose workspace has to be measured run a second time for it: that is left to `measure`, when the
-    tensors of the step are freed."""
+    """Counts as `EagerBytes` does while operators run on real tensors. One whose results and workspace would exceed
+    `most_bytes` does not run. Kernels whose workspace has to be measured run a second time for it, when the tensors of
+    the step are freed: it is left to `measure`, and where it decides whether the operator may run, `WorkspaceUnknown`
+    is raised."""
 
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
         self._unmeasured: dict[OpCall, int] = {}
         """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
-        self._made: dict[OpCall, int] = {}
-        """The bytes of the results of each call, which it has here without results."""
+        self._runs: dict[OpCall, tuple[int, OpCall | None]] = {}
+        """For each call, which it has here without results: the bytes of these, and the call with them."""
         self.depends_on_values = False
         """Whether an operator ran whose result may hold other bytes for other values of the same sizes, or that returns
         a value to the code."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on the real tensors, and return its result. Raises `_TooManyBytes`."""
-        if self.live_bytes + self._made_bytes(func, args, kwargs) > self.most_bytes:
+        """Run an operator on the real tensors, and return its result. Raises `_TooManyBytes`, `WorkspaceUnknown`."""
+        made, call = self._expected(func, args, kwargs)
+        room = self.most_bytes - self.live_bytes - made
+        if room < 0:
             raise _TooManyBytes
+        if call is not None and estimate_workspace(call, self._kernels_of) > max(SCALARS, room):
+            if (workspace := known_workspace_bytes(call, self._kernels_of)) is None:
+                raise WorkspaceUnknown(call)
+            if workspace > room:
+                raise _TooManyBytes
         result = LiveBytes.run(self, func, args, kwargs)
         known = _sizes_of_special(result) <= _sizes_of_special((args, list(kwargs.values())))
         self.depends_on_values |= makes_unknown_bytes(func) or not (known and _BY_VALUES.isdisjoint(func.tags))
@@ -247,24 +256,28 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """Note that code reads a value without the dispatcher."""
         self.depends_on_values = True
 
-    def _made_bytes(self, func: Any, args: Any, kwargs: Any) -> int:
-        """The bytes of an operator's results as far as they are known before it runs; else 0."""
+    def _expected(self, func: Any, args: Any, kwargs: Any) -> tuple[int, OpCall | None]:
+        """The bytes of an operator's results as far as they are known before it runs, else 0; and its call with these
+        results, None where they are not known."""
         given = tensors_in((args, list(kwargs.values())))
         if func.is_view or func.namespace in COLLECTIVES or any(map(special_kind, given)):
-            return 0
+            return 0, None
         call = describe(func, args, kwargs, ())
-        if call not in self._made:
+        if call not in self._runs:
             try:
-                self._made[call] = call.made_bytes()
+                self._runs[call] = call.run_on_meta()
             except Exception:  # its sizes depend on values, or it cannot run on "meta"
-                self._made[call] = 0
-        return self._made[call]
+                self._runs[call] = 0, None
+        return self._runs[call]
 
     def eager_workspace(self, call: OpCall) -> int:
-        """An upper bound by rule. 0 on the CPU where that would raise the peak: the kernel is left to `measure`."""
+        """An upper bound by rule. On the CPU, where that would raise the peak, what was measured; 0 where the kernel is
+        left to `measure`."""
         bound = estimate_workspace(call, self._kernels_of)
-        if not device_of(self._kernels_of).is_host or self.live_bytes + bound <= self.peak_bytes:
+        if self.live_bytes + bound <= self.peak_bytes:
             return bound
+        if (known := known_workspace_bytes(call, self._kernels_of)) is not None:
+            return known
         self._unmeasured[call] = max(self.live_bytes, self._unmeasured.get(call, 0))
         return 0
 
@@ -296,6 +309,14 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 class _TooManyBytes(Exception):
     """Operators hold more than they may, by the upper bounds of their kernels' workspaces."""
+
+
+class WorkspaceUnknown(Exception):
+    """Whether an operator may run depends on the workspace of its kernel, which was not measured yet."""
+
+    def __init__(self, call: OpCall) -> None:
+        super().__init__(call.op)
+        self.call = call
 
 
 class TensorsTooLarge(_TooManyBytes):

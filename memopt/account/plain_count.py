@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead
+from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead, WorkspaceUnknown
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
@@ -27,6 +27,7 @@ from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
+from memopt.device.workspace import call_workspace_bytes
 from memopt.training_state import undone, undone_but_parameters
 
 READS_MARGIN = 4
@@ -35,6 +36,9 @@ this many times as much would fit."""
 LEFT_OUT_MARGIN = 2
 """A step with kernels that make more bytes than their fake results have, such as those of recurrent layers, is counted
 on values only if this many times what is known of it would fit: one such kernel may hold more than all that is left."""
+
+_MOST_RUNS = 24
+"""A step is counted on values up to this often, once more for each kernel that was to be measured first."""
 
 
 @dataclass(frozen=True)
@@ -195,32 +199,52 @@ def count_on_values(
 
     None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
     beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
-    which have gradients of their own.
+    which have gradients of their own. Where only the workspace of a kernel tells whether that may run, this is measured
+    with all tensors of the step freed, and the step begins again.
     """
+    for _ in range(_MOST_RUNS):
+        unknown = None
+        try:
+            return _count_once(model, run, call, card, most_bytes, retained=retained, checkpoints=checkpoints)
+        except WorkspaceUnknown as raised:
+            unknown = raised.call
+        except Exception:  # whatever it is, the real call will say it
+            return None
+        finally:
+            torch.clear_autocast_cache()
+        call_workspace_bytes(unknown, card.device_type)  # outside of the handler, whose frames hold the step's tensors
+    return None
+
+
+def _count_once(
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    card: Hardware,
+    most_bytes: int,
+    *,
+    retained: bool,
+    checkpoints: bool,
+) -> PlainStep | None:
     home = next(model.parameters()).device
-    try:
-        args, kwargs = copied(call)
-        most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
-        count = RealBytes(card.device_type, home.type, most_bytes=most_bytes)
-        with (
-            torch.enable_grad(),
-            undone(model),
-            without_gradients(model),
-            without_backward_hooks(model),
-            reads_seen(count.note_read),
-        ):
-            own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
-            leaves = tree_leaves((args, kwargs))
-            step = _counted(
-                count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False, made_too=not checkpoints
-            )
-        count.measure()
-        found: Any = {"depends_on_values": count.depends_on_values, "on_values": True}
-        return step and replace(step, peak_bytes=count.peak_bytes, **found)
-    except Exception:  # whatever it is, the real call will say it
-        return None
-    finally:
-        torch.clear_autocast_cache()
+    args, kwargs = copied(call)
+    most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
+    count = RealBytes(card.device_type, home.type, most_bytes=most_bytes)
+    with (
+        torch.enable_grad(),
+        undone(model),
+        without_gradients(model),
+        without_backward_hooks(model),
+        reads_seen(count.note_read),
+    ):
+        own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
+        leaves = tree_leaves((args, kwargs))
+        step = _counted(
+            count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False, made_too=not checkpoints
+        )
+    count.measure()
+    found: Any = {"depends_on_values": count.depends_on_values, "on_values": True}
+    return step and replace(step, peak_bytes=count.peak_bytes, **found)
 
 
 def _counted(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -107,13 +107,15 @@ class OpCall:
                 value.copy_(torch.linspace(0, args[0].shape[0], len(value) + 1)[1:])
         return args, kwargs
 
-    def made_bytes(self) -> int:
-        """The bytes of the storages that a run on "meta" makes for its results. Raises what that raises."""
+    def run_on_meta(self) -> tuple[int, OpCall]:
+        """The bytes of the storages that a run on "meta" makes for its results, and the call with these results.
+        Raises what that raises."""
         args, kwargs = self.make_arguments("meta")
         with plain_tensors(), torch.no_grad():
             found = self.op(*args, **kwargs)
         own = {tensor.untyped_storage() for tensor in tensors_in((args, list(kwargs.values())))}
-        return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors_in(found)} - own)
+        made = {tensor.untyped_storage() for tensor in tensors_in(found)} - own
+        return sum(storage.nbytes() for storage in made), replace(self, results=_freeze(found))
 
     def make_results(self, device: str) -> Any:
         """Results of the same shapes on `device`, with made-up values."""

@@ -78,6 +78,15 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
     return _measured([call])[call].workspace_bytes if device.is_host else device.workspace(call, chip)
 
 
+def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
+    """As `call_workspace_bytes`, without a run: None where one would have to tell, and none did before."""
+    device = device_of(device_type)
+    if not device.is_host:
+        return device.workspace(call, LARGE)
+    measured = _latest.get(_key(call))
+    return None if measured is None else measured.workspace_bytes
+
+
 def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
     """Temporary bytes that the kernel of a call holds at most on a type of device, by rule."""
     return device_of(device_type).workspace(call, chip)

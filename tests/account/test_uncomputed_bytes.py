@@ -16,7 +16,8 @@ from memopt.account.plain_count import READS_MARGIN, PlainStep
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.compat.host import reads_raise, uncomputed
 from memopt.compat.modules import plain_call
-from memopt.device import hardware_of
+from memopt.device import hardware_of, workspace
+from memopt.lru import LruCache
 
 PLENTY = 1e12
 
@@ -335,3 +336,37 @@ def test_a_count_on_values_makes_nothing_above_its_limit() -> None:
         found = plain_count.count_on_values(model, plain_call(model), ((batch,), {}), card, most_bytes)
     assert found is None
     assert peak.allocated_bytes < most_bytes
+
+
+class _Columns(nn.Module):
+    """A convolution in fp64, for which torch unfolds the images, and code that reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cnn = nn.Conv2d(4, 4, 1, dtype=torch.float64), nn.Conv2d(4, 4, 5, padding=2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.cnn(x if x.sum() < 1e9 else 2 * x).square().mean()
+
+
+def test_a_count_on_values_runs_no_kernel_whose_workspace_is_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, card = _Columns(), torch.randn(4, 4, 48, 48, dtype=torch.float64), hardware_of(torch.device("cpu"))
+    given = model, plain_call(model), ((batch,), {}), card
+    whole = plain_count.count_on_values(*given, int(PLENTY))
+    with memopt.measure_peak() as peak:
+        model(batch).backward()
+    assert whole is not None
+    assert abs(whole.peak_bytes - peak.allocated_bytes) < 2048
+    for measured_before in (True, False):
+        enough = whole.peak_bytes + batch.nbytes
+        if not measured_before:
+            monkeypatch.setattr(workspace, "_latest", LruCache(2**15))
+        with memopt.measure_peak() as peak:
+            found = plain_count.count_on_values(*given, enough)
+        assert found is not None
+        assert found.peak_bytes == whole.peak_bytes
+        assert peak.allocated_bytes <= enough
+    with memopt.measure_peak() as peak:
+        assert plain_count.count_on_values(*given, enough - whole.peak_bytes // 4) is None
+    assert peak.allocated_bytes <= enough - whole.peak_bytes // 4
