@@ -249,6 +249,11 @@ class Entry:
             self._group = 1
             self.others_expected = max(self.at_least, *self._groups) - 1
 
+    @property
+    def groups_done(self) -> int:
+        """The number of groups before the present one, as far as they are remembered."""
+        return len([one for one in self._groups if one])
+
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of what the latest forward returned that are still there, beside the model's own tensors and
         `inputs`. 0 where it returned too little to matter, and where any forward waits for its backward, which counts

@@ -39,6 +39,9 @@ _MALLOC_NOISE = 64 * 1024
 step."""
 WORTHWHILE = 16
 """Room that has become free is planned for where it is at least the budget divided by this."""
+_SEVERAL = 3
+"""Where so many forwards wait that nobody expected, further ones may follow: solvers call their model dozens of times
+before a backward."""
 _MORE_STATE = 2
 """An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
 `amsgrad`, and the temporaries of `foreach`."""
@@ -119,6 +122,12 @@ class Moment:
     def to_come(self) -> int:
         """The number of forwards that are expected to follow before the first backward."""
         return max(0, self.entry.others_expected - self.waiting)
+
+    @property
+    def beyond_expected(self) -> int:
+        """The number of forwards that may follow where more wait than were expected: as many again as wait, from
+        `_SEVERAL` on."""
+        return self.waiting if self.waiting >= max(_SEVERAL, self.entry.others_expected + 1) else 0
 
     @property
     def group_situation(self) -> Situation | None:

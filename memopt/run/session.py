@@ -208,8 +208,7 @@ class Session:
             fits = calls.plain_calls.step_if_it_fits(
                 call, situation, moment, parts, plans_serve_all=served, lacks_smaller=lacks
             )
-            unsure = fits is not None and self.parallel.wrapper is None and self.share.others_may_run(moment)
-            tight = fits is not None and unsure and not fits.fits(moment, fits.step.held_bytes)
+            tight = fits is not None and not self._has_reserve(fits, moment)
             if fits is not None and not tight:
                 try:
                     return self._run_plain(calls, call, fits, situation, moment)
@@ -237,6 +236,13 @@ class Session:
                 if fits is None or not tight or not getattr(refused, "undone", True):
                     raise
             return self._run_plain(calls, call, fits, situation, moment)
+
+    def _has_reserve(self, fits: CountedStep, moment: Moment) -> bool:
+        """Whether a step that fits leaves room for what may follow: steps of models that are not optimised, and
+        forwards beyond those that were expected, while it waits."""
+        alone = self.parallel.wrapper is None
+        times = int(alone and self.share.others_may_run(moment)) + (moment.beyond_expected if alone else 0)
+        return not times or fits.fits(moment, times * fits.step.held_bytes)
 
     def _run_plain(
         self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment

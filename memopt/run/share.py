@@ -204,10 +204,13 @@ class Share:
         return replace(counted, appears=True, later_bytes=later, spare_bytes=spare, kept_outputs=kept)
 
     def others_may_run(self, moment: Moment) -> bool:
-        """Whether there were models on the device at the first call that are not optimised, and no backward was seen
-        yet, so that it is not known which of them run before it."""
-        if self.entry.seen.backward or self.entry.fixed_bytes is not None:
+        """Whether it is not known which forwards run before the backward of this one: there were models on the device
+        at the first call that are not optimised, and no backward was seen yet; or others are optimised, and it is no
+        more than the second time that this one is called, as of a discriminator after the generator's step."""
+        if self.entry.fixed_bytes is not None:
             return False
+        if self.entry.seen.backward:
+            return self.entry.groups_done < 2 and moment.others_train
         if self._others_there is None:
             found = self.ledger.now(replace(moment, closely=True)).parameters
             optimised = [one.model.parameters() for one in self.ledger.others_training(self.entry)]
