@@ -343,7 +343,7 @@ class _Columns(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.cnn = nn.Conv2d(4, 4, 1, dtype=torch.float64), nn.Conv2d(4, 4, 5, padding=2, dtype=torch.float64)
+        self.first, self.cnn = nn.Conv2d(4, 4, 1).double(), nn.Conv2d(4, 4, 5, padding=2).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
