@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch import nn
 
 import memopt
 from memopt.errors import GIB
+from memopt.run.entry import Entry
+from memopt.run.ledger import Moment
 
 EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 STEPS, ROWS = 2, 512
@@ -38,6 +41,7 @@ def train(model: nn.Module) -> tuple[list[torch.Tensor], int]:
     return losses, most
 
 
+@pytest.mark.slow
 def test_a_solver_that_calls_its_model_often_trains_in_half_at_once() -> None:
     gc.collect()
     expected, most = train(field())
@@ -46,3 +50,14 @@ def test_a_solver_that_calls_its_model_often_trains_in_half_at_once() -> None:
     losses, peak = train(model)
     assert peak <= most / 2
     assert all(map(torch.equal, losses, expected))
+
+
+def test_as_many_forwards_again_are_expected_beyond_the_known_ones() -> None:
+    entry = Entry(nn.Linear(1, 1), 1000)
+    assert [Moment(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 3, 4, 5]
+    for waiting in range(5):
+        entry.begin(waiting)
+    entry.begin(0)
+    assert entry.groups_done == 1
+    assert entry.others_expected == 4
+    assert [Moment(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 0, 0, 5]
