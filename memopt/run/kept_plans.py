@@ -254,7 +254,7 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
 
 
 _BESIDE: dict[str, Any] = {"elsewhere": 0, "unforeseen": 0, "tolerance": 0, "card_state": None}
-"""What an account has of what lies beside the step, which changes its smallest budget, but not its smallest schedule."""
+"""What an account has of what lies beside the step: it changes the smallest budget, but not the smallest schedule."""
 
 
 def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:
