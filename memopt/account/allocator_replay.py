@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from memopt.account.breakdown import by_position, is_receipt
-from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator, CardFullError
+from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator
 from memopt.account.card_state import CardState
 from memopt.solver import Offload, Op, RematProblem, Schedule
 from memopt.solver.problem import BlockCall
@@ -132,8 +132,6 @@ def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unus
 
 # The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
 _STEPS = 8
-# The least limit is found to this share of the bytes allocated.
-_SHARE = 1 / 256
 
 
 @dataclass(frozen=True)
@@ -254,23 +252,12 @@ def replay_with_spare(
     return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 
 
-def least_limit(
-    ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool
-) -> tuple[int, AllocatorPeaks]:
-    """The least limit in bytes with which `replay_with_spare` passes, to 0.4% of the bytes allocated, and the peaks
-    without a limit."""
-    free = _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
-    low, high = spare.added_to(free.allocated_bytes) - 1, spare.added_to(free.reserved_bytes)
-    while high - low > max(1, _SHARE * free.allocated_bytes):
-        # The least limit is more often near to the bytes handed out than to the bytes held.
-        middle = low + (high - low + 3) // 4
-        try:
-            replay_with_spare(ways, blocks, spare, expandable_segments=expandable_segments, limit_bytes=middle)
-        except CardFullError:
-            low = middle
-        else:
-            high = middle
-    return high, free
+def peaks_without_limit(
+    ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, *, expandable_segments: bool
+) -> AllocatorPeaks:
+    """The peaks where the allocator may hold any amount: the largest over all `ways` in which a step may make its
+    calls."""
+    return _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
 
 
 def _most(peaks: Sequence[AllocatorPeaks]) -> AllocatorPeaks:

@@ -7,7 +7,7 @@ split, no rounding to powers of two, one stream.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
 from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment
@@ -46,9 +46,17 @@ class _Addresses:
     def __init__(self, *, rising: bool) -> None:
         self._rising = rising
         self._holes: list[tuple[int, int]] = []
-        """Address and bytes, by address."""
+        """Bytes and address, by bytes."""
+        self._hole_bytes: dict[int, int] = {}
+        """Bytes of each hole, by address."""
+        self._hole_before: dict[int, int] = {}
+        """The address of each hole, by its end."""
+        self._starts: list[int] = []
+        """The addresses of ranges, ascending."""
         self._ranges: dict[int, list[int]] = {}
         """Bytes, and those in use, by address."""
+        self._free: list[tuple[int, int]] = [(0, _ABOVE)]
+        """The places for new ranges, as address and end, ascending."""
 
     def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
         """Take the windows in which segments lie, given as address and bytes in ascending order. What the segments
@@ -60,7 +68,7 @@ class _Addresses:
             if end is None or window > end + -end % WINDOW_BYTES:
                 self._end_range(begin, end)
                 begin = end = window
-                self._ranges[begin] = [0, 0]
+                self._add_range(begin, 0)
             self._add_hole(end, address - end)
             self._ranges[begin][1] += nbytes
             end = address + nbytes
@@ -71,55 +79,78 @@ class _Addresses:
             self._add_hole(end, -end % WINDOW_BYTES)
             self._ranges[begin][0] = end + -end % WINDOW_BYTES - begin
 
+    def _add_range(self, address: int, nbytes: int) -> None:
+        insort(self._starts, address)
+        self._ranges[address] = [nbytes, 0]
+
     def take(self, nbytes: int) -> int:
         """The address of a new segment."""
-        fits = [(room, address) for address, room in self._holes if room >= nbytes]
-        if fits:
-            room, address = min(fits)
-            self._holes.remove((address, room))
+        at = bisect_left(self._holes, (nbytes, 0))
+        if at < len(self._holes):
+            room, address = self._holes[at]
+            self._fill_hole(address)
         else:
             room = nbytes + -nbytes % WINDOW_BYTES
             address = self._above() if self._rising else self._highest(room)
-            self._ranges[address] = [room, 0]
+            self._add_range(address, room)
         self._ranges[self._range_of(address)][1] += nbytes
         self._add_hole(address + nbytes, room - nbytes)
         return address
 
     def _above(self) -> int:
-        return max((start + room for start, (room, _) in self._ranges.items()), default=_ABOVE)
+        return self._starts[-1] + self._ranges[self._starts[-1]][0] if self._starts else _ABOVE
 
     def _highest(self, nbytes: int) -> int:
-        """The highest free place of a new range."""
-        above = _ABOVE
-        for start in sorted(self._ranges, reverse=True):
-            if start + self._ranges[start][0] + nbytes <= above:
-                break
-            above = min(above, start)
-        return above - nbytes
+        """The highest free place of a new range, which is taken."""
+        at = next(at for at in reversed(range(len(self._free))) if self._free[at][1] - self._free[at][0] >= nbytes)
+        start, end = self._free.pop(at)
+        if start < end - nbytes:
+            self._free.insert(at, (start, end - nbytes))
+        return end - nbytes
 
     def _range_of(self, address: int) -> int:
-        return max(start for start in self._ranges if start <= address)
+        return self._starts[bisect_right(self._starts, address) - 1]
 
     def give_back(self, address: int, nbytes: int) -> None:
         """Make a hole where a segment was, joined with those on both sides."""
         start = self._range_of(address)
         room, used = self._ranges[start]
-        if used == nbytes:
-            self._holes = [hole for hole in self._holes if not start <= hole[0] < start + room]
-            del self._ranges[start]
-            return
         self._ranges[start][1] -= nbytes
-        at = bisect_left(self._holes, (address, 0))
-        if at < len(self._holes) and self._holes[at][0] == address + nbytes < start + room:
-            nbytes += self._holes.pop(at)[1]
-        if at and sum(self._holes[at - 1]) == address > start:
-            address, before = self._holes.pop(at - 1)
-            nbytes += before
-        self._add_hole(address, nbytes)
+        begin, end = address, address + nbytes
+        if end < start + room and end in self._hole_bytes:
+            end += self._fill_hole(end)
+        if begin > start and begin in self._hole_before:
+            begin = self._hole_before[begin]
+            self._fill_hole(begin)
+        if used > nbytes:
+            self._add_hole(begin, end - begin)
+            return
+        self._starts.remove(start)
+        del self._ranges[start]
+        if start < _ABOVE:
+            self._add_place(start, start + room)
+
+    def _add_place(self, start: int, end: int) -> None:
+        """Add a place for new ranges, joined with those on both sides."""
+        at = bisect_left(self._free, (start, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == start:
+            start = self._free.pop(at - 1)[0]
+        insort(self._free, (start, end))
 
     def _add_hole(self, address: int, nbytes: int) -> None:
         if nbytes:
-            insort(self._holes, (address, nbytes))
+            insort(self._holes, (nbytes, address))
+            self._hole_bytes[address] = nbytes
+            self._hole_before[address + nbytes] = address
+
+    def _fill_hole(self, address: int) -> int:
+        """Take a hole away; returns its bytes."""
+        nbytes = self._hole_bytes.pop(address)
+        del self._hole_before[address + nbytes]
+        self._holes.pop(bisect_left(self._holes, (nbytes, address)))
+        return nbytes
 
 
 class _Block:

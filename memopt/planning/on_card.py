@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch
 
 from memopt.account.account import Account
-from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare, step_ways
+from memopt.account.allocator_replay import (
+    AllocatorPeaks,
+    Spare,
+    StepBlocks,
+    peaks_without_limit,
+    replay_with_spare,
+    step_ways,
+)
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import SMALL_BYTES, CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
@@ -38,6 +45,8 @@ UNSPLIT = 3, 1000
 out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
 _NEXT = 1, 1024
 """The share of a budget, as a fraction, by which the next one that is tried is larger."""
+_SHARE = 1 / 256
+"""The share of the bytes allocated to which the least budget is found."""
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
@@ -65,23 +74,40 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
 def _least_replayed(joined: Joined, schedule: Schedule, bare: Account, *, expandable: bool) -> Account:
     """The result of `on_card`."""
     ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
-    least, peaks = least_limit(ways, blocks, SPARE, expandable_segments=expandable)
-    found = _with_overhead(bare, _requested_bytes(joined, schedule, bare), peaks, least)
+    free = peaks_without_limit(ways, blocks, expandable_segments=expandable)
 
-    def passes(budget_bytes: int) -> bool:
-        return within(joined, schedule, bare, budget_bytes, expandable=expandable) is not None
+    def fitted(budget_bytes: int) -> Account | None:
+        return _within(joined, schedule, bare, ways, budget_bytes, expandable=expandable)
 
-    return _raised_until(passes, joined, schedule, found)
+    return _with_least_budget(fitted, joined, schedule, bare.context, free)
 
 
-def _raised_until(passes: Callable[[int], bool], joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account with so much more fragmentation that its peak is a budget that `passes`: the first one that does of
-    larger and larger budgets, each rounded up as messages show it (`as_text_has_it`)."""
-    needed = breakdown(joined.problem, schedule, account).peak_bytes
-    budget_bytes, (share, whole) = as_text_has_it(needed), _NEXT
-    while not passes(budget_bytes):
-        budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
-    return replace(account, fragmentation=account.fragmentation + budget_bytes - needed)
+def _with_least_budget(
+    fitted: Callable[[int], Account | None],
+    joined: Joined,
+    schedule: Schedule,
+    context: int,
+    free: AllocatorPeaks,
+    above: int = 0,
+) -> Account:
+    """The account that `fitted` gives for the least budget for which it gives one, to 0.4% of the bytes allocated, with
+    so much more fragmentation that this budget is its peak. Only budgets larger than `above` are tried, each rounded up
+    as messages show it (`as_text_has_it`); `free` has the allocator's peaks without a limit.
+
+    The budget that is returned was tried itself: a larger one than one that works need not work.
+    """
+    low = max(above, context + SPARE.added_to(free.allocated_bytes) - 1)
+    high = as_text_has_it(max(low + 1, context + SPARE.added_to(free.reserved_bytes)))
+    found = None
+    # The least budget is more often near to the bytes handed out than to the bytes held.
+    while high - low > _SHARE * free.allocated_bytes and (middle := as_text_has_it(low + (high - low + 3) // 4)) < high:
+        account = fitted(middle)
+        low, high, found = (middle, high, found) if account is None else (low, middle, account)
+    share, whole = _NEXT
+    while found is None and (found := fitted(high)) is None:
+        high = as_text_has_it(high + high * share // whole)
+    peak = breakdown(joined.problem, schedule, found).peak_bytes
+    return replace(found, fragmentation=found.fragmentation + high - peak)
 
 
 def within(
@@ -90,14 +116,28 @@ def within(
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns no
     segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed;
     `expandable` is as for `on_card`."""
-    bare = without_allocator(account)
     if not account.caching:
-        return bare
-    limit = budget_bytes - account.context - account.lowering
+        return without_allocator(account)
     setting = expandable_segments() if expandable is None else expandable
-    ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
+    ways = step_ways(joined.problem, schedule)
+    return _within(joined, schedule, without_allocator(account), ways, budget_bytes, expandable=setting)
+
+
+def _within(
+    joined: Joined,
+    schedule: Schedule,
+    bare: Account,
+    ways: Sequence[Sequence[BlockCall]],
+    budget_bytes: int,
+    *,
+    expandable: bool,
+) -> Account | None:
+    """The result of `within` for an account without an overhead, where the step calls the allocator in any of
+    `ways`."""
+    limit = budget_bytes - bare.context - bare.lowering
+    blocks = _step_blocks(joined, bare)
     try:
-        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
+        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=expandable, limit_bytes=limit)
     except CardFullError:
         return None
     requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))
@@ -126,15 +166,15 @@ def compiled_within(
                     return _with_overhead(bare, requested, peaks, spare.added_to(peaks.reserved_bytes))
         return None
 
-    def passes(budget_bytes: int) -> bool:
+    def passing(budget_bytes: int) -> Account | None:
         found = fitted(budget_bytes)
-        return found is not None and breakdown(joined.problem, schedule, found).peak_bytes <= budget_bytes
+        fits = found is not None and breakdown(joined.problem, schedule, found).peak_bytes <= budget_bytes
+        return found if fits else None
 
     if found := fitted(budget_bytes):
         return found
-    held, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
-    above = max(held, budget_bytes - account.context + 1)
-    return _raised_until(passes, joined, schedule, _with_overhead(bare, requested, peaks, above))
+    free = peaks_without_limit(ways, blocks, expandable_segments=setting)
+    return _with_least_budget(passing, joined, schedule, account.context, free, budget_bytes)
 
 
 def without_allocator(account: Account) -> Account:

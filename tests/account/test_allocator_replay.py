@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay, replay_with_spare, step_calls
+from memopt.account.allocator_replay import (
+    Spare,
+    StepBlocks,
+    peaks_without_limit,
+    replay,
+    replay_with_spare,
+    step_calls,
+)
 from memopt.account.caching_allocator import CardFullError
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
 from memopt.solver.problem import BlockCall
@@ -39,9 +47,23 @@ def test_two_steps_of_a_chain() -> None:
     assert not peaks.releases
 
 
-def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_not() -> None:
+def least_limit(spare: Spare, *, expandable: bool) -> int:
+    """The least limit in whole MB with which a replay of the chain passes."""
+
+    def passes(limit_mb: int) -> bool:
+        try:
+            replay_with_spare([CALLS], PARAMETER, spare, expandable_segments=expandable, limit_bytes=limit_mb * MB)
+        except CardFullError:
+            return False
+        return True
+
+    return bisect_left(range(200), True, key=passes) * MB
+
+
+def test_the_least_limit_lies_between_what_is_handed_out_and_what_is_held_without_a_limit() -> None:
     for setting in (False, True):
-        least, free = least_limit([CALLS], PARAMETER, Spare(0), expandable_segments=setting)
+        free = peaks_without_limit([CALLS], PARAMETER, expandable_segments=setting)
+        least = least_limit(Spare(0), expandable=setting)
         assert free.allocated_bytes <= least <= free.reserved_bytes
         within = replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least)
         assert within.reserved_bytes <= least
@@ -51,7 +73,7 @@ def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_n
 
 def test_a_limit_passes_with_and_without_its_spare() -> None:
     spare = Spare(100)
-    least, _ = least_limit([CALLS], PARAMETER, spare, expandable_segments=False)
+    least = least_limit(spare, expandable=False)
     for limit in (spare.taken_from(least), least):
         replay(CALLS, PARAMETER, expandable_segments=False, limit_bytes=limit)
     with pytest.raises(CardFullError):

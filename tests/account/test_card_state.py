@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay
+from memopt.account.allocator_replay import StepBlocks, replay
 from memopt.account.caching_allocator import _ABOVE, CachingAllocator, CardFullError
 from memopt.account.card_snapshot import _Owners, state_of
 from memopt.account.card_state import CardState, HeldSegment, Kind, merged
@@ -35,8 +35,9 @@ def test_a_replay_uses_the_gaps_that_are_there_and_cannot_return_them() -> None:
     peaks = replay(STEP, StepBlocks((8 * MB,), there=HOLES), expandable_segments=False)
     assert peaks.allocated_bytes == (8 + 8 + 30 + 16) * MB
     assert peaks.reserved_bytes == (80 + 30) * MB
-    least, _ = least_limit([STEP], StepBlocks((8 * MB,), there=HOLES), Spare(0), expandable_segments=False)
-    assert least == 110 * MB
+    replay(STEP, StepBlocks((8 * MB,), there=HOLES), expandable_segments=False, limit_bytes=110 * MB)
+    with pytest.raises(CardFullError):
+        replay(STEP, StepBlocks((8 * MB,), there=HOLES), expandable_segments=False, limit_bytes=110 * MB - 1)
 
 
 def test_a_state_above_the_limit_is_refused() -> None:
