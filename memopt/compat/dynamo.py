@@ -13,7 +13,8 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 # there: `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
 PRIVATE_NAMES = (
     *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
+    *private("torch._dynamo", "config._make_closure_patcher"),
+    *private("torch._functorch", "config._make_closure_patcher"),
     *private("torch._dynamo.eval_frame", "cached_backends"),
     *private("torch._dynamo.convert_frame", "input_codes.seen"),
     *private("torch._dynamo", "maybe_mark_dynamic"),
@@ -102,7 +105,8 @@ def __getattr__(name: str) -> Any:
     return getattr(exc, _ERRORS[name])
 
 
-def capture_settings() -> ExitStack:
+@contextmanager
+def capture_settings() -> Iterator[None]:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
     Sizes and scalars that depend on data become symbols of the graph. Past the limit of recompilations there is an
@@ -115,15 +119,29 @@ def capture_settings() -> ExitStack:
     3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient.
     """
     import torch._dynamo.config as dynamo_config
-    import torch._functorch.config as functorch_config
 
     check()
-    stack = ExitStack()
-    ignored = set(dynamo_config.ignore_logging_functions)
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
+    ignored = frozenset(dynamo_config.ignore_logging_functions) | ({warn_once} if warn_once else set())
+    with ExitStack() as stack:
+        for change in _changes(ignored):
+            stack.callback(change())
+        with replaced_all([*replacements(), broadcast_masks()]):
+            yield
+
+
+@lru_cache(maxsize=4)
+def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]], ...]:
+    """Functions that make the settings and return one that takes them back, where logging functions `ignored` break no
+    graph. They are made once: `config.patch` makes a context variable each time, which is never freed, and takes three
+    times as long."""
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
     derivatives: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
-    stack.enter_context(
-        dynamo_config.patch(
+    dynamo, functorch = cast("Any", dynamo_config), cast("Any", functorch_config)
+    return (
+        dynamo._make_closure_patcher(
             capture_scalar_outputs=True,
             use_numpy_random_stream=True,
             capture_dynamic_output_shape_ops=True,
@@ -136,15 +154,13 @@ def capture_settings() -> ExitStack:
             suppress_errors=False,
             allow_rnn=True,
             optimize_ddp=False,
-            ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
+            ignore_logging_functions=set(ignored),
             **derivatives,
-        )
+        ),
+        functorch._make_closure_patcher(
+            functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False
+        ),
     )
-    stack.enter_context(
-        functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
-    )
-    stack.enter_context(replaced_all([*replacements(), broadcast_masks()]))
-    return stack
 
 
 def is_exporting() -> bool:
