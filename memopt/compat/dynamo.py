@@ -38,6 +38,7 @@ PRIVATE_NAMES = (
     *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
     *private("torch._dynamo", "config._make_closure_patcher"),
     *private("torch._functorch", "config._make_closure_patcher"),
+    *private("torch.compiler", "config._make_closure_patcher"),
     *private("torch._dynamo.eval_frame", "cached_backends"),
     *private("torch._dynamo.convert_frame", "input_codes.seen"),
     *private("torch._dynamo", "maybe_mark_dynamic"),
@@ -112,7 +113,7 @@ def capture_settings() -> Iterator[None]:
     Sizes and scalars that depend on data become symbols of the graph. Past the limit of recompilations there is an
     error instead of an eager run, which would exceed the budget. Derivatives that the code takes itself are calls in
     the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
-    the forward.
+    the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
     itself it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
@@ -139,7 +140,7 @@ def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]],
     import torch._functorch.config as functorch_config
 
     derivatives: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
-    dynamo, functorch = cast("Any", dynamo_config), cast("Any", functorch_config)
+    dynamo, functorch, compiler = (cast("Any", one) for one in (dynamo_config, functorch_config, torch.compiler.config))
     return (
         dynamo._make_closure_patcher(
             capture_scalar_outputs=True,
@@ -160,6 +161,7 @@ def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]],
         functorch._make_closure_patcher(
             functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False
         ),
+        compiler._make_closure_patcher(job_id=None),
     )
 
 
@@ -212,15 +214,13 @@ class SeenSizes:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context in which Dynamo notes the sizes of calls in this object; profiles that Dynamo has written to disk are
-        neither read nor written."""
+        """Context, within `capture_settings`, in which Dynamo notes the sizes of calls in this object."""
         from torch._dynamo import pgo
 
         state: Any = pgo
-        settings: Any = torch.compiler.config
         if self._noted is None:
             self._noted = defaultdict(state.CodeState)
-        with replaced(state, "_CODE_STATE", self._noted), settings.patch(job_id=None):
+        with replaced(state, "_CODE_STATE", self._noted):
             yield
 
 
