@@ -323,6 +323,10 @@ class CallState:
         states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
+    def generators_on(self, device: torch.device) -> tuple[Any, ...] | None:
+        """The states of generators as `generator_states` gives them; None for another device than the parameters'."""
+        return self.generators if self.device == device else None
+
     def undo(self) -> bool:
         """Set these tensors and generators back to this state; returns False where a tensor was written to that has no
         copy."""

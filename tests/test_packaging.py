@@ -115,7 +115,8 @@ def test_the_source_distribution_has_the_tests_and_the_documentation(tmp_path: P
     shutil.copytree(ROOT, tree, ignore=skipped)
     shutil.copytree(ROOT / ".ci", tree / ".ci")
     command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path), "--formats", "gztar"]
-    subprocess.run(command, cwd=tree, check=True, capture_output=True, env={**os.environ, "PATH": ""})
+    environment = {**os.environ, "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, env=environment)
     shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked")
     (made,) = (tmp_path / "unpacked").iterdir()
     for folder in ("memopt", "passes", "tests", "docs", "examples", "benchmarks"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from memopt.account.breakdown import by_position, is_receipt
+from memopt.account.breakdown import by_position
 from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator
 from memopt.account.card_state import CardState
 from memopt.solver import Offload, Op, RematProblem, Schedule
@@ -28,7 +28,7 @@ def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[Block
 
 def _results(problem: RematProblem) -> frozenset[int]:
     """The storages of the forward's results."""
-    made = (op.makes for op in problem.ops[: problem.forward_ops] if not is_receipt(op))
+    made = (op.makes for op in problem.ops[: problem.forward_ops] if not op.is_receipt)
     return frozenset(storage for makes in made for storage in makes if problem.storages[storage].kept)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt.account.account import Account
-from memopt.solver import Link, Offload, Op, RematProblem, Schedule, simulate
+from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
 
 ANY_LINK = Link(math.inf)
 """An infinitely fast link, for simulations of which only the bytes are needed: these do not depend on its rate."""
@@ -44,7 +44,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
     graph_peak = account.resident_bytes + moving
-    in_step = optimizer_rows(account, output_bytes(problem))
+    in_step = optimizer_rows(account, problem.output_bytes)
     optimizer_peak = sum(in_step.values())
     if optimizer_peak > graph_peak:
         return Breakdown(optimizer_peak, OPTIMIZER_STEP, _ordered(in_step))
@@ -107,7 +107,7 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         BETWEEN_REGIONS
         if op_now.name == EAGER
         else MEANWHILE
-        if op_now.workspace_bytes and is_receipt(op_now)
+        if op_now.workspace_bytes and op_now.is_receipt
         else WORKSPACE
     )
     totals[row] += op_now.workspace_bytes
@@ -124,7 +124,7 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
         return BROUGHT
     in_forward = maker < problem.forward_ops
     if problem.storages[storage].kept and first:
-        return OUTPUTS if in_forward or is_receipt(problem.ops[maker]) else GRADIENTS
+        return OUTPUTS if in_forward or problem.ops[maker].is_receipt else GRADIENTS
     if fetched:
         return FETCHED
     if not in_forward:
@@ -165,20 +165,6 @@ def by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
     for offload in schedule.offloads:
         found.setdefault(getattr(offload, field), []).append(offload)
     return found
-
-
-def output_bytes(problem: RematProblem) -> int:
-    """Bytes of the forward's results, which the caller may hold until the step's end."""
-    made = zip(problem.storages, problem.producer, strict=True)
-    returned = (
-        storage for storage, maker in made if maker < problem.forward_ops and not is_receipt(problem.ops[maker])
-    )
-    return sum(storage.bytes for storage in returned if storage.kept)
-
-
-def is_receipt(op: Op) -> bool:
-    """Whether the op stands for a value from outside, the gradient of an output."""
-    return not op.reads and not op.seconds
 
 
 def _ordered(rows: dict[str, int]) -> tuple[tuple[str, int], ...]:

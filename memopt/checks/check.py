@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import distinct_bytes
-from memopt.account.breakdown import ANY_LINK, output_bytes
+from memopt.account.breakdown import ANY_LINK
 from memopt.account.optimizer_trial import optimizer_restored, state_tensors
 from memopt.capture.inputs import Call, batch_call, check_device, tensors_in
 from memopt.checks.measured_step import PhaseMeter, optimised
@@ -179,7 +179,7 @@ def predicted_rows(plan: Plan) -> Rows:
         "inputs": account.inputs,
         "optimizer state": account.optimizer_state,
         "gradients": account.gradients,
-        "outputs": output_bytes(problem),
+        "outputs": problem.output_bytes,
         "held by the forward": sum(problem.storages[storage].bytes for storage in held),
         "forward and backward": moving,
         "optimizer temporaries": account.optimizer_temporaries,

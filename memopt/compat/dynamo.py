@@ -13,7 +13,8 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 # there: `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
 PRIVATE_NAMES = (
     *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
+    *private("torch._dynamo", "config._make_closure_patcher"),
+    *private("torch._functorch", "config._make_closure_patcher"),
+    *private("torch.compiler", "config._make_closure_patcher"),
     *private("torch._dynamo.eval_frame", "cached_backends"),
     *private("torch._dynamo.convert_frame", "input_codes.seen"),
     *private("torch._dynamo", "maybe_mark_dynamic"),
@@ -102,28 +106,43 @@ def __getattr__(name: str) -> Any:
     return getattr(exc, _ERRORS[name])
 
 
-def capture_settings() -> ExitStack:
+@contextmanager
+def capture_settings() -> Iterator[None]:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
     Sizes and scalars that depend on data become symbols of the graph. Past the limit of recompilations there is an
     error instead of an eager run, which would exceed the budget. Derivatives that the code takes itself are calls in
     the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
-    the forward.
+    the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
     itself it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
     3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient.
     """
     import torch._dynamo.config as dynamo_config
-    import torch._functorch.config as functorch_config
 
     check()
-    stack = ExitStack()
-    ignored = set(dynamo_config.ignore_logging_functions)
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
+    ignored = frozenset(dynamo_config.ignore_logging_functions) | ({warn_once} if warn_once else set())
+    with ExitStack() as stack:
+        for change in _changes(ignored):
+            stack.callback(change())
+        with replaced_all([*replacements(), broadcast_masks()]):
+            yield
+
+
+@lru_cache(maxsize=4)
+def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]], ...]:
+    """Functions that make the settings and return one that takes them back, where logging functions `ignored` break no
+    graph. They are made once: `config.patch` makes a context variable each time, which is never freed, and takes three
+    times as long."""
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
     derivatives: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
-    stack.enter_context(
-        dynamo_config.patch(
+    dynamo, functorch, compiler = (cast("Any", one) for one in (dynamo_config, functorch_config, torch.compiler.config))
+    return (
+        dynamo._make_closure_patcher(
             capture_scalar_outputs=True,
             use_numpy_random_stream=True,
             capture_dynamic_output_shape_ops=True,
@@ -136,15 +155,14 @@ def capture_settings() -> ExitStack:
             suppress_errors=False,
             allow_rnn=True,
             optimize_ddp=False,
-            ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
+            ignore_logging_functions=set(ignored),
             **derivatives,
-        )
+        ),
+        functorch._make_closure_patcher(
+            functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False
+        ),
+        compiler._make_closure_patcher(job_id=None),
     )
-    stack.enter_context(
-        functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
-    )
-    stack.enter_context(replaced_all([*replacements(), broadcast_masks()]))
-    return stack
 
 
 def is_exporting() -> bool:
@@ -196,15 +214,13 @@ class SeenSizes:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context in which Dynamo notes the sizes of calls in this object; profiles that Dynamo has written to disk are
-        neither read nor written."""
+        """Context, within `capture_settings`, in which Dynamo notes the sizes of calls in this object."""
         from torch._dynamo import pgo
 
         state: Any = pgo
-        settings: Any = torch.compiler.config
         if self._noted is None:
             self._noted = defaultdict(state.CodeState)
-        with replaced(state, "_CODE_STATE", self._noted), settings.patch(job_id=None):
+        with replaced(state, "_CODE_STATE", self._noted):
             yield
 
 

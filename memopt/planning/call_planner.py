@@ -52,7 +52,7 @@ NOT_FUSED = (
 )
 
 CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
-"""The regions of a call, its account, and the parameters that other calls reach."""
+"""The regions of a call, its account without what lies beside the step, and the parameters that other calls reach."""
 
 _MOST_STEPS = 24
 """The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
@@ -83,9 +83,9 @@ class CallPlanner:
         self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
-        self.compiled_least: LruCache[CompiledKey, tuple[BudgetError, Plan]] = LruCache(_MOST_STEPS)
-        """Refusals that name the smallest budget in which compiled code runs, each with the plan whose code was
-        compiled to find it, by `CompiledKey`."""
+        self.compiled_least: LruCache[CompiledKey, tuple[Account, BudgetError, Plan]] = LruCache(_MOST_STEPS)
+        """Refusals that name the smallest budget in which compiled code runs, each with the account that it is for and
+        the plan whose code was compiled to find it, by `CompiledKey`."""
         self._data_sizes: LruCache[str, DataSizes] = LruCache(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 

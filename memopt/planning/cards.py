@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account, for_card
-from memopt.account.breakdown import ANY_LINK, GRADIENTS, live_bytes_by_kind, output_bytes
+from memopt.account.breakdown import ANY_LINK, GRADIENTS, live_bytes_by_kind
 from memopt.device import Hardware, hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
@@ -87,6 +87,6 @@ def _on(card: Hardware, step: PricedStep, account: Account) -> OnCard:
     live = live_bytes_by_kind(problem, schedule, simulate(problem, schedule, ANY_LINK).peak_position)
     grows = sum(live.values()) - live.get(GRADIENTS, 0) + held.inputs + held.rounding + held.fragmentation
     stays = held.resident_bytes - held.inputs - held.rounding - held.fragmentation + live.get(GRADIENTS, 0)
-    stepping = held.optimizer_step_bytes(output_bytes(problem))
+    stepping = held.optimizer_step_bytes(problem.output_bytes)
     batches = max(0.0, (card.memory_bytes - stays) / grows) if stepping <= card.memory_bytes else 0.0
     return OnCard(card.name, card.memory_bytes, smallest(joined, account)[0], seconds, added, batches)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, breakdown, output_bytes
+from memopt.account.breakdown import ANY_LINK, breakdown
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
@@ -258,7 +258,7 @@ def returned_bytes(plan: Plan) -> int:
     where they leave gaps."""
     if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
         return 0
-    return output_bytes(plan.joined.problem)
+    return plan.joined.problem.output_bytes
 
 
 def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
@@ -266,7 +266,7 @@ def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
     are the bytes of the outputs of a call in several regions."""
     problem = priced.step.problem.problem
     in_forward = peak_in_forward(problem, priced.step.problem.smallest.schedule)
-    outputs = returned or output_bytes(problem)
+    outputs = returned or problem.output_bytes
     return max(priced.smallest()[0], priced.account.resident_bytes + in_forward + outputs)
 
 

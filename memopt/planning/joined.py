@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, is_receipt
+from memopt.account.breakdown import ANY_LINK
 from memopt.capture.between import Passed
 from memopt.price.priced_graph import PricedGraph, PricedParameterStep
 from memopt.solver import (
@@ -167,7 +167,7 @@ def _reads_of_others(
 def _tangents(problem: RematProblem) -> int:
     """The number of ops at the start of the backward that only receive the gradients of the outputs."""
     backward = problem.ops[problem.forward_ops :]
-    return next((number for number, op in enumerate(backward) if not is_receipt(op)), len(backward))
+    return next((number for number, op in enumerate(backward) if not op.is_receipt), len(backward))
 
 
 ROUNDS = 4

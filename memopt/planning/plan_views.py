@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, fx
 
-from memopt.account.breakdown import is_receipt
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import is_view, storage_bytes
 from memopt.planning.changes import source_line
@@ -121,7 +120,7 @@ def _op_attributes(joined: Joined, schedule: Schedule) -> Iterator[dict[str, Any
             "offloaded_bytes": sum(problem.storages[storage].bytes * moved[storage] for storage in op.makes),
         }
         kept = any(problem.storages[storage].kept for storage in op.makes)
-        if is_receipt(op) and index >= problem.forward_ops - 1 and kept:
+        if op.is_receipt and index >= problem.forward_ops - 1 and kept:
             fate = "input"  # the gradient of an output, which comes from outside
         elif attributes["offloaded_bytes"]:
             fate = "offloaded"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import breakdown, output_bytes
+from memopt.account.breakdown import breakdown
 from memopt.errors import GIB, BudgetError, as_text_has_it
 from memopt.planning.frontier import Recipe
 from memopt.planning.joined import Joined, solve_stepping
@@ -46,7 +46,7 @@ class Request:
 
     def fits_optimizer_step(self, joined: Joined) -> bool:
         """Whether the optimiser's own step is within the budget."""
-        return self.account.optimizer_step_bytes(output_bytes(joined.problem)) <= self.budget_bytes
+        return self.account.optimizer_step_bytes(joined.problem.output_bytes) <= self.budget_bytes
 
     def is_hopeless(self, joined: Joined) -> bool:
         """Whether it is known without a search that no schedule fits: one operator or the optimiser's step needs more.
@@ -251,7 +251,7 @@ def progress_line(progress: Progress, step_seconds: float, limit_seconds: float)
 
 def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> int:
     """The peak in bytes of a step whose forward and backward hold `graph_peak_bytes` besides resident bytes."""
-    after = account.optimizer_step_bytes(output_bytes(joined.problem))
+    after = account.optimizer_step_bytes(joined.problem.output_bytes)
     return max(graph_peak_bytes + account.resident_bytes, after)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from memopt.account.breakdown import EAGER, is_receipt, live_versions
+from memopt.account.breakdown import EAGER, live_versions
 from memopt.capture.joint import JointGraph
 from memopt.planning.changes import operator_name
 from memopt.planning.joined import Joined
@@ -124,7 +124,7 @@ def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
     rows: dict[str, ModuleRow] = {}
     for index, (region, local) in enumerate(joined.owner[: problem.forward_ops]):
         op, times = problem.ops[index], recomputed.get(index, 0)
-        if is_receipt(op):
+        if op.is_receipt:
             continue
         path = joined.prices[region].modules[local]
         row = rows.get(path, ModuleRow(path))
@@ -192,7 +192,7 @@ def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
     """The storages that the forward leaves for the backward and the caller, without the gradients of its outputs."""
     boundary = forward_evaluations(problem, schedule)
     for storage, made in live_versions(problem, schedule, boundary):
-        given = problem.storages[storage].kept and is_receipt(problem.ops[problem.producer[storage]])
+        given = problem.storages[storage].kept and problem.ops[problem.producer[storage]].is_receipt
         if made < boundary and not given:
             yield storage
 
@@ -206,6 +206,6 @@ def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
     """How many evaluations come before the forward returns: the gradients of its outputs, and what the caller's code
     takes until these are there, come after it."""
     last = problem.forward_ops - 1
-    while last >= 0 and problem.ops[last].name != EAGER and is_receipt(problem.ops[last]):
+    while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1
     return schedule.evaluations.index(last) + 1 if last >= 0 else 0

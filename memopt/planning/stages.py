@@ -310,7 +310,7 @@ Solve = Callable[[Account], Plan]
 
 def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
     """The plan of a step under FSDP2 on a cluster with as many of the last blocks kept gathered as its budget has room
-    for. Where its step waits for gathers, more blocks are kept, and more is recomputed, if that takes less time by the
+    for. Where its step waits for gathers, as many are kept as fit if more is recomputed, if that takes less time by the
     rates of the links.
 
     A plan for one card is returned as it is.
@@ -325,10 +325,14 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
     best = _keeping(plan, kept)
     if _seconds(_keeping(plan, blocks)) >= _seconds(best):
         return best
-    for more in dict.fromkeys((blocks, (kept + blocks + 1) // 2)):
-        with suppress(BudgetError):
+    more = blocks
+    while more > kept:
+        try:
             other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
             return min(best, other, key=_seconds)
+        except BudgetError as refusal:
+            most = sharding.kept_bytes(more) - (refusal.smallest_bytes - plan.budget_bytes)
+            more = max(count for count in range(more) if count == 0 or sharding.kept_bytes(count) <= most)
     return best
 
 

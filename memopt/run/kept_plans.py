@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memopt.account.account import Account
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
-from memopt.capture.region import RecordedRegion
 from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning import plan_cache
 from memopt.planning.advice import search_for
-from memopt.planning.call_planner import CallPlanner
+from memopt.planning.call_planner import CallPlanner, CompiledKey
 from memopt.planning.cards import OnCard
+from memopt.planning.figures import recounted
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, PlanSource
@@ -149,10 +150,11 @@ def check_compiled_least(recorded: Recorded) -> None:
     planner = recorded.planner
     if not _compiles(planner, recorded.situation, whole=recorded.captured.whole):
         return
-    known = planner.compiled_least.get(_key(recorded))
-    if known is None:
+    key, account = _key(recorded)
+    known = planner.compiled_least.get(key)
+    if known is None or known[0] != account:
         return
-    refusal, _ = known
+    _, refusal, _ = known
     budget_bytes = planner.terms.options.budget_bytes
     if budget_bytes < refusal.smallest_bytes:
         raise BudgetError(budget_bytes, refusal.smallest_bytes, refusal.dominated_by)
@@ -171,7 +173,8 @@ def as_compiled_least(refusal: BudgetError, recorded: Recorded, emit: Callable[[
     except (BudgetError, CaptureError):
         return refusal
     named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, compiled))
-    recorded.planner.compiled_least[_key(recorded)] = named, plan
+    key, account = _key(recorded)
+    recorded.planner.compiled_least[key] = account, named, plan
     return named
 
 
@@ -181,9 +184,11 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     compiled here. Raises `BudgetError`, `CaptureError`."""
     if not _compiles(recorded.planner, recorded.situation, whole=recorded.captured.whole):
         return None
-    if known := recorded.planner.compiled_least.get(_key(recorded)):
-        _, plan = known
-        return plan  # later searches may find another plan for that budget, and its code hold more
+    key, account = _key(recorded)
+    if known := recorded.planner.compiled_least.get(key):
+        # Later searches may find another plan for that budget, and its code hold more.
+        _, _, plan = known
+        return recounted(plan, replace(plan.account, **{name: getattr(account, name) for name in _BESIDE}))
     return search_for(recorded, advise=False, budget_bytes=planned_bytes).fastest(recorded)
 
 
@@ -248,10 +253,15 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
     return alone and planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))
 
 
-def _key(recorded: Recorded) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
-    """A key for the smallest budget of a call, of all that it depends on: its regions, the bytes that its step holds
-    beside activations, and the `id`s of the parameters that only other calls train, whose optimiser state lies there,
-    too."""
+_BESIDE: dict[str, Any] = {"elsewhere": 0, "unforeseen": 0, "tolerance": 0, "card_state": None}
+"""What an account has of what lies beside the step: it changes the smallest budget, but not the smallest schedule."""
+
+
+def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:
+    """A key for the smallest schedule of a call, of all that it depends on, and the account that its smallest budget
+    also depends on. The key has the regions, the bytes that the step holds beside activations, and the `id`s of the
+    parameters that only other calls train, whose optimiser state lies there, too."""
     accounts, captured = recorded.planner.accounts, recorded.captured
     own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
-    return captured.regions, accounts.account(recorded.call, recorded.situation), accounts.reached - own
+    account = accounts.account(recorded.call, recorded.situation)
+    return (captured.regions, replace(account, **_BESIDE), accounts.reached - own), account

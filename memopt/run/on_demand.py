@@ -18,7 +18,7 @@ from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
 from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
-from memopt.training_state import generator_states, set_generators
+from memopt.training_state import CallState, generator_states, set_generators
 from memopt.units import size
 from passes.ops.offload_ops import bring
 
@@ -69,15 +69,16 @@ def run_deferring(
     inputs: tuple[Any, ...],
     notice: Notice,
     forward: _Waiting,
+    before: CallState | None,
 ) -> Sequence[Any]:
     """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors that
     are computed when they are first looked at. `forward` has the values released that these are computed from when its
-    backward begins."""
+    backward begins. `before` is the state before the region, if it is known."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
     device = deferred.groups[0].examples[0].device
-    generators = generator_states(device)
+    generators = (before and before.generators_on(device)) or generator_states(device)
     values = run(*inputs)
     outputs: dict[int, Any] = dict(zip(deferred.returned, values, strict=False))
     taken = dict(zip(deferred.taken, values[len(deferred.returned) :], strict=True))

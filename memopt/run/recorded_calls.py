@@ -333,7 +333,8 @@ class RecordedCalls:
 
         replay = self._replay(region, inputs, pending) if region.undifferentiated or region.feeds else None
         try:
-            outputs = run_deferring(region, run, inputs, self._notice, pending)
+            before = pending.before if self.whole else None
+            outputs = run_deferring(region, run, inputs, self._notice, pending, before)
         except SizeOutgrown as outgrown:
             pending.after_backward()  # it will have none
             if self.whole:

@@ -51,7 +51,7 @@ class Replay:
         self.inputs: Sequence[Any] | None = None if self.prevented else inputs
         self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
         self.device = device_among(tensors)
-        self.generators = generator_states(self.device)
+        self.generators = (before and before.generators_on(self.device)) or generator_states(self.device)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, output_bytes, resident_rows
+from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, resident_rows
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.on_card import on_card
@@ -40,7 +40,7 @@ def step_memory(
         evaluations=_evaluations(problem, schedule, numbers, times),
         boundary=forward_evaluations(problem, schedule),
         ranges=_ranges(problem, schedule, numbers),
-        optimizer={row: nbytes for row, nbytes in optimizer_rows(account, output_bytes(problem)).items() if nbytes},
+        optimizer={row: nbytes for row, nbytes in optimizer_rows(account, problem.output_bytes).items() if nbytes},
         seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
         copies=_copies(problem, schedule, numbers, times),
     )

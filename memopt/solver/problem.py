@@ -61,6 +61,11 @@ class Op:
     `workspace_bytes`; the model of the allocator follows the calls. Where there are none, the workspace is one block,
     allocated after the storages that the operator makes."""
 
+    @property
+    def is_receipt(self) -> bool:
+        """Whether the op stands for a value from outside, the gradient of an output."""
+        return not self.reads and not self.seconds
+
 
 @dataclass(frozen=True)
 class RematProblem:
@@ -97,6 +102,13 @@ class RematProblem:
     def home_bytes(self) -> int:
         """The bytes of the storages that lie on the host for the whole step."""
         return sum(storage.bytes for storage in self.storages if storage.home)
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """The bytes of the forward's results, which the caller may hold until the step's end."""
+        made = (op.makes for op in self.ops[: self.forward_ops] if not op.is_receipt)
+        returned = (self.storages[storage] for makes in made for storage in makes)
+        return sum(storage.bytes for storage in returned if storage.kept)
 
     @cached_property
     def seconds(self) -> float:

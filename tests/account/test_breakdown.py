@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
 from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown, breakdown, live_bytes_by_kind, live_versions, output_bytes
+from memopt.account.breakdown import Breakdown, breakdown, live_bytes_by_kind, live_versions
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
 
 NOTHING = Account(0, 0, 0, 0, 0, 0, 0)
@@ -115,7 +115,7 @@ def test_a_kept_result_that_is_evaluated_again_is_kept_once() -> None:
 
 
 def test_outputs_are_what_the_forward_keeps() -> None:
-    assert output_bytes(layers()) == 4
+    assert layers().output_bytes == 4
 
 
 @given(st.integers(0, 10**9), st.integers(2, 12), st.booleans())
@@ -129,7 +129,7 @@ def test_rows_sum_to_the_peak(seed: int, forward_ops: int, gradients_held: bool)
     account = Account(*sizes, gradients_held=gradients_held, **others)
     found = breakdown(problem, schedule, account)
     simulated = simulate(replace(problem, resident_bytes=account.resident_bytes), schedule)
-    assert found.peak_bytes == max(simulated.peak_bytes, account.optimizer_step_bytes(output_bytes(problem)))
+    assert found.peak_bytes == max(simulated.peak_bytes, account.optimizer_step_bytes(problem.output_bytes))
     assert sum(size for _, size in found.rows) == found.peak_bytes
     for position, live in enumerate(simulated.live_bytes):
         rows = live_bytes_by_kind(problem, schedule, position)

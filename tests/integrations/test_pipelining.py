@@ -14,7 +14,7 @@ import memopt
 from examples.models.ddp import fingerprint
 from examples.models.pipeline import VOCABULARY, next_token_loss, pipeline_stages, stage_modules
 from memopt.integrations.pipelining import optimize_schedule, remove_schedule
-from tests.two_ranks import LONGEST_SECONDS, ended, on_two_ranks
+from tests.two_ranks import ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # two ranks plan and train in each case
 KINDS: dict[str, tuple[Any, int]] = {
@@ -110,11 +110,10 @@ def refused() -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_stage_that_cannot_fit_stops_all_ranks_with_one_message(refused: list[dict[str, Any]]) -> None:
-    (kind, text, seconds), (other_kind, other_text, other_seconds) = (rank["too small"] for rank in refused)
+    (kind, text), (other_kind, other_text) = (rank["too small"] for rank in refused)
     assert kind == other_kind == "BudgetError"
     assert text == other_text
     assert text.endswith("so it is on rank 1, and all ranks stop")
-    assert max(seconds, other_seconds) < LONGEST_SECONDS
 
 
 @pytest.mark.filterwarnings("ignore")

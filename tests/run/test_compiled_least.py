@@ -89,8 +89,13 @@ def test_the_budget_that_a_refusal_names_is_met_by_the_plan_that_it_was_named_fo
     monkeypatch.setattr(road, "as_compiled_least", noting)
     refused_gb(*job(), 1e-6)
     (recorded, _emit), *_ = asked
-    ((_, plan),) = (known for _, known in recorded.planner.compiled_least.items())
-    assert kept_plans.smallest_plan(plan.budget_bytes, recorded) is plan
+    ((_, _, plan),) = (known for _, known in recorded.planner.compiled_least.items())
+    for unforeseen in (0, 1000):  # bytes that lie beside the step later do not change its smallest schedule
+        recorded.planner.accounts.unforeseen_bytes = unforeseen
+        again = kept_plans.smallest_plan(plan.budget_bytes, recorded)
+        assert again is not None
+        assert again.regions is plan.regions
+        assert again.predicted_peak_bytes == plan.predicted_peak_bytes + unforeseen
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from tests.two_ranks import LONGEST_SECONDS, check_refused_together, on_two_ranks
+from tests.two_ranks import check_refused_together, ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case starts two processes
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
@@ -34,65 +33,47 @@ def wrapped(budget_gb: float = 1.0, **options: Any) -> nn.Module:
     return memopt.optimize(DistributedDataParallel(Layers()), budget_gb, **{**EXACT, **options})
 
 
-def ended(model: nn.Module, rows: int = 64) -> tuple[str, str, float]:
-    """The type and text of the error with which a step ends, and the seconds until then."""
-    started = time.monotonic()
-    try:
-        model(torch.ones(rows, 64)).backward()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", time.monotonic() - started
+def stepped(model: nn.Module, rows: int = 64) -> tuple[str, str]:
+    return ended(lambda: model(torch.ones(rows, 64)).backward())
 
 
 def other_budget(rank: int) -> Any:
-    return ended(wrapped(1.0 + rank))
+    return stepped(wrapped(1.0 + rank))
 
 
 def other_levers(rank: int) -> Any:
-    return ended(wrapped(allow={"recompute"} if rank else EXACT["allow"]))
+    return stepped(wrapped(allow={"recompute"} if rank else EXACT["allow"]))
 
 
 def other_version(rank: int) -> Any:
     if rank:
         torch.__version__ = "2.99.0"  # type: ignore[assignment]
-    return ended(wrapped())
+    return stepped(wrapped())
 
 
 def one_does_not_fit(rank: int) -> Any:
     """A step that fits on both, one whose batch is too large for rank 1, and a step after that."""
     model = wrapped(0.003)
-    return [ended(model), ended(model, rows=65536 if rank else 64), ended(model)]
+    return [stepped(model), stepped(model, rows=65536 if rank else 64), stepped(model)]
 
 
 def one_cannot_be_planned_ahead(rank: int) -> Any:
-    try:
-        wrapped(0.003, example_inputs=(torch.ones(65536 if rank else 64, 64),))
-    except Exception as error:
-        return type(error).__name__, str(error), 0.0
-    return "", "", 0.0
+    return ended(lambda: wrapped(0.003, example_inputs=(torch.ones(65536 if rank else 64, 64),)))
 
 
 def own_error(rank: int) -> Any:
     model = wrapped()
-    return ended(model, rows=64) if not rank else _wrong_input(model)
-
-
-def _wrong_input(model: nn.Module) -> tuple[str, str, float]:
-    try:
-        model(torch.ones(4, 63))
-    except Exception as error:
-        return type(error).__name__, str(error), 0.0
-    return "", "", 0.0
+    return ended(lambda: model(torch.ones(4, 63))) if rank else stepped(model)
 
 
 def one_is_lost(rank: int, path: str) -> None:
     """Rank 1 is gone after two steps (DDP rebuilds its buckets before the second); rank 0 notes how its next one
     ends."""
     model = wrapped()
-    ended(model)
-    ended(model)
+    stepped(model)
+    stepped(model)
     if rank == 0:
-        torch.save(ended(model), path)
+        torch.save(stepped(model), path)
     os._exit(0)  # without the good-bye that the processes of other tests take
 
 
@@ -105,11 +86,10 @@ def one_is_lost(rank: int, path: str) -> None:
     ],
 )
 def test_other_terms_are_named_on_every_rank(case: Any, named: str) -> None:
-    (kind, text, seconds), second = on_two_ranks(case)
+    (kind, text), second = on_two_ranks(case)
     assert kind == "ValueError"
     assert named in text
-    assert second[:2] == (kind, text)
-    assert seconds < LONGEST_SECONDS
+    assert second == (kind, text)
 
 
 def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken() -> None:
@@ -117,14 +97,14 @@ def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken() -> None:
 
 
 def test_a_refusal_ahead_of_training_is_that_of_all() -> None:
-    (kind, text, _), second = on_two_ranks(one_cannot_be_planned_ahead)
+    (kind, text), second = on_two_ranks(one_cannot_be_planned_ahead)
     assert kind == "BudgetError"
     assert "on rank 1, and all ranks stop" in text
-    assert second[:2] == (kind, text)
+    assert second == (kind, text)
 
 
 def test_any_other_error_of_a_rank_is_told() -> None:
-    (kind, text, _), (own_kind, _, _) = on_two_ranks(own_error)
+    (kind, text), (own_kind, _) = on_two_ranks(own_error)
     assert kind == "RankError"
     assert text.startswith("rank 1 cannot train this step, and all ranks stop: ")
     assert own_kind != "RankError"
@@ -134,7 +114,7 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
     path = tmp_path / "rank 0"
     with pytest.raises(FileNotFoundError):  # neither rank returns
         on_two_ranks(one_is_lost, str(path))
-    kind, text, seconds = torch.load(path)
+    kind, text = torch.load(path)
     assert kind == "RankError"
     assert text.startswith("a rank of this training has ended or does not answer: ")
-    assert seconds < LONGEST_SECONDS
+    assert "Timed out" not in text  # the time within which ranks answer each other, half an hour

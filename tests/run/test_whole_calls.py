@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+
 import pytest
 import torch
 
@@ -42,6 +44,16 @@ def test_another_situation_gets_code_of_its_own() -> None:
     assert not plans[0].account.gradients_held  # type: ignore[union-attr]
     assert plans[1].account.gradients_held  # type: ignore[union-attr]
     assert plans[1] is plans[2]
+
+
+def test_steady_steps_leave_no_context_variable_behind() -> None:
+    """Context variables of functions are never freed: torch's `config.patch` makes one each time."""
+    calls = calls_of(make())
+    before = []
+    for _ in range(5):
+        calls(X).backward()
+        before.append(len(contextvars.copy_context()))
+    assert before[2] == before[4]
 
 
 def test_a_graph_break_is_said_and_nothing_runs() -> None:
