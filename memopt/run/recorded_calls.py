@@ -347,8 +347,7 @@ class RecordedCalls:
 
     def _may_run_twice(self, forward: PendingForward) -> bool:
         """Whether a forward in one region may be run a second time by its plan, so that what it saved can be freed
-        until its backward: where its values are the same then, and no other rank takes
-        part."""
+        until its backward: where its values are the same then, and no other rank takes part."""
         terms, plan = self.road.planner.terms, forward.plan
         alone = self.road.accumulation.exchange is None and not is_fully_sharded(terms.model)
         own_values = not any(one.steps or one.hosted for one in plan.regions)
