@@ -312,11 +312,8 @@ class _TooManyBytes(Exception):
 
 
 class WorkspaceUnknown(Exception):
-    """Whether an operator may run depends on the workspace of its kernel, which was not measured yet."""
-
-    def __init__(self, call: OpCall) -> None:
-        super().__init__(call.op)
-        self.call = call
+    """Whether an operator may run depends on the workspace of its kernel, which was not measured yet. The only argument
+    is the operator's `OpCall`."""
 
 
 class TensorsTooLarge(_TooManyBytes):

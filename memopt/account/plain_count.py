@@ -207,7 +207,7 @@ def count_on_values(
         try:
             return _count_once(model, run, call, card, most_bytes, retained=retained, checkpoints=checkpoints)
         except WorkspaceUnknown as raised:
-            unknown = raised.call
+            (unknown,) = raised.args
         except Exception:  # whatever it is, the real call will say it
             return None
         finally:
