@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 # there: `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
 PRIVATE_NAMES = (
     *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
-    *private("torch._dynamo", "config._make_closure_patcher"),
-    *private("torch._functorch", "config._make_closure_patcher"),
-    *private("torch.compiler", "config._make_closure_patcher"),
+    *private("torch._dynamo.config", "_make_closure_patcher"),
+    *private("torch._functorch.config", "_make_closure_patcher"),
+    *private("torch.compiler.config", "_make_closure_patcher"),
     *private("torch._dynamo.eval_frame", "cached_backends"),
     *private("torch._dynamo.convert_frame", "input_codes.seen"),
     *private("torch._dynamo", "maybe_mark_dynamic"),

@@ -140,6 +140,18 @@ def test_every_private_name_in_the_code_is_declared():
     assert not unknown
 
 
+def test_a_program_that_imports_nothing_else_has_all_names():
+    """A part of torch that is declared by the package that it belongs to is looked for before it is imported."""
+    program = (
+        "import warnings, torch, memopt; warnings.simplefilter('error')\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "memopt.optimize(model, 0.1, optimizer=torch.optim.SGD)\n"
+        "model(torch.rand(3, 2)).sum().backward()"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not ran.returncode, ran.stderr
+
+
 def test_the_versions_are_those_of_pyproject():
     bound = f'"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
     assert bound in (ROOT / "pyproject.toml").read_text()
