@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -27,7 +28,7 @@ def stamp() -> dict[str, Any]:
     if torch.cuda.is_available():
         stand_in = hasattr(ctypes.CDLL(None), "memopt_card_stand_in")  # docs/card.md
         machine["gpu"] = torch.cuda.get_device_name() + " (a stand-in)" * stand_in
-    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(shlex.quote, sys.argv[1:])])
     return {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__, "command": command}
 
 

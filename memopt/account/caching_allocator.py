@@ -125,7 +125,7 @@ class _Addresses:
         if used > nbytes:
             self._add_hole(begin, end - begin)
             return
-        self._starts.remove(start)
+        self._starts.pop(bisect_left(self._starts, start))
         del self._ranges[start]
         if start < _ABOVE:
             self._add_place(start, start + room)
