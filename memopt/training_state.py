@@ -323,10 +323,6 @@ class CallState:
         states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
-    def generators_on(self, device: torch.device) -> tuple[Any, ...] | None:
-        """The states of generators as `generator_states` gives them; None for another device than the parameters'."""
-        return self.generators if self.device == device else None
-
     def undo(self) -> bool:
         """Set these tensors and generators back to this state; returns False where a tensor was written to that has no
         copy."""
@@ -458,6 +454,12 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
     """
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
+
+
+def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:
+    """The states of generators that `before` has, where it is known and of this device; else those of now. They are
+    read once a call by that, which takes longer than all else of a deferred output."""
+    return before.generators if before is not None and before.device == device else generator_states(device)
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:

@@ -21,15 +21,9 @@ def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[Block
     but the loss. What is freed earlier leaves other gaps, so a step may run out of memory in one way and not in the
     other. Results of up to `SMALL_BYTES` lie apart from all else: if all are so small, only the first is returned."""
     kept = step_calls(problem, schedule)
-    if all(problem.storages[result].bytes <= SMALL_BYTES for result in _results(problem)):
+    if all(problem.storages[result].bytes <= SMALL_BYTES for result in problem.results):
         return (kept,)
     return kept, step_calls(problem, schedule, dropped=True)
-
-
-def _results(problem: RematProblem) -> frozenset[int]:
-    """The storages of the forward's results."""
-    made = (op.makes for op in problem.ops[: problem.forward_ops] if not op.is_receipt)
-    return frozenset(storage for makes in made for storage in makes if problem.storages[storage].kept)
 
 
 def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = False) -> list[BlockCall]:
@@ -41,7 +35,7 @@ def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = Fal
     born: list[dict[int, int]] = [{} for _ in evaluations]
     dying: list[list[int]] = [[] for _ in evaluations]
     last = len(evaluations) - 1
-    results = _results(problem) if dropped else frozenset()
+    results = problem.results if dropped else frozenset()
     versions = lifetimes(_with_kept(problem, without=results), evaluations, offloads)
     for number, (storage, made, dies) in enumerate(versions):
         born[made][storage] = number

@@ -77,7 +77,7 @@ def _least_replayed(joined: Joined, schedule: Schedule, bare: Account, *, expand
     free = peaks_without_limit(ways, blocks, expandable_segments=expandable)
 
     def fitted(budget_bytes: int) -> Account | None:
-        return _within(joined, schedule, bare, ways, budget_bytes, expandable=expandable)
+        return within(joined, schedule, bare, budget_bytes, expandable=expandable, ways=ways)
 
     return _with_least_budget(fitted, joined, schedule, bare.context, free)
 
@@ -111,33 +111,25 @@ def _with_least_budget(
 
 
 def within(
-    joined: Joined, schedule: Schedule, account: Account, budget_bytes: int, *, expandable: bool | None = None
+    joined: Joined,
+    schedule: Schedule,
+    account: Account,
+    budget_bytes: int,
+    *,
+    expandable: bool | None = None,
+    ways: Sequence[Sequence[BlockCall]] | None = None,
 ) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns no
     segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed;
-    `expandable` is as for `on_card`."""
+    `expandable` is as for `on_card`, and `ways` are those of `step_ways`, where they are at hand."""
+    bare = without_allocator(account)
     if not account.caching:
-        return without_allocator(account)
+        return bare
+    limit = budget_bytes - account.context - account.lowering
     setting = expandable_segments() if expandable is None else expandable
-    ways = step_ways(joined.problem, schedule)
-    return _within(joined, schedule, without_allocator(account), ways, budget_bytes, expandable=setting)
-
-
-def _within(
-    joined: Joined,
-    schedule: Schedule,
-    bare: Account,
-    ways: Sequence[Sequence[BlockCall]],
-    budget_bytes: int,
-    *,
-    expandable: bool,
-) -> Account | None:
-    """The result of `within` for an account without an overhead, where the step calls the allocator in any of
-    `ways`."""
-    limit = budget_bytes - bare.context - bare.lowering
-    blocks = _step_blocks(joined, bare)
+    ways, blocks = ways or step_ways(joined.problem, schedule), _step_blocks(joined, bare)
     try:
-        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=expandable, limit_bytes=limit)
+        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
     requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))

@@ -254,7 +254,8 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
 
 
 _BESIDE: dict[str, Any] = {"elsewhere": 0, "unforeseen": 0, "tolerance": 0, "card_state": None}
-"""What an account has of what lies beside the step: it changes the smallest budget, but not the smallest schedule."""
+"""The fields of an account for tensors that are no part of the step, without any. They change the smallest budget, not
+the schedule with the smallest peak."""
 
 
 def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:

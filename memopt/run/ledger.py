@@ -40,8 +40,8 @@ step."""
 WORTHWHILE = 16
 """Room that has become free is planned for where it is at least the budget divided by this."""
 _SEVERAL = 3
-"""Where so many forwards wait that nobody expected, further ones may follow: solvers call their model dozens of times
-before a backward."""
+"""If this many forwards wait for a backward, more than in any step before, further ones may follow: an ODE solver calls
+its model dozens of times before a backward."""
 _MORE_STATE = 2
 """An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
 `amsgrad`, and the temporaries of `foreach`."""

@@ -18,7 +18,7 @@ from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
 from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
-from memopt.training_state import CallState, generator_states, set_generators
+from memopt.training_state import CallState, generator_states, generators_before, set_generators
 from memopt.units import size
 from passes.ops.offload_ops import bring
 
@@ -78,7 +78,7 @@ def run_deferring(
     if deferred is None:
         return run(*inputs)
     device = deferred.groups[0].examples[0].device
-    generators = (before and before.generators_on(device)) or generator_states(device)
+    generators = generators_before(before, device)
     values = run(*inputs)
     outputs: dict[int, Any] = dict(zip(deferred.returned, values, strict=False))
     taken = dict(zip(deferred.taken, values[len(deferred.returned) :], strict=True))

@@ -14,7 +14,7 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
-from memopt.training_state import CallState, generator_states, set_generators
+from memopt.training_state import CallState, generator_states, generators_before, set_generators
 
 
 class _Exceeded(Protocol):
@@ -51,7 +51,7 @@ class Replay:
         self.inputs: Sequence[Any] | None = None if self.prevented else inputs
         self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
         self.device = device_among(tensors)
-        self.generators = (before and before.generators_on(self.device)) or generator_states(self.device)
+        self.generators = generators_before(before, self.device)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 

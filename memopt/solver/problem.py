@@ -104,11 +104,15 @@ class RematProblem:
         return sum(storage.bytes for storage in self.storages if storage.home)
 
     @cached_property
-    def output_bytes(self) -> int:
-        """The bytes of the forward's results, which the caller may hold until the step's end."""
+    def results(self) -> frozenset[int]:
+        """The storages of the forward's results."""
         made = (op.makes for op in self.ops[: self.forward_ops] if not op.is_receipt)
-        returned = (self.storages[storage] for makes in made for storage in makes)
-        return sum(storage.bytes for storage in returned if storage.kept)
+        return frozenset(storage for makes in made for storage in makes if self.storages[storage].kept)
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """The bytes of `results`, which the caller may hold until the step's end."""
+        return sum(self.storages[storage].bytes for storage in self.results)
 
     @cached_property
     def seconds(self) -> float:

@@ -79,14 +79,14 @@ def smallest_bytes(family: Family) -> int:
     raise AssertionError("a quarter of a megabyte is enough")
 
 
-def within_budgets(rank: int, name: str) -> list[tuple[int, int, int, int, bool, bool]]:
-    """For each budget: its bytes, the bytes that the plan predicts, those of them that it leaves free, and the bytes
-    that the steps held, whether all numbers are those of plain training, and whether as many collectives ran; at first
-    plain training's peak in place of all bytes."""
+def within_budgets(rank: int, name: str) -> list[tuple[int, int, int, int, int, bool, bool]]:
+    """For each budget: its bytes, the smallest in which the step itself fits, the bytes that the plan predicts, those
+    of them that it leaves free, and the bytes that the steps held, whether all numbers are those of plain training, and
+    whether as many collectives ran; at first plain training's peak in place of all bytes."""
     collectives = SettledCollectives(distributed.group.WORLD)
     family = families()[name]
     plain, peaks = train(family.sharded(), family.batch)
-    found = [(max(peaks),) * 4 + (True, True)]
+    found = [(max(peaks),) * 5 + (True, True)]
     calls = len(collectives.calls)
     least = smallest_bytes(family)
     for share in SHARES:
@@ -97,7 +97,8 @@ def within_budgets(rank: int, name: str) -> list[tuple[int, int, int, int, bool,
         numbers, measured = train(model, family.batch)
         plan = memopt.plan_of(model)
         free, as_many = plan.account.tolerance + plan.account.reserve, len(collectives.calls) == calls
-        found.append((budget_bytes, plan.predicted_peak_bytes, free, max(measured), numbers == plain, as_many))
+        smallest, predicted = plan.smallest_bytes(), plan.predicted_peak_bytes
+        found.append((budget_bytes, smallest, predicted, free, max(measured), numbers == plain, as_many))
         del model
     return found
 
@@ -107,8 +108,8 @@ def within_budgets(rank: int, name: str) -> list[tuple[int, int, int, int, bool,
 @pytest.mark.parametrize("name", NAMES)
 def test_a_split_model_trains_within_its_budget_bit_for_bit(name: str) -> None:
     for (plain_peak, *_), *runs in on_two_ranks(within_budgets, name):
-        assert runs[0][0] < 0.85 * plain_peak
-        for budget, predicted, free, measured, equal, as_many_collectives in runs:
+        assert runs[0][1] < 0.75 * plain_peak
+        for budget, _, predicted, free, measured, equal, as_many_collectives in runs:
             assert measured <= predicted <= budget
             assert predicted - free <= 1.002 * measured  # models so small that what is left free is some percent
             assert equal
