@@ -57,17 +57,18 @@ class _Advice:
 
     def __call__(self, steps: Sequence[Priced], near: bool, tries: Tries) -> tuple[list[str], list[Way]]:
         """Sentences on what was not tried, and suggestions with which the step fits the budget, or a larger card.
-        `steps` holds the step under every lever set. With `near` only changes are tried that need no capture and with
-        which the step computes the same. Else further ones are tried too, as far as `tries` allow: those first that
-        need no capture."""
+        Of `steps`, the step under every lever set, they are tried on that with the smallest budget. With `near` only
+        changes are tried that need no capture and with which the step computes the same. Else further ones are tried
+        too, as far as `tries` allow: those first that need no capture."""
+        lean = min(steps, key=Priced.smallest)
         looks: tuple[_Look, ...] = (
-            partial(self.in_growing_segments, steps),
-            partial(self.with_parameters_on_host, steps),
-            partial(self.by_fused_kernels, steps),
+            partial(self.in_growing_segments, lean),
+            partial(self.with_parameters_on_host, lean),
+            partial(self.by_fused_kernels, lean),
         )
         if not near:
-            captured = (partial(look, steps, tries) for look in (self.in_microbatches, self.with_low_rank))
-            looks += (partial(self.without_state, steps), *captured)
+            captured = (partial(look, lean, tries) for look in (self.in_microbatches, self.with_low_rank))
+            looks += (partial(self.without_state, lean), *captured)
         found = [piece for look in looks for piece in _unless_it_fails(look)]
         budget = self.options.budget_bytes
         helpful = [
@@ -75,24 +76,24 @@ class _Advice:
             for way in found
             if self.fits(way.peak_bytes)
         ]
-        return [_NOT_LOOKED] * near, [*helpful, *_unless_it_fails(partial(self.on_a_larger_card, steps))]
+        return [_NOT_LOOKED] * near, [*helpful, *_unless_it_fails(partial(self.on_a_larger_card, lean))]
 
     def fits(self, nbytes: int) -> bool:
         """Whether `nbytes`, the smallest budget of a changed step, is within the budget that was given."""
         return nbytes <= self.options.budget_bytes
 
-    def in_microbatches(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
+    def in_microbatches(self, lean: Priced, tries: Tries) -> Iterator[Way]:
         """Suggests microbatches, with the bytes of those of one sample, the smallest that `TrainStep` can make."""
         batch: Any = self.call[0] or self.call[1]
         try:
             samples = samples_of(batch)
         except (TypeError, ValueError):
             return
-        held = replace(steps[0].account, gradients_held=True)
-        apart = any(region.has_batch_statistics for priced in steps for region in priced.step.traced.regions)
+        held = replace(lean.account, gradients_held=True)
+        apart = any(region.has_batch_statistics for region in lean.step.traced.regions)
         if MICROBATCH.name not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
             return
-        typed, lean = "memopt.TrainStep(model, optimizer)", _lean(steps)
+        typed = "memopt.TrainStep(model, optimizer)"
         if not tries.allow(f"microbatches by {typed}", CAPTURE, lean):
             return
         piece = split(batch, samples)[0]
@@ -104,15 +105,15 @@ class _Advice:
         )
         yield Way(typed, nbytes, changes, sentence=sentence)
 
-    def in_growing_segments(self, steps: Sequence[Priced]) -> Iterator[Way]:
+    def in_growing_segments(self, lean: Priced) -> Iterator[Way]:
         """Suggests expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
-        if steps[0].account.caching and not expandable_segments():
+        if lean.account.caching and not expandable_segments():
             setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             changes = "in the environment of the process: fewer holes between blocks of memory; the same numbers"
-            nbytes = self.smallest_of(steps, expandable=True)
+            nbytes = lean.smallest(expandable=True)[0]
             yield Way(setting, nbytes, changes, 0.0, f"with {setting} in the environment")
 
-    def with_parameters_on_host(self, steps: Sequence[Priced]) -> Iterator[Way]:
+    def with_parameters_on_host(self, lean: Priced) -> Iterator[Way]:
         """Suggests frozen parameters in the host's memory, where `allow` does not have them there."""
         name = OFFLOAD_PARAMETERS.name
         if name in self.options.allow:
@@ -120,21 +121,20 @@ class _Advice:
         planner = self.like(self.planner, levers=(*self.options.levers, OFFLOAD_PARAMETERS))
         own = planner.price_settings
         open_to = {"link": own.link, "activations": own.activations, "frozen": own.frozen}
-        hosted = [all_of for one in steps if (all_of := one.opened(**open_to).hosting_all()) is not None]
-        if hosted:
-            least = min(hosted, key=Priced.smallest)
-            lying = least.step.problem.problem.home_bytes
+        hosting = lean.opened(**open_to).hosting_all()
+        if hosting is not None:
+            lying = hosting.step.problem.problem.home_bytes
             yield Way(
                 allow_exactly({*self.options.allow, name}),
-                least.smallest()[0],
+                hosting.smallest()[0],
                 "frozen parameters lie in the host's memory, and are brought before each use; the same bits",
                 None,
                 f"with {name!r} in allow, which holds up to {size(lying)} of frozen parameters on the host,",
             )
 
-    def on_a_larger_card(self, steps: Sequence[Priced]) -> Iterator[Way]:
+    def on_a_larger_card(self, lean: Priced) -> Iterator[Way]:
         """Suggests the smallest card that holds the step, where the one that it is planned for cannot."""
-        card, nbytes = self.planner.terms.card, self.smallest_of(steps)
+        card, nbytes = self.planner.terms.card, lean.smallest()[0]
         cards = [one for one in map(hardware, known_hardware()) if one.device_type == card.device_type]
         larger = [one for one in cards if one.memory_bytes >= nbytes]
         if card.memory_bytes >= nbytes or not larger or device_of(card).is_host:
@@ -146,40 +146,35 @@ class _Advice:
             f'device="{least.name}"', nbytes, f"another card, which has {has}; about the same bytes", None, sentence
         )
 
-    def by_fused_kernels(self, steps: Sequence[Priced]) -> Iterator[Way]:
+    def by_fused_kernels(self, lean: Priced) -> Iterator[Way]:
         """Suggests the fused kernels of the same optimiser, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
             sentence = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
             changes = "its step holds no temporaries; equal but for rounding"
             typed = f"{_name_of(self.options.optimizer)}(…, fused=True)"
-            yield Way(typed, self.with_optimizer(other, steps), changes, 0.0, sentence)
+            yield Way(typed, self.with_optimizer(other, lean), changes, 0.0, sentence)
 
-    def without_state(self, steps: Sequence[Priced]) -> Iterator[Way]:
+    def without_state(self, lean: Priced) -> Iterator[Way]:
         """Suggests an optimiser without state."""
-        if steps[0].account.optimizer_state:
+        if lean.account.optimizer_state:
             sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
-            nbytes = self.with_optimizer(torch.optim.SGD, steps)
+            nbytes = self.with_optimizer(torch.optim.SGD, lean)
             yield Way(
                 "torch.optim.SGD(…)", nbytes, "no state for each parameter; it learns otherwise", sentence=sentence
             )
 
-    def with_optimizer(self, optimizer: Any, steps: Sequence[Priced]) -> int:
+    def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
         """The smallest budget in bytes with another optimiser."""
         planner = self.like(self.planner, optimizer=optimizer)
         account = planner.accounts.account(self.call, self.situation, reached=self.planner.accounts.reached)
-        return self.smallest_of([priced.under(account) for priced in steps])
+        return lean.under(account).smallest()[0]
 
-    @staticmethod
-    def smallest_of(steps: Sequence[Priced], *, expandable: bool | None = None) -> int:
-        """The least of the smallest budgets of the steps, in bytes; `expandable` is as for `on_card`."""
-        return min(priced.smallest(expandable=expandable)[0] for priced in steps)
-
-    def with_low_rank(self, steps: Sequence[Priced], tries: Tries) -> Iterator[Way]:
+    def with_low_rank(self, lean: Priced, tries: Tries) -> Iterator[Way]:
         """Low-rank adapters on the frozen model, where most of its parameters are trained."""
         if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
             return
-        model, typed, lean = self.planner.terms.model, f"LoRA (peft.LoraConfig(r={RANK}))", _lean(steps)
+        model, typed = self.planner.terms.model, f"LoRA (peft.LoraConfig(r={RANK}))"
         parameters = list(model.parameters())
         trained = sum(one.numel() for one in parameters if one.requires_grad)
         if 2 * trained < sum(one.numel() for one in parameters) or not _linear_layers(model):
@@ -217,11 +212,6 @@ class _Advice:
                     traced = recorded.trace(levers)
                     return traced.price(traced.account()).smallest()[0]
         raise AssertionError("a lever set without levers finds nothing to rewrite")
-
-
-def _lean(steps: Sequence[Priced]) -> Priced:
-    """The step with the smallest budget."""
-    return min(steps, key=lambda priced: priced.smallest()[0])
 
 
 def _name_of(optimizer: Any) -> str:

@@ -17,7 +17,7 @@ from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, lea
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.figures import plain_row, rows_to, writes_over
 from memopt.planning.options import Effort
-from memopt.planning.plan import Plan, ReceiptRow
+from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced, Recorded
 from memopt.planning.tries import CAPTURE, SEARCH, Tries
@@ -80,7 +80,8 @@ class PlanSearch:
     seconds by any plan."""
     _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
-    _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict, init=False)
+    _completed: dict[tuple[str, ...], tuple[str, Priced]] = field(default_factory=dict, init=False)
+    """For each lever set the lever that completes it, and the step under it: what a row of the receipt is made of."""
     _notes: dict[str, None] = field(default_factory=dict, init=False)
     _narrowed_by_id: dict[int, Priced | None] = field(default_factory=dict, init=False)
     """The results of `narrowed`, by the `id` of the lever set."""
@@ -98,8 +99,9 @@ class PlanSearch:
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
             return plan
         if recorded.planner.terms.options.passes:
-            bare = recorded.trace(recorded.planner.terms.rewriting)
-            self._note_row("", bare.price(bare.account(lowering_bytes)))
+            traced = recorded.trace(recorded.planner.terms.rewriting)
+            bare = traced.price(traced.account(lowering_bytes))
+            self._completed[bare.levers.levers] = "", bare
         for priced in recorded.candidates(self.skip, lowering_bytes=lowering_bytes):
             plan = self.consider(priced)
             if plan is not None:
@@ -130,17 +132,13 @@ class PlanSearch:
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
-    def _note_row(self, lever: str, priced: Priced) -> None:
-        """Record the receipt's row of `lever`, by the step under the lever set that it completes."""
-        self._rows[priced.levers.levers] = plain_row(lever, priced.step.plain, priced.account)
-
     def consider(self, priced: Priced) -> Plan | None:
         """Plan a step without offloading. Returns the plan if it is good enough to end the search, None where further
         lever sets should be tried. A step is left to `best` where the lower bound proves that none of its plans is
         good enough."""
         levers = priced.levers
         self._steps.append(priced)
-        self._note_row(levers.levers[-1] if levers.levers else "", priced)
+        self._completed[levers.levers] = levers.levers[-1] if levers.levers else "", priced
         least = priced.least_seconds(self.budget_bytes)
         if least > (1 + NEGLIGIBLE) * _plain_seconds(priced):
             self._unsolved.append((priced, least))
@@ -307,7 +305,8 @@ class PlanSearch:
 
     def _with_receipt(self, plan: Plan, levers: Rewriting) -> Plan:
         """The plan with its receipt, its levers and all notes."""
-        rows = [row for names, row in self._rows.items() if names == levers.levers[: len(names)]]
+        found = [lever for names, lever in self._completed.items() if names == levers.levers[: len(names)]]
+        rows = [plain_row(lever, priced.step.plain, priced.account) for lever, priced in found]
         if plan.proposals:
             rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
         new = tuple(note for note in self._notes if note not in plan.notes)
