@@ -9,7 +9,7 @@ import pytest
 
 import memopt
 from memopt.planning.planner import Request
-from memopt.planning.stages import StepOfPlan
+from memopt.planning.stages import Priced, StepOfPlan
 from tests.end_to_end.hosted import EXPERTS, linked, options
 from tests.planned import ACCOUNT, captured
 
@@ -50,8 +50,9 @@ def test_what_is_said_of_other_ways_has_the_parameters_on_the_device(
     assert whole.hosted_bytes == 0
     assert plan.recipes() == whole.recipes()
     seen: list[Any] = []
-    monkeypatch.setattr("memopt.planning.stages.on_cards", lambda steps: seen.extend(steps.items()) or ())
-    replace(plan, source=replace(plan.source, tightest=lambda: whole.source.priced)).cards()  # type: ignore[union-attr]
+    monkeypatch.setattr("memopt.planning.stages.on_cards", lambda steps, larger: seen.extend(steps.items()) or ())
+    tightest = Priced(whole.source.priced, whole.account)  # type: ignore[union-attr]
+    replace(plan, source=replace(plan.source, tightest=lambda batches: tightest)).cards()
     (hosting, _), (step, _) = seen
     assert (hosting, step) == (plan.priced, whole.priced)
     assert len({account.parameters + step.problem.problem.home_bytes for step, account in seen}) == 1
