@@ -242,9 +242,12 @@ class Priced:
 
     def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
         """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
-        as_is = smallest(self.step.problem, self.account, expandable=expandable)
+        return min(smallest(one.step.problem, one.account, expandable=expandable) for one in self.on_either_side())
+
+    def on_either_side(self) -> tuple[Priced, ...]:
+        """The step as it is, and, where it has nothing on the host yet, with as much there as may lie there."""
         everything = None if self.step.settings.hosted else self.hosting_all()
-        return as_is if everything is None else min(as_is, everything.smallest(expandable=expandable))
+        return (self,) if everything is None else (self, everything)
 
 
 def _load_solver() -> None:
