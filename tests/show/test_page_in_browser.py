@@ -66,6 +66,19 @@ def point_at(page: Any, share: float) -> None:
     ActionChains(page).move_to_element_with_offset(chart, int((share - 0.5) * chart.size["width"]), 0).perform()
 
 
+def test_the_hint_of_the_search_is_whole_on_a_phone(page: Any) -> None:
+    phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    room, hint = page.execute_script(
+        "const box = document.getElementById('search'), style = getComputedStyle(box);"
+        "const pen = document.createElement('canvas').getContext('2d'); pen.font = style.font;"
+        "const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);"
+        "return [box.clientWidth - padding, pen.measureText(box.placeholder).width]"
+    )
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert hint <= room
+
+
 def test_the_figures_are_the_plan_s(page: Any, plan: Plan) -> None:
     figures = text(page, "#figures")
     assert size(plan.predicted_peak_bytes) in figures
