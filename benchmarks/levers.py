@@ -164,8 +164,7 @@ RUNGS = {
     ),
     "offload_parameters": Rung(
         "A frozen base fills the card, as under LoRA. Named in `allow`.",
-        lambda: lora(1, 128), "LoRA, 1 × 128 tokens, simulated link, 0.6 of the smallest budget",
-        no_time=LINKED, share=0.6,
+        lambda: lora(1, 128), "LoRA, 1 × 128 tokens, simulated link", no_time=LINKED,
     ),
 }  # fmt: skip
 
@@ -309,8 +308,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         f"{order}. [levers.md](levers.md) describes all of them; `memopt.optimize` tries those that are allowed by "
         "itself, and a `BudgetError` names those that would help.",
         how + " Peaks are measured; the time is the processor's, more or less than without the lever; on a card it is "
-        "another. A step that would fit as the plain model runs it is run by its plan all the "
-        "same (`MEMOPT_PLAN=always`). There is no row of `offload_optimizer`, which needs a card. How training goes in 8 "
+        "another. A step that would fit as the plain model runs it is run by its plan all the same "
+        "(`MEMOPT_PLAN=always`). There is no row of `offload_optimizer`, which needs a card. How training goes in 8 "
         "bits is in [results.md](results.md#8-bit-layers).",
         *(section(name, found) for name, found in results.items()),
     )) + "\n"  # fmt: skip
