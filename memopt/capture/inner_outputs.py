@@ -238,9 +238,9 @@ class _Inner:
             if not (result is None or result is gradient) or gradient._version != version:
                 raise UnplannedGradientError(
                     f"a hook changes the gradient of an output of shape {tuple(self.kind.shape)}, from which the model "
-                    "computes other outputs that this backward comes to: the captured backward does not have it. "
-                    "Return that output alone and compute the others from it outside of the model, or call "
-                    "memopt.remove(model)"
+                    "computes other outputs: their captured backward has already run with the gradient as it was "
+                    "before the hook. Return that output alone and compute the others from it outside of the model, or "
+                    "call memopt.remove(model)"
                 )
         self._retain(gradient, arrived=own is not None)
         return gradient

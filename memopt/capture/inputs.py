@@ -47,6 +47,20 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     )
 
 
+def with_batches(call: Call, times: int) -> Call:
+    """The call with so many times its batch, as tensors on "meta". The batch is the first dimension of the first tensor
+    that has any, and of every tensor whose first dimension has that size."""
+    sizes = [one.shape[0] for one in tree_leaves(call) if isinstance(one, torch.Tensor) and one.dim()]
+
+    def larger(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or not one.dim() or one.shape[0] != sizes[0]:
+            return one
+        shape = times * one.shape[0], *one.shape[1:]
+        return torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=one.requires_grad)
+
+    return tree_map(larger, call)
+
+
 def takes_model(loss_fn: Callable[..., Any] | None) -> bool:
     """Whether a loss function is given the model and the batch rather than output and target: its first parameter is
     named `model`, or is annotated as a module."""

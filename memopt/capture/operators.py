@@ -153,7 +153,7 @@ class Operators:
                 start += len(step)
 
     def reasons(self, name: str) -> Mapping[str, str]:
-        """Node name → why the passes of that name change the node; the names are those that `span` takes."""
+        """Why the passes with a name that `span` takes change nodes: the reasons, by the names of the nodes."""
         named = [
             decision
             for decision in self.decisions

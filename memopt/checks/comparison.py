@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import torch
 
 from memopt.checks.reference import Accuracies, Accuracy, dense, largest_of, ratio_of
 from memopt.compat.tensors import same_bits
 from memopt.errors import GIB
+from memopt.planning.plan_graphs import in_columns
 from memopt.show.report import as_text, new_table
 from memopt.terminal import Column, Table
 from memopt.training_state import Tensors
@@ -136,7 +136,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The tables, for notebooks."""
-        return f"<pre>{escape(str(self))}</pre>"
+        return in_columns(str(self))
 
     def __str__(self) -> str:
         return self.table()

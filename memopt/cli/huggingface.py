@@ -60,6 +60,7 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
         try:
             config = make_config(**settings)  # not set afterwards: other fields may depend on them
             model: nn.Module = (kind or _head(transformers, config))(config)
+            model.tie_weights()  # type: ignore[operator]  # transformers 5.0 does not do so on "meta"
             return model
         except UsageError:
             raise

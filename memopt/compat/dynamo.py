@@ -295,8 +295,8 @@ def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
 
 
 def forget_skipped() -> None:
-    """Have Dynamo try again to capture the code objects of which it has no compilation. If it met an exception of the
-    user's in one batch, it would otherwise never capture that code again. Not to be called while Dynamo compiles."""
+    """Have Dynamo try again to capture code that it has given up on. Where the user's code raised an exception while it
+    was captured, Dynamo skips that code in all later calls. Not to be called while Dynamo compiles."""
     from torch._dynamo.convert_frame import input_codes
 
     frames: Any = torch._C._dynamo.eval_frame

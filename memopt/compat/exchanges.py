@@ -149,7 +149,7 @@ def settle_gloo(model: nn.Module) -> None:
 
 
 def unsettle_gloo(model: nn.Module) -> None:
-    """Undo `settle_gloo`: the parts of the model exchange in FSDP2's own way again."""
+    """Undo `settle_gloo`: the sharded parts of the model communicate as FSDP2 does by itself again."""
     for group in groups_of(model):
         if isinstance(group._all_gather_comm, _Gather):
             group._all_gather_comm = group._all_gather_comm.usual

@@ -115,8 +115,8 @@ def _kernel(operator: Any, name: str) -> Callable[..., Any] | None:
 
 
 def makes_unknown_bytes(operator: Any) -> bool:
-    """Whether fakes give an operator smaller results than its kernel: recurrent layers of oneDNN, cuDNN and MIOpen save
-    as many bytes for their backward as the library asks for, and fakes give these as none."""
+    """Whether an operator makes results whose size only its kernel knows: recurrent layers of oneDNN, cuDNN and MIOpen
+    save a buffer for their backward whose size the library chooses, which is empty on fake tensors."""
     return schema_of(operator).name in _OF_LIBRARIES
 
 
@@ -200,8 +200,8 @@ def is_custom_function(target: Any) -> bool:
 
 
 def requiring_grad(value: torch.Tensor) -> torch.Tensor:
-    """A leaf that requires a gradient, in the memory of a value. It can be made while AOTAutograd traces, too, which
-    forbids `requires_grad_`."""
+    """A leaf that requires a gradient and shares the memory of `value`. Works within AOTAutograd's tracing, too, where
+    `requires_grad_` is forbidden."""
     before = torch._C._functorch.get_inplace_requires_grad_allowed()
     torch._C._functorch.set_inplace_requires_grad_allowed(True)
     try:

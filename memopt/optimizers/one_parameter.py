@@ -52,8 +52,9 @@ def step_one(
     changed = [key for key, value in alone.items() if key != "params" and _differs(value, own.get(key))]
     if changed:
         raise ValueError(
-            f"{type(optimizer).__name__} changes {changed[0]!r} of its group as it steps, so its parameters cannot be "
-            "stepped one by one; use an optimizer that keeps all it counts in each parameter's state"
+            f"{type(optimizer).__name__} changes the option {changed[0]!r} of its parameter group in each step, so "
+            "that its parameters cannot be stepped one by one; use an optimizer that keeps such values in the state of "
+            "each parameter"
         )
     return found
 

@@ -78,9 +78,10 @@ class OptimizerInBackward(Parameterwise):
             return
         if id(parameter) in self._stepped:
             raise ValueError(
-                "a second backward before optimizer.step(): with the optimizer in the backward, each backward is "
-                "a whole step, and gradients cannot be accumulated; call step() after each, have the loss read "
-                "parameters within the model's own call alone, or take another lever"
+                "a parameter got a second gradient before optimizer.step(): with the optimizer in the backward, it has "
+                "been stepped by the first one, and gradients cannot be accumulated. Call step() after each backward; "
+                "where the loss also reads parameters outside of the model's call, move that into the model's forward; "
+                "or leave 'optimizer_in_backward' out of allow"
             )
         self._stepped.add(id(parameter))
         with torch.no_grad():

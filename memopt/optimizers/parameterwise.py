@@ -231,7 +231,8 @@ class Parameterwise(optim.Optimizer):
 
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer can step a tensor piece by piece: it, or the one inside of it, is elementwise."""
+    """Whether the optimizer can step a tensor piece by piece, as its update, or that of the optimizer it wraps, treats
+    each element alone."""
     return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from memopt.account.account import Account, for_card
-from memopt.account.breakdown import ANY_LINK, GRADIENTS, live_bytes_by_kind
 from memopt.device import Hardware, hardware, known_hardware
 from memopt.device.devices import device_of
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
-from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
 from memopt.planning.planner import NEGLIGIBLE, Request, smallest, solve_on_card
 from memopt.planning.priced_step import PricedStep
 from memopt.progress import stage
-from memopt.solver import simulate
 
 
 @dataclass(frozen=True)
@@ -33,16 +31,16 @@ class OnCard:
     """Forward and backward as planned for it, by the time model; None where the step does not fit."""
     added_time: float | None
     """The added time in it, as a fraction of the step with nothing recomputed there."""
-    batches: float
-    """The largest batch that fits, as about how many times this batch, with as much recomputed as in the schedule with
-    the smallest peak."""
+    batches: float | None
+    """The largest batch that fits, as about how many times this batch, with as much recomputed as need be; None where
+    larger batches cannot be captured."""
 
     @property
     def fits(self) -> bool:
         return self.seconds is not None
 
 
-def on_cards(steps: Mapping[PricedStep, Account]) -> Iterator[OnCard]:
+def on_cards(steps: Mapping[PricedStep, Account], larger: Larger) -> Iterator[OnCard]:
     """A step on each known card of the same kind as its own, those with less memory first. `steps` has it under one or
     several sets of levers, each with its account. It is priced anew from the same graphs, and solved with little
     effort.
@@ -56,19 +54,24 @@ def on_cards(steps: Mapping[PricedStep, Account]) -> Iterator[OnCard]:
     cards = [card for card in map(hardware, known_hardware()) if card.device_type == own.device_type]
     low = str(first.traced.rewriting.autocast or "torch.float32").removeprefix("torch.")
     with stage("planning for other cards") as tell:
+        tell("larger batches")
+        growth = _Growth.of(larger, own)
         for card in sorted(cards, key=lambda card: (card.memory_bytes, card.name)):
             if low in card.flops:
                 tell(card.name)
-                yield _best([_on(card, step, for_card(account, card)) for step, account in steps.items()])
+                accounts = {step: for_card(account, card) for step, account in steps.items()}
+                row = _best([_on(card, step, account) for step, account in accounts.items()])
+                room = card.memory_bytes - _beside(accounts[first])
+                batches = None if growth is None else growth.batches(room)
+                yield replace(row, batches=batches)
 
 
 def _best(rows: Sequence[OnCard]) -> OnCard:
     """One row from those of a card under several sets of levers: the first that adds next to no time, as no further
-    levers are tried then, else the fastest. It has the smallest `needed_bytes` and the most `batches` of all rows."""
+    levers are tried then, else the fastest. It has the smallest `needed_bytes` of all rows."""
     by_time = sorted(rows, key=lambda row: math.inf if row.seconds is None else row.seconds)
     fastest = next((row for row in rows if row.added_time is not None and row.added_time <= NEGLIGIBLE), by_time[0])
-    needed, batches = min(row.needed_bytes for row in rows), max(row.batches for row in rows)
-    return replace(fastest, needed_bytes=needed, batches=batches)
+    return replace(fastest, needed_bytes=min(row.needed_bytes for row in rows))
 
 
 def _on(card: Hardware, step: PricedStep, account: Account) -> OnCard:
@@ -80,13 +83,53 @@ def _on(card: Hardware, step: PricedStep, account: Account) -> OnCard:
         taken, solution, _ = solve_on_card(joined, Request(account, card.memory_bytes, Effort("fast")))
         seconds = taken.problem.seconds + solution.added_seconds
         added = solution.added_seconds / taken.problem.seconds if taken.problem.seconds else 0.0
-    # Of what the smallest plan holds at its peak, all but parameters, their gradients and the optimiser grows with the
-    # batch.
-    schedule, problem = joined.smallest.schedule, joined.problem
-    held = on_card(joined, schedule, account)
-    live = live_bytes_by_kind(problem, schedule, simulate(problem, schedule, ANY_LINK).peak_position)
-    grows = sum(live.values()) - live.get(GRADIENTS, 0) + held.inputs + held.rounding + held.fragmentation
-    stays = held.resident_bytes - held.inputs - held.rounding - held.fragmentation + live.get(GRADIENTS, 0)
-    stepping = held.optimizer_step_bytes(problem.output_bytes)
-    batches = max(0.0, (card.memory_bytes - stays) / grows) if stepping <= card.memory_bytes else 0.0
-    return OnCard(card.name, card.memory_bytes, smallest(joined, account)[0], seconds, added, batches)
+    return OnCard(card.name, card.memory_bytes, smallest(joined, account)[0], seconds, added, None)
+
+
+Larger: TypeAlias = Callable[[int], tuple[PricedStep, Account]]
+"""Gives the step under all levers, with so many times its batch. Raises `CaptureError` where it cannot be captured."""
+_MORE, _MOST = 16, 128
+"""The most batches that are looked at first, beside one alone, at which parameters may take all of the memory; and the
+most that are looked at: graphs with more chunks take long to trace."""
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """The bytes that a step needs, as a straight line over the number of batches; without what the card's context
+    takes."""
+
+    fixed: float
+    each: float
+
+    @classmethod
+    def of(cls, larger: Larger, card: Hardware) -> _Growth | None:
+        """The line through two numbers of batches, one of which about fills the card; None where larger batches cannot
+        be captured, or need no more bytes."""
+        needs: dict[int, int] = {}
+
+        def need(count: int) -> int:
+            if count not in needs:
+                step, account = larger(count)
+                needs[count] = smallest(step.problem, account)[0] - _beside(account)
+            return needs[count]
+
+        def through(low: int, high: int) -> _Growth | None:
+            each = (need(high) - need(low)) / (high - low)
+            return cls(need(low) - low * each, each) if each > 0 else None
+
+        room = card.memory_bytes - _beside(larger(1)[1])
+        with suppress(CaptureError):
+            more = max(2, min(_MORE, room // need(1)))
+            first = through(1, more)
+            full = _MOST if first is None else min(_MOST, int(first.batches(room)))
+            return through(*sorted((more, full))) if full > 1 and full != more else first
+        return None
+
+    def batches(self, room_bytes: int) -> float:
+        """How many batches fill a card that has so much room beside what it keeps for itself."""
+        return max(0.0, (room_bytes - self.fixed) / self.each)
+
+
+def _beside(account: Account) -> int:
+    """What a card keeps for itself."""
+    return account.context + account.reserve

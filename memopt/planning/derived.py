@@ -14,7 +14,7 @@ from memopt.planning.figures import plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
-from memopt.planning.planner import NEGLIGIBLE
+from memopt.planning.planner import NEGLIGIBLE, smallest
 from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, held_after_forward
 from memopt.planning.stages import Priced, StepOfPlan
 from memopt.solver import RematProblem, Schedule, Solution, simulate
@@ -264,10 +264,14 @@ def returned_bytes(plan: Plan) -> int:
 def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
     """The smallest budget of a step whose caller still holds the outputs of the step before in its forward; `returned`
     are the bytes of the outputs of a call in several regions."""
-    problem = priced.step.problem.problem
-    in_forward = peak_in_forward(problem, priced.step.problem.smallest.schedule)
-    outputs = returned or problem.output_bytes
-    return max(priced.smallest()[0], priced.account.resident_bytes + in_forward + outputs)
+
+    def of(way: Priced) -> int:
+        joined = way.step.problem
+        in_forward = peak_in_forward(joined.problem, joined.smallest.schedule)
+        outputs = returned or joined.problem.output_bytes
+        return max(smallest(joined, way.account)[0], way.account.resident_bytes + in_forward + outputs)
+
+    return min(map(of, priced.on_either_side()))
 
 
 def nothing_recomputed(priced: Priced, returned: int = 0) -> int:

@@ -133,7 +133,8 @@ def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined
 
 
 def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
-    """The problem where other code takes that many bytes between the forward and the backward."""
+    """The problem of a step in which other code holds `nbytes` bytes between the forward and the backward, as a
+    workspace of the forward's last op."""
     if not nbytes or not problem.forward_ops:
         return problem
     last = problem.forward_ops - 1

@@ -47,7 +47,7 @@ class PlanSource(Protocol):
         """The peaks and times that checkpointing by hand reaches on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
-        """The step on each known card of the kind that it is planned for."""
+        """The plan's step priced for each known card of the same kind as the plan's own; see `Plan.cards`."""
 
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""
@@ -273,8 +273,9 @@ class Plan(PlanViews):
 
     def cards(self) -> tuple[OnCard, ...]:
         """The same step on each CUDA card that can be named, within all of its memory: whether it fits, in which time,
-        and about how many times the batch fits. Nothing is captured again; it costs the tracing under all levers, where
-        this plan has not tried them, and for each card a part of a second to some seconds.
+        and about how many times the batch fits: by a straight line through the smallest budgets of two larger batches,
+        which are the first dimension of the inputs. It costs the tracing under all levers of the step and of those
+        batches, and for each card a part of a second to some seconds.
 
         Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made.
         """

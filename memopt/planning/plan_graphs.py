@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from memopt.planning.priced_step import TracedStep
 
 
+def in_columns(text: str) -> str:
+    """Text as HTML in which columns stand below each other: not every notebook sets `<pre>` in a monospaced font."""
+    return f'<pre style="font-family: ui-monospace, Menlo, Consolas, monospace">{escape(text)}</pre>'
+
+
 @dataclass(frozen=True)
 class StageDiff:
     """The changes of one stage to the graphs: one `GraphDiff` per region. `str` gives the text of all of them, which
@@ -163,7 +168,7 @@ class PlanDiff:
 
     def _repr_html_(self) -> str:
         """The changes, for notebooks."""
-        return f"<pre>{escape(str(self))}</pre>"
+        return in_columns(str(self))
 
     def __repr__(self) -> str:
         return f"<PlanDiff: {self.summary()}>"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memopt.account.account import Account
-from memopt.capture.inputs import Call
+from memopt.capture.inputs import Call, with_batches
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall
 from memopt.errors import BudgetError
@@ -57,15 +57,20 @@ class Recorded:
         """
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
-    def tightest(self) -> PricedStep:
-        """The call priced under the largest set of levers whose newest one changes it. Raises `CaptureError` as
-        `trace` does."""
+    def tightest(self, batches: int = 1) -> Priced:
+        """The call, with so many times its batch, priced under the largest set of levers whose newest one changes it.
+        Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
         with self.planner.terms.types(), torch.enable_grad():
+            recorded = self if batches == 1 else self._larger(batches)
             for levers in reversed(self.planner.terms.lever_sets):
                 with suppress(NothingToRewrite):
-                    traced = self.trace(levers)
-                    return traced.price(traced.account()).step
+                    traced = recorded.trace(levers)
+                    return traced.price(traced.account())
         raise AssertionError("a set of levers without any")
+
+    def _larger(self, batches: int) -> Recorded:
+        call = with_batches(self.call, batches)
+        return Recorded(self.planner, self.planner.capture_on_fakes(call, None), call, Situation())
 
     def candidates(
         self,
@@ -237,9 +242,12 @@ class Priced:
 
     def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
         """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
-        as_is = smallest(self.step.problem, self.account, expandable=expandable)
+        return min(smallest(one.step.problem, one.account, expandable=expandable) for one in self.on_either_side())
+
+    def on_either_side(self) -> tuple[Priced, ...]:
+        """The step as it is, and, where it has nothing on the host yet, with as much there as may lie there."""
         everything = None if self.step.settings.hosted else self.hosting_all()
-        return as_is if everything is None else min(as_is, everything.smallest(expandable=expandable))
+        return (self,) if everything is None else (self, everything)
 
 
 def _load_solver() -> None:
@@ -256,8 +264,9 @@ class StepOfPlan:
     freed: Plan | None = None
     """Under FSDP2, of a plan that keeps blocks gathered: the plan of the same call that frees all of them after their
     forward, to which its smallest budget and its curve belong."""
-    tightest: Callable[[], PricedStep] | None = None
-    """Gives the call under all levers that it may use; None where a plan is for training, which keeps no call."""
+    tightest: Callable[[int], Priced] | None = None
+    """Gives the call under all levers that it may use, with so many times its batch; None where a plan is for training,
+    which keeps no call."""
 
     @property
     def priced(self) -> PricedStep:
@@ -282,9 +291,15 @@ class StepOfPlan:
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         if self.tightest is None:
             raise ValueError("plan.cards() is for plans that memopt.plan has made: other cards may need other levers")
-        own = Priced(self.priced, plan.account)
-        accounts = {self.tightest(): own.hosting(()).account} | {own.step: own.account}
-        return tuple(on_cards({step: accounts[step] for step in (own.step, *accounts)}))
+        own, tightest = Priced(self.priced, plan.account), self.tightest
+        accounts = {tightest(1).step: own.hosting(()).account} | {own.step: own.account}
+        steps = {step: accounts[step] for step in (own.step, *accounts)}
+
+        def larger(batches: int) -> tuple[PricedStep, Account]:
+            found = tightest(batches)
+            return found.step, found.account
+
+        return tuple(on_cards(steps, larger))
 
     def smallest_bytes(self, plan: Plan) -> int:
         return self._freed(plan).smallest()[0]

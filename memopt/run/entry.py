@@ -225,7 +225,7 @@ class Entry:
 
     @property
     def notable_bytes(self) -> int:
-        """Changes of what lies elsewhere that are no larger are not looked at."""
+        """The largest change, in bytes, of what lies elsewhere on the device that needs no new look."""
         return self.tolerance_bytes // 2
 
     @property

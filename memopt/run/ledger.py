@@ -232,7 +232,7 @@ class Moment:
         return self.waiting_bytes + group + wanted + int(broader * held_bytes)
 
     def leaves(self, room_bytes: int, account: Account) -> bool:
-        """Whether the bytes elsewhere on the device, beside a step with this account, are at most `room_bytes`."""
+        """Whether what lies on the device beside a step with this account takes at most `room_bytes`."""
         return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
 
     def _surely_within(self, room_bytes: int, account: Account) -> bool:

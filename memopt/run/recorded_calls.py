@@ -153,8 +153,8 @@ class RecordedCalls:
         self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
-        """Record a call in one region without running it; None where torch.compile passes it over. Raises `GraphBreak`
-        where it is not one region."""
+        """Record a call in one region without running it; None where torch.compile runs it without compiling it. Raises
+        `GraphBreak` where it is not one region."""
         assert self._in_progress is None
         try:
             self._call_whole(call)

@@ -462,7 +462,7 @@ class Session:
     def _run_unplanned_from_now(self, reason: str) -> None:
         self._enter(State.UNPLANNED, reason)
         warnings.warn(
-            f"{type(self.model).__name__} trains unplanned from now on, as 'plain' in allow has it: {reason}",
+            f"{type(self.model).__name__} trains without a plan from now on, which 'plain' in allow permits: {reason}",
             stacklevel=2,
         )
 

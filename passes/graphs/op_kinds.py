@@ -101,7 +101,8 @@ def moves_data(node: Node) -> bool:
 
 
 def follows_input(node: Node) -> bool:
-    """True for a call whose result has its first argument's dtype and is as exact in 16 bits as in 32."""
+    """True for a call that copies, rearranges or selects elements of its first argument, and so rounds nothing in 16
+    bits."""
     return moves_data(node) or op_name(node) in _SELECTS
 
 

@@ -219,7 +219,7 @@ def _check(match: AttentionMatch) -> None:
         if fill.mask.meta["val"].dtype != torch.bool:
             raise NoMatch("its mask is not of bools")
         if fill.number > MASKS_BELOW:
-            raise NoMatch(f"masked scores are {fill.number:g}, which is not small enough to mask them")
+            raise NoMatch(f"its masked scores are set to {fill.number:g}, which still gives them weight in the softmax")
     if any(add.mask.meta["val"].dtype not in dtypes for add in adds):
         raise NoMatch("its mask differs in dtype from its queries")
     masks = [*(fill.mask for fill in fills), *(add.mask for add in adds)]

@@ -29,7 +29,8 @@ _LEAST_GAIN = 2
 
 @dataclass(frozen=True)
 class RowSegment:
-    """Calls of a graph that compute each row of their results from the same rows of the inputs."""
+    """A part of a graph that can run on some rows at a time: each row of its results depends on the same row of its
+    inputs only."""
 
     members: tuple[tuple[str, Place], ...]
     """The names of the calls, in order, with the place of the rows in the value of each."""

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from memopt import DEFAULT_LEVERS
+from memopt.cli.huggingface import architecture
 from memopt.cli.job import Job, planned
 from memopt.cli.main import main
 from memopt.cli.names import budget_gb, card_named, model_factory, on_meta, with_lora
@@ -179,3 +181,11 @@ def test_a_file_is_loaded_as_it_stands_at_each_load(tmp_path: Path, monkeypatch:
         os.utime(file, (1e9, 1e9))
         model, _ = model_factory(f"{file}:make", ())()
         assert model.in_features == size
+
+
+def test_weights_are_tied_where_nothing_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.0 ties weights where it initializes them, which it does not on "meta"."""
+    monkeypatch.setattr("transformers.PreTrainedModel.init_weights", lambda model: None)
+    with torch.device("meta"):
+        model: Any = architecture("gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64})()
+    assert model.lm_head.weight is model.transformer.wte.weight

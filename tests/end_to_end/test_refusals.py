@@ -175,7 +175,7 @@ def test_a_model_that_cannot_be_captured() -> None:
     with refused(model, memopt.CaptureError, *words, check=False):
         call(model, BATCH)
     memopt.optimize(model, 1.0, allow={"recompute", "plain"}, precision="fp32")
-    with pytest.warns(UserWarning, match="trains unplanned from now on"):
+    with pytest.warns(UserWarning, match="trains without a plan from now on"):
         assert_same(trained(model), trained(make(odd_models.Uncapturable)))
 
 

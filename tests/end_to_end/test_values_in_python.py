@@ -326,7 +326,7 @@ def test_what_cannot_be_traced_is_refused_with_its_line_or_runs_plain() -> None:
     model = Steep().train()
     plain = copy.deepcopy(model)
     memopt.optimize(model, 1.0, **EXACT | {"allow": EXACT["allow"] | {"plain"}})
-    with pytest.warns(UserWarning, match="trains unplanned from now on"):
+    with pytest.warns(UserWarning, match="trains without a plan from now on"):
         model(x).backward()
     plain(x).backward()
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # type: ignore[arg-type]

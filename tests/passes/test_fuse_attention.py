@@ -220,7 +220,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "no real mask": (
         lambda q, k, v, seen, padded: weigh(scores(q, k).masked_fill(~seen, -5.0), v),
-        "masked scores are -5, which is not small enough to mask them",
+        "its masked scores are set to -5, which still gives them weight in the softmax",
     ),
     "masks of numbers": (
         lambda q, k, v, seen, padded: weigh(

@@ -64,6 +64,17 @@ def test_a_row_is_what_a_plan_for_that_card_says(rows: dict[str, OnCard]) -> Non
     assert row.needed_bytes == pytest.approx(refused.smallest_bytes, rel=0.02)
 
 
+def test_the_batch_grows_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch of 4 × 64 tokens the parameters take most of the memory, and an RTX 5090 holds more of them than a
+    4090."""
+    monkeypatch.setattr("memopt.planning.cards.known_hardware", lambda: ("rtx-4090", "rtx-5090", "a100-80", "h100"))
+    small = dict.fromkeys(("input_ids", "labels"), torch.zeros(4, 64, dtype=torch.long, device="meta"))
+    plan = memopt.plan(model(), 24, small, device="rtx-4090", precision="fp32", effort="fast", allow={"recompute"})
+    found = {row.name: row.batches for row in plan.cards()}
+    assert 1.25 < found["rtx-5090"] / found["rtx-4090"] < 1.45
+    assert found["h100"] == pytest.approx(found["a100-80"], rel=0.05)
+
+
 @pytest.mark.slow  # a minute of planning
 def test_the_batch_is_about_the_largest() -> None:
     row = on_cards(**OPTIONS)["rtx-3060"]

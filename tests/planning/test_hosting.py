@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import memopt
+from memopt.errors import GIB
 from memopt.planning.planner import Request
-from memopt.planning.stages import StepOfPlan
-from tests.end_to_end.hosted import EXPERTS, linked, options
+from memopt.planning.stages import Priced, StepOfPlan
+from tests.end_to_end.hosted import EXPERTS, frozen_bytes, linked, options, trained
 from tests.planned import ACCOUNT, captured
 
 __all__ = ["linked"]
@@ -29,6 +30,17 @@ def test_the_smallest_budget_of_a_choice_that_is_not_taken_is_not_looked_for(
     assert plan.hosted_bytes > 0
     hosting = [joined for joined in refused if joined.problem.home_bytes > 0]
     assert len(hosting) <= 1, "choices that one operator, or the optimiser's step, is too large for"
+
+
+def test_a_refusal_names_a_budget_with_parameters_on_the_host(linked: None) -> None:
+    """Also with what it adds for later steps of a loop, which train within it."""
+    model = EXPERTS.make()
+    with pytest.raises(memopt.BudgetError) as refused:
+        memopt.optimize(model, 1e-4, example_inputs=EXPERTS.batch(), **options(elsewhere_gb=None))
+    least_gb = refused.value.smallest_gb
+    assert least_gb * GIB < frozen_bytes(model)
+    memopt.optimize(model, least_gb, example_inputs=EXPERTS.batch(), **options(elsewhere_gb=None))
+    assert max(trained(EXPERTS, model, 3).peaks) <= least_gb * GIB
 
 
 def test_what_is_hopeless_does_not_depend_on_the_allocator() -> None:
@@ -50,8 +62,9 @@ def test_what_is_said_of_other_ways_has_the_parameters_on_the_device(
     assert whole.hosted_bytes == 0
     assert plan.recipes() == whole.recipes()
     seen: list[Any] = []
-    monkeypatch.setattr("memopt.planning.stages.on_cards", lambda steps: seen.extend(steps.items()) or ())
-    replace(plan, source=replace(plan.source, tightest=lambda: whole.source.priced)).cards()  # type: ignore[union-attr]
+    monkeypatch.setattr("memopt.planning.stages.on_cards", lambda steps, larger: seen.extend(steps.items()) or ())
+    tightest = Priced(whole.source.priced, whole.account)  # type: ignore[union-attr]
+    replace(plan, source=replace(plan.source, tightest=lambda batches: tightest)).cards()
     (hosting, _), (step, _) = seen
     assert (hosting, step) == (plan.priced, whole.priced)
     assert len({account.parameters + step.problem.problem.home_bytes for step, account in seen}) == 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.planning.changes import DTYPE, KINDS, RECOMPUTED, Change, between
+from memopt.planning.plan_graphs import in_columns
 from memopt.show.diff_rows import places
 from memopt.show.diff_text import render, summary, totals
 
@@ -107,3 +108,8 @@ def test_each_kind_is_shown(kind: str) -> None:
     assert ("detail" if kind == DTYPE else kind) in row
     assert "mm" in row
     assert "model.py:7" in row
+
+
+def test_notebooks_show_columns() -> None:
+    assert "monospace" in in_columns("a | b")
+    assert ">a &lt; b</pre>" in in_columns("a < b")

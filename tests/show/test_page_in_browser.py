@@ -66,6 +66,34 @@ def point_at(page: Any, share: float) -> None:
     ActionChains(page).move_to_element_with_offset(chart, int((share - 0.5) * chart.size["width"]), 0).perform()
 
 
+@pytest.fixture
+def phone(page: Any) -> Iterator[Any]:
+    """The page on a narrow screen."""
+    screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    page.refresh()
+    yield page
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_names_of_the_recipes_are_whole_on_a_phone(phone: Any, plan: Plan) -> None:
+    """They stand below the picture, as there is no room for all of them in it."""
+    assert phone.execute_script("return document.querySelectorAll('#frontier text.recipe').length") == 0
+    below = text(phone, "#frontier")
+    assert "nothing recomputed: " in below
+    assert all(f"{recipe.name}: " in below for recipe in plan.recipes() if recipe.added_time > 0)
+
+
+def test_the_hint_of_the_search_is_whole_on_a_phone(phone: Any) -> None:
+    room, hint = phone.execute_script(
+        "const box = document.getElementById('search'), style = getComputedStyle(box);"
+        "const pen = document.createElement('canvas').getContext('2d'); pen.font = style.font;"
+        "const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);"
+        "return [box.clientWidth - padding, pen.measureText(box.placeholder).width]"
+    )
+    assert hint <= room
+
+
 def test_the_figures_are_the_plan_s(page: Any, plan: Plan) -> None:
     figures = text(page, "#figures")
     assert size(plan.predicted_peak_bytes) in figures

@@ -9,7 +9,7 @@ function drawCards() {
       el("td", { class: "n" }, size(needed)),
       el("td", { class: "n" }, seconds === null ? "does not fit" : duration(seconds * 1e6)),
       el("td", { class: "n" }, seconds === null ? "–" : `+${share(added)}`),
-      el("td", { class: "n" }, `${batches < 10 ? batches.toFixed(1) : Math.round(batches)} ×`),
+      el("td", { class: "n" }, batches === null ? "–" : `${batches < 10 ? batches.toFixed(1) : Math.round(batches)} ×`),
     ),
   );
   byId("cards-lead").textContent =

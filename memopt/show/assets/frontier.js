@@ -18,7 +18,8 @@ function drawFrontier() {
   const highest = Math.max(...times, 0.01) * 1.12;
   const place = byId("frontier");
   const width = Math.max(320, place.clientWidth);
-  const inner = width - MARGIN.left - 150;
+  const isNarrow = width < 560; // the names stand below the picture then
+  const inner = width - MARGIN.left - (isNarrow ? 30 : 150);
   const floor = FRONTIER_HEIGHT - 46;
   const pad = (most - least) * 0.04 || most * 0.05;
   const x = (bytes) => MARGIN.left + ((bytes - least + pad) / (most - least + 2 * pad)) * inner;
@@ -84,17 +85,23 @@ function drawFrontier() {
   ];
   for (const [label, peak, added, colour, radius] of dots)
     picture.append(dot(label, x(peak), y(added), colour, radius));
-  nameRecipes(
-    picture,
-    byHand.map(([name, peak, added]) => [name, x(peak), y(added)]),
-  );
-  drawOwn(picture, own, x, y, width);
-  place.replaceChildren(picture);
+  if (!isNarrow)
+    nameRecipes(
+      picture,
+      byHand.map(([name, peak, added]) => [name, x(peak), y(added)]),
+    );
+  drawOwn(picture, own, x, y, isNarrow ? 0 : width);
+  place.replaceChildren(picture, ...(isNarrow ? [named(own, "var(--ink)"), named(byHand, "var(--warn)")] : []));
   byId("frontier-lead").textContent =
     `Orange dots are recipes of checkpointing by hand on the same step. ` +
     (points.length
       ? `The line is the least time found for each budget, from the smallest that works, ${size(smallest)}; in the grey no schedule can be.`
       : "The whole curve comes with memopt report --frontier 20.");
+}
+
+function named(dots, colour) {
+  const lines = dots.map(([name, peak, added]) => el("div", {}, `${name}: ${size(peak)}, +${share(added)}`));
+  return el("div", { style: `color:${colour};font-size:13px` }, ...lines);
 }
 
 function dot(label, x, y, colour, radius) {
@@ -119,6 +126,7 @@ function nameRecipes(picture, dots) {
   }
 }
 
+/** The plan, with the line down to its bound, and the step with nothing recomputed; named where `width` is not 0. */
 function drawOwn(picture, own, x, y, width) {
   const [, peak, added] = own[0];
   picture.append(
@@ -143,6 +151,7 @@ function drawOwn(picture, own, x, y, width) {
   );
   own.forEach(([name, at, time], number) => {
     picture.append(dot(`${name}: ${size(at)}, +${share(time)}`, x(at), y(time), "var(--ink)", 5.5));
+    if (!width) return;
     const label = number ? name : `this plan: +${share(time)}, at least +${share(plan.bound)}`;
     const long = 7.2 * label.length;
     const meets = !number && x(at) + long + 20 > x(own[1][1]); // the name of the other dot
