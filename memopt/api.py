@@ -277,7 +277,7 @@ def plan_of(model: nn.Module) -> Plan:
     session = _session(model)
     latest = session.latest
     if session.none_fits:
-        raise ValueError(f"nothing is planned: {session.status.reason}")
+        raise ValueError(f"{type(model).__name__} trains without a plan: {session.status.reason}")
     if latest is None:
         raise ValueError("nothing is planned yet: run a training step, or give optimize its example_inputs")
     return latest

@@ -203,8 +203,8 @@ def record_dry_run(
     reason: str,
     mode: AbstractContextManager[Any] | None = None,
 ) -> CapturedCall:
-    """Capture a call in several regions by running it: those that `run()` passes through. `run` must give each run of a
-    region to `dry_run`.
+    """Capture a call of `model` in several regions by calling `run()` once: those that it passes through. Whenever it
+    comes to a region, it must hand that to a method of `dry_run`.
 
     The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
     region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured, fails on

@@ -153,7 +153,7 @@ class Operators:
                 start += len(step)
 
     def reasons(self, name: str) -> Mapping[str, str]:
-        """Why the passes with a name that `span` takes change nodes: the reasons, by the names of the nodes."""
+        """Why the passes called `name`, as for `span`, change each node: the reasons, by the node's name."""
         named = [
             decision
             for decision in self.decisions

@@ -119,6 +119,7 @@ def _head(transformers: Any, config: Any) -> Any:
         if type(config) in classes:
             return classes[type(config)]
     raise UsageError(
-        f"{config.model_type} has no head with a loss that memopt knows; name a class of transformers, or write a "
-        "function that builds the model and name it as file.py:function"
+        f"memopt does not know which class of the transformers library gives a loss for {config.model_type}; name one "
+        "in place of the model, such as BertForMaskedLM, or a function of yours that builds the model, as "
+        "file.py:function"
     )

@@ -69,8 +69,8 @@ def hardware_of(device: torch.device) -> Hardware:
         return found
     names = ", ".join(known_hardware())
     if not kind.cards():
-        raise ValueError(f"no hardware table for device {str(device)!r}; name one of {names}")
+        raise ValueError(f"memopt has no figures for device {str(device)!r}; give device=, one of {names}")
     raise ValueError(
-        f"{kind.name(device)} is not in the hardware table; measure it with memopt.device.measure_hardware, "
-        f"or name the nearest of {names}"
+        f"memopt has no figures for {kind.name(device)}; measure them with memopt.device.measure_hardware, or give "
+        f"device=, the nearest of {names}"
     )

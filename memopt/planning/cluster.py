@@ -31,8 +31,9 @@ class ClusterOptions:
     """The styles of layers by patterns of their paths; None for the model's own."""
 
     def one_card(self, model: nn.Module) -> nn.Module:
-        """A copy of the model on "meta" with the part of one card: whole parameters, which `fully_shard` spreads, with
-        local shapes where tensor parallelism splits them. Raises `ValueError` where it cannot be split."""
+        """A copy of the model on "meta" as one card has it: parameters that tensor parallelism splits have their local
+        shape, all others their full shape, which `fully_shard` is yet to spread. Raises `ValueError` where tensor
+        parallelism cannot split the model."""
         cards, copied = self.cluster.mesh.tp, meta_copy(model)
         return copied if cards == 1 else TensorParallel.of(model, cards, self.tp_plan).part_of(copied)
 

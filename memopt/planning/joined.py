@@ -133,8 +133,8 @@ def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined
 
 
 def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
-    """The problem of a step in which other code holds `nbytes` bytes between the forward and the backward, as a
-    workspace of the forward's last op."""
+    """A copy of `problem` for a step during which other code holds `nbytes` bytes between the forward and the backward.
+    They count as workspace of the forward's last op."""
     if not nbytes or not problem.forward_ops:
         return problem
     last = problem.forward_ops - 1

@@ -47,7 +47,7 @@ class PlanSource(Protocol):
         """The peaks and times that checkpointing by hand reaches on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
-        """The plan's step priced for each known card of the same kind as the plan's own; see `Plan.cards`."""
+        """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
 
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""

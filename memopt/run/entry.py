@@ -225,7 +225,7 @@ class Entry:
 
     @property
     def notable_bytes(self) -> int:
-        """The largest change, in bytes, of what lies elsewhere on the device that needs no new look."""
+        """The bytes by which what is held outside of the step may change before it must be counted again."""
         return self.tolerance_bytes // 2
 
     @property

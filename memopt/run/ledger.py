@@ -232,7 +232,8 @@ class Moment:
         return self.waiting_bytes + group + wanted + int(broader * held_bytes)
 
     def leaves(self, room_bytes: int, account: Account) -> bool:
-        """Whether what lies on the device beside a step with this account takes at most `room_bytes`."""
+        """Whether the device memory in use at this moment by all but the step that `account` describes is at most
+        `room_bytes`."""
         return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
 
     def _surely_within(self, room_bytes: int, account: Account) -> bool:

@@ -175,8 +175,9 @@ class PendingForward:
         }
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
-        """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
-        would exceed the budget beside all that is there now. Called when it begins."""
+        """Called when the backward of a region begins. `leaves` are the tensors whose `grad` it adds to, `gradients`
+        those of the region's outputs. Raises `BudgetError` where it would exceed the budget, together with the memory
+        that is in use now."""
         for value in self._lent:
             value.release()
         if self._beside_plan == current_backward():

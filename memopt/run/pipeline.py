@@ -101,7 +101,7 @@ def _kinds(values: Any) -> tuple[_Kind, ...]:
     leaves = tree_leaves(values)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"a stage of a pipeline is given and returns tensors, not {type(leaf).__name__}")
+            raise TypeError(f"the inputs and outputs of a pipeline stage must be tensors, not {type(leaf).__name__}")
     return tuple((tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in leaves)
 
 

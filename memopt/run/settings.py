@@ -25,9 +25,9 @@ _Table: TypeAlias = dict[str, Any]
 
 
 class Settings:
-    """Tells apart the states that the code and settings of a model's modules are in, by numbers. Settings are
-    attributes of plain types, such as `training`, a dropout's probability or whether activations are checkpointed, also
-    of `config` objects where modules have them."""
+    """Numbers the states of a model's modules: equal code and settings have the same number, and each change another.
+    Settings are attributes of plain types, such as `training`, a dropout's probability or whether activations are
+    checkpointed, also of `config` objects where modules have them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

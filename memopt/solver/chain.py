@@ -263,8 +263,9 @@ def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
 
 @native_part
 def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int, np.float32]:
-    """The cost of running block s in the way `option`, an index into the lists of `costs`, with the backward of blocks
-    s+1 … t to follow: the slots of memory needed, those that stay saved for its own backward, and seconds."""
+    """The cost of running block s by the option of this number in the lists of `costs`, where the backward of blocks
+    s+1 … t comes before its own: the peak memory and what stays saved for its own backward, both in slots (the unit of
+    memory of `costs`), and seconds."""
     needs = costs.backward[option]
     if t == costs.unsaved.size - 1:
         return (

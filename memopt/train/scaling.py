@@ -149,7 +149,8 @@ class Scaling:
         if torch.get_autocast_dtype(device.type) is torch.float16:
             raise ValueError(
                 "the step is called within torch.autocast in float16 without a scaler, where small gradients vanish; "
-                "call it outside and give it autocast=torch.float16, or a scaler"
+                "either call it outside of torch.autocast and give TrainStep autocast=torch.float16, which then scales "
+                "the loss, or give it scaler=torch.amp.GradScaler()"
             )
 
 

@@ -84,12 +84,12 @@ def test_cuda_device_is_found_by_what_it_reports(reported: str, name: str, monke
 )
 def test_a_relative_is_not_taken_for_a_listed_device(reported: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: reported)
-    with pytest.raises(ValueError, match=f"{reported} is not in the hardware table; measure it"):
+    with pytest.raises(ValueError, match=f"no figures for {reported}; measure them"):
         hardware_of(torch.device("cuda"))
 
 
 def test_device_without_a_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="no hardware table for device 'meta'"):
+    with pytest.raises(ValueError, match="no figures for device 'meta'"):
         hardware_of(torch.device("meta"))
 
 

@@ -107,7 +107,7 @@ def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -
     status = memopt.status(model)
     assert status.state is memopt.State.CHECKPOINTED
     assert "blocks.0 to blocks.2 (3 modules)" in str(status)
-    with pytest.raises(ValueError, match="nothing is planned: blocks"):
+    with pytest.raises(ValueError, match="trains without a plan: blocks"):
         memopt.plan_of(model)
 
 
