@@ -33,7 +33,7 @@ def test_an_optimizer_that_changes_its_groups_options_is_refused() -> None:
     tensor = torch.zeros(2)
     tensor.grad = torch.ones(2)
     optimizer = Counting([nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="Counting changes 'weight_decay' of its group"):
+    with pytest.raises(ValueError, match="Counting changes the option 'weight_decay' of its parameter group"):
         step_one(optimizer, optimizer.param_groups[0], tensor, {})
 
 

@@ -134,7 +134,7 @@ def test_a_second_backward_is_refused_before_it_steps_anything_twice() -> None:
     optimizer = OptimizerInBackward(optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(1, 3)).sum().backward()
     once = values(model.parameters())
-    with pytest.raises(ValueError, match="a second backward before"):
+    with pytest.raises(ValueError, match="a second gradient before"):
         model(torch.ones(1, 3)).sum().backward()
     assert same(values(model.parameters()), once)
     model.zero_grad()
