@@ -331,7 +331,8 @@ class RecordedCalls:
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
 
-        replay = self._replay(region, inputs, pending) if region.undifferentiated or region.feeds else None
+        asked = self.whole or region.undifferentiated or region.feeds
+        replay = self._replay(region, inputs, pending) if asked else None
         try:
             before = pending.before if self.whole else None
             outputs = run_deferring(region, run, inputs, self._notice, pending, before)
@@ -392,7 +393,8 @@ class RecordedCalls:
         return self._emitted[key]
 
     def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:
-        """The second forward by which outputs get gradients that the plan does not differentiate or does not have."""
+        """The second forward by which outputs get gradients that the plan does not differentiate or does not have, and
+        gradients that can be differentiated in turn."""
         planner, plan = self.road.planner, forward.plan
         prevented = ""
         if not self.whole:
