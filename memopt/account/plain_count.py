@@ -15,7 +15,14 @@ from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
-from memopt.compat.autograd import depends_on_earlier, gradients_kept, leaves_of, next_node_number, not_on_the_way_to
+from memopt.compat.autograd import (
+    depends_on_earlier,
+    forget_stopped_backward,
+    gradients_kept,
+    leaves_of,
+    next_node_number,
+    not_on_the_way_to,
+)
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
 from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
@@ -212,6 +219,7 @@ def count_on_values(
             return None
         finally:
             torch.clear_autocast_cache()
+            forget_stopped_backward()
         call_workspace_bytes(unknown, card.device_type)  # outside of the handler, whose frames hold the step's tensors
     return None
 

@@ -38,6 +38,8 @@ class _Crossed:
     def gradient_by(self, *_: object) -> torch.Tensor:
         raise CrossedByDerivative(CROSSED)
 
+    derivative_by = gradient_by
+
 
 class DryRun:
     """Records the runs of regions while a call's Python code runs once.

@@ -111,6 +111,9 @@ class GradientSource(Protocol):
         has no backward for it.
         """
 
+    def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
+        """As `gradient_by`, with an autograd graph, and computed at once."""
+
 
 class InnerOutputs:
     """The inner outputs of a forward that waits for its backward.
@@ -162,10 +165,14 @@ class InnerOutputs:
     def _addition(self, position: int, reached: Mapping[int, Any]) -> Addition:
         inner, source = self._inner[position], copy.copy(self.source)  # the backward may release its own
 
-        def total(own: torch.Tensor | None, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        def total(
+            own: torch.Tensor | None, found: Sequence[torch.Tensor | None], create_graph: bool
+        ) -> torch.Tensor | None:
             given = {other: one for other, one in zip(reached, found, strict=True) if one is not None}
             if not given:
                 return inner.changed_by_hooks(own)
+            if create_graph:
+                return inner.take(source.derivative_by(position, given, own), own)
             return inner.take(source.gradient_by(position, inner.kind, given, own), own).clone()
 
         return Addition(list(reached.values()), total)

@@ -104,7 +104,8 @@ class _Awaited(Protocol):
 
 class _Replays(GradientSource, Protocol):
     """A second forward of a region. It gives the gradients that follow from outputs which the region does not
-    differentiate, and the gradients of inner outputs (`memopt.capture.inner_outputs`)."""
+    differentiate, gradients that are to be differentiated, and the gradients of inner outputs
+    (`memopt.capture.inner_outputs`)."""
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -113,6 +114,10 @@ class _Replays(GradientSource, Protocol):
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """The gradients of `leaves`, in their order. `of` holds gradients of outputs, by the positions of these. Raises
         `UnplannedGradientError` where no second forward gives them."""
+
+    def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """As `gradients`, for the outputs that the region differentiates too, in a backward that is to be
+        differentiated: the gradients have an autograd graph. That backward passes over the region."""
 
     def release(self) -> None:
         """Free what it needs: the forward's backward has run."""
@@ -130,23 +135,22 @@ def hand_out(
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
     model. If a gradient arrives at one, `replay` computes those that follow from it. `feeds` is as `feeding` gives it:
     where somebody looks at the gradient of such an output, `replay` computes what it lacks in the backward. Both need a
-    `replay`.
+    `replay`, as gradients do that are differentiated in turn (`create_graph=True`).
     """
     handed = list(outputs)
     handled = [
         position for position, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
     ]
+    leaves = () if replay is None else replay.leaves
     if handled:
         hand_out_all: Any = _HandOut.apply
-        values = hand_out_all(forward, replay, *[outputs[position] for position in handled])
+        values = hand_out_all(forward, replay, handled, *[outputs[position] for position in handled], *leaves)
         for position, value in zip(handled, values, strict=True):
             handed[position] = value
     if others:
         beside: Any = _Replayed.apply
         positions = sorted(others)
-        leaves = (replay and replay.leaves) or [
-            outputs[position] for position in handled[:1]
-        ]  # by which they require a gradient
+        leaves = leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
         values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
         for position, value in zip(positions, values, strict=True):
             handed[position] = value
@@ -159,22 +163,29 @@ def hand_out(
 
 
 class _HandOut(torch.autograd.Function):
-    """The identity between a region's outputs and the caller's autograd graph."""
+    """The identity between a region's outputs and the caller's autograd graph, which goes on from it to the region and,
+    for gradients that are to be differentiated, past the region to the leaves of the second forward."""
 
     @staticmethod
-    def forward(ctx: Any, forward: _Awaited, replay: _Replays | None, *values: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, forward: _Awaited, replay: _Replays | None, positions: Sequence[int], *values: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.forward, ctx.replay = forward, replay
+        ctx.forward, ctx.replay, ctx.positions = forward, replay, positions
+        ctx.past = (None,) * (len(values) - len(positions))
         # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
-        return tuple([value.detach() for value in values])
+        return tuple([value.detach() for value in values[: len(positions)]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _check_once(gradients)
+        _check_one_by_one(gradients)
         gradients = _through_hooks(ctx, gradients)
-        note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
+        if torch.is_grad_enabled():
+            return None, None, None, *(None for _ in gradients), *_derivatives(ctx, gradients)
+        edges = ctx.next_functions[: len(gradients)]
+        note_reached([one for one in zip(edges, gradients, strict=True) if one[0][0] is not None])
         if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
-            return None, None, *gradients
+            return None, None, None, *gradients, *ctx.past
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
@@ -182,7 +193,7 @@ class _HandOut(torch.autograd.Function):
             ctx.forward = ctx.inner = None
             if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
                 ctx.replay.release()
-        return None, None, *gradients
+        return None, None, None, *gradients, *ctx.past
 
 
 class _Replayed(torch.autograd.Function):
@@ -197,24 +208,41 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _check_once(gradients)
+        _check_one_by_one(gradients)
         gradients = _through_hooks(ctx, gradients)
-        given = {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
-        found = ctx.replay.gradients(given) if given else [None] * ctx.others
+        if torch.is_grad_enabled():
+            found = _derivatives(ctx, gradients)
+        else:
+            given = _given(ctx, gradients)
+            found = ctx.replay.gradients(given) if given else [None] * ctx.others
         return None, None, *(None for _ in ctx.positions), *found
 
 
-def _check_once(gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise `UnplannedGradientError` in a backward that is to be differentiated, or that torch.func.vmap runs."""
+def _given(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """The gradients that have arrived, by the positions of their outputs."""
+    return {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
+
+
+def _derivatives(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """The gradients of the leaves in a backward that is to be differentiated. Raises `UnplannedGradientError` where no
+    second forward gives them."""
+    if ctx.replay is None:
+        raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
+    return ctx.replay.derivatives(_given(ctx, gradients))
+
+
+DIFFERENTIATED = "create_graph=True asks for gradients of gradients, which a captured backward does not have"
+TAKEN_WITHIN = (
+    "have a loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
+)
+
+
+def _check_one_by_one(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise `UnplannedGradientError` in a backward that torch.func.vmap runs."""
     if any(map(is_batched, gradients)):
         raise UnplannedGradientError(
             "a captured backward does not run for several gradients at once (is_grads_batched=True, vectorize=True, "
             "torch.func.vmap); ask for one after the other, or call memopt.remove(model)"
-        )
-    if torch.is_grad_enabled():
-        raise UnplannedGradientError(
-            "create_graph=True asks for gradients of gradients, which a captured backward does not have; have a "
-            "loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
         )
 
 
@@ -227,6 +255,6 @@ def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tupl
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
     """The leaf tensors that regions read whose outputs the autograd node `hand_out`, one of `_HandOut`, has handed
     out."""
-    regions = {edge for edge, _ in hand_out.next_functions if edge is not None}
+    regions = {edge for edge, _ in hand_out.next_functions[: len(hand_out.positions)] if edge is not None}
     edges = [edge for region in regions for edge, _ in region.next_functions]
     return [edge.variable for edge in edges if hasattr(edge, "variable")]

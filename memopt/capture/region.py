@@ -54,8 +54,8 @@ class RecordedRegion:
     deferred: DeferredOutputs | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
     plain: fx.GraphModule | None = field(default=None, repr=False)
-    """The graph with all outputs, differentiable as in the plain model; None where no output is detached or deferred or
-    feeds another, and where a second run of it would exchange values with other ranks."""
+    """The graph with all outputs, differentiable as in the plain model; None where a second run of it would exchange
+    values with other ranks."""
     narrowed: torch.dtype | None = None
     """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
     to_require_grad: frozenset[int] = frozenset()
@@ -107,7 +107,7 @@ class RecordedRegion:
         spread = check_shards(graph_module, inputs)
         deferred = None if spread or takes_derivatives(graph_module) else defer_outputs(graph_module, undifferentiated)
         feeds = feeding(recorded)
-        plain = recorded if (undifferentiated or feeds) and not spread else None
+        plain = None if spread else recorded
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids, frozen_ids = (

@@ -111,6 +111,33 @@ def stops_recomputation(error: Exception) -> bool:
     return isinstance(error, checkpoint._StopRecomputationError)
 
 
+def forget_stopped_backward() -> None:
+    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
+    run, with all that is behind them, until the next backward pass begins in this thread."""
+    with torch.enable_grad():
+        torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True).neg())
+
+
+def pass_over(node: Any) -> None:
+    """Have the running backward pass not run an autograd function in Python, from whose node it would go on: its inputs
+    get no gradients from it. Later backward passes run it."""
+    backward = current_backward()
+
+    def run(name: str, *gradients: object) -> Any:
+        for one in _RUN_BY_ENGINE:
+            delattr(node, one)
+        return (
+            (None,) * len(node.needs_input_grad) if current_backward() == backward else getattr(node, name)(*gradients)
+        )
+
+    for one in _RUN_BY_ENGINE:
+        setattr(node, one, partial(run, one))
+
+
+_RUN_BY_ENGINE = ("apply", "apply_boxed")
+"""The methods of such a node of which autograd's engine calls one."""
+
+
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -236,8 +263,9 @@ class Addition(NamedTuple):
 
     edges: Sequence[Any]
     """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""
-    total: Callable[[torch.Tensor | None, Sequence[torch.Tensor | None]], torch.Tensor | None]
-    """Makes the whole gradient from what autograd finds of it, or None, and from the gradients of `edges`."""
+    total: Callable[[torch.Tensor | None, Sequence[torch.Tensor | None], bool], torch.Tensor | None]
+    """Makes the whole gradient from what autograd finds of it, or None, and from the gradients of `edges`; True where
+    it is to have an autograd graph, as with `create_graph=True`."""
 
 
 class Watcher(Protocol):
@@ -287,6 +315,7 @@ def _with_additions(
     takes what torch passes (`args` and `kwargs`) beside the tensors at which it starts. Raises `UnplannedGradientError`
     for a `backward(inputs=…)`, which accumulates gradients instead of returning them."""
     *first, inputs, unreachable, accumulates = [*args, *(kwargs[name] for name in _KEYWORDS if name in kwargs)]
+    _, _, create_graph = first
     if accumulates:
         raise UnplannedGradientError(
             "backward(inputs=…) names an output from which the model computes other outputs: the captured backward "
@@ -296,7 +325,7 @@ def _with_additions(
     found = list(own(*first, (*inputs, *edges), True, accumulates))
     beside = iter(found[len(inputs) :])
     for number, addition in additions.items():
-        found[number] = addition.total(found[number], [next(beside) for _ in addition.edges])
+        found[number] = addition.total(found[number], [next(beside) for _ in addition.edges], create_graph)
     if not unreachable and any(one is None for one in found[: len(inputs)]):
         raise RuntimeError("a tensor whose gradient is asked for was not used; allow_unused=True gives None for it")
     return tuple(found[: len(inputs)])

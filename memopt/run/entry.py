@@ -66,6 +66,8 @@ class _Forward(Waiting, Protocol):
 
     again_bytes: int
     """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
+    judged: bool
+    """Whether its backward is refused where it would exceed the budget."""
 
     def free_saved(self) -> int:
         """Free what it has saved until its backward; returns the bytes."""

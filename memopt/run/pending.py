@@ -24,7 +24,9 @@ from memopt.compat.autograd import (
     graph_until,
     keeps_graph,
     nodes_since,
+    pass_over,
     python_nodes,
+    runs_node,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
@@ -93,6 +95,8 @@ class PendingForward:
     """The bytes of their gradients that this rank held unsharded when it began, which its plan includes."""
     second_run: SecondRun | None = None
     """How what it has saved is computed once more; None where that is not possible."""
+    judged: bool = True
+    """Whether its backward is refused where it would exceed the budget."""
     again_bytes: int = 0
     """The bytes that its backward takes beside the plan, where the forward runs a second time in it; else 0."""
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
@@ -180,7 +184,7 @@ class PendingForward:
         that is in use now."""
         for value in self._lent:
             value.release()
-        if self._beside_plan == current_backward():
+        if not self.judged or self._beside_plan == current_backward():
             return
         if begins := self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned() + self.again_bytes
@@ -282,6 +286,22 @@ class PendingForward:
             for node in nodes:
                 free_saved_tensors(node)
             self.after_backward()
+
+    @property
+    def trained(self) -> bool:
+        """Whether a backward of its model has begun before."""
+        return bool(self.entry.seen.backward)
+
+    def replaced(self) -> None:
+        """Note that a second forward has run whose graph stays, and have the backward that runs, if any does, not go
+        through the regions of this one. Forwards that wait now are not judged by their plans any more, which do not
+        have it."""
+        running = current_backward() >= 0
+        for node in [node for reference in self.nodes if running and (node := reference()) is not None]:
+            if runs_node(node):
+                pass_over(node)
+        for one in [one for entry in Ledger.of(self.entry).entries for one in entry.waiting()]:
+            one.judged = False
 
     def is_in_backward(self) -> bool:
         """Whether it is this forward's backward, or one through several forwards, that runs."""

@@ -59,6 +59,14 @@ def _no_limit() -> float:
     return math.inf
 
 
+def _is_derived_by_inputs(inputs: Sequence[Any]) -> bool:
+    """Whether gradients flow into inputs beside the parameters: those may be differentiated in turn. A second forward
+    keeps its inputs until the backward, which callers hold that derive by them."""
+    return bool([
+        one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad and type(one) is not nn.Parameter
+    ])  # fmt: skip
+
+
 class OtherPathTaken(CaptureError):
     """A forward ran through other regions than those that were planned, repeatedly from the same state."""
 
@@ -331,7 +339,8 @@ class RecordedCalls:
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
 
-        replay = self._replay(region, inputs, pending) if region.undifferentiated or region.feeds else None
+        asked = region.undifferentiated or region.feeds or (self.whole and _is_derived_by_inputs(inputs))
+        replay = self._replay(region, inputs, pending) if asked else None
         try:
             before = pending.before if self.whole else None
             outputs = run_deferring(region, run, inputs, self._notice, pending, before)
@@ -392,7 +401,8 @@ class RecordedCalls:
         return self._emitted[key]
 
     def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:
-        """The second forward by which outputs get gradients that the plan does not differentiate or does not have."""
+        """The second forward by which outputs get gradients that the plan does not differentiate or does not have, and
+        gradients that can be differentiated in turn."""
         planner, plan = self.road.planner, forward.plan
         prevented = ""
         if not self.whole:

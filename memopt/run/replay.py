@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from memopt.capture.inner_outputs import TensorKind, is_written, run_from
+from memopt.capture.outputs import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.region import RecordedRegion
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
@@ -20,8 +21,16 @@ from memopt.training_state import CallState, generator_states, generators_before
 class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
 
+    @property
+    def trained(self) -> bool:
+        """Whether a backward of its model has begun before."""
+
     def replayed(self) -> None:
         """Called once a second forward has run beside the plan of its backward."""
+
+    def replaced(self) -> None:
+        """Called once a second forward has run whose graph stays, and takes the place of the first one in the backward
+        that runs, if any does."""
 
 
 class Replay:
@@ -70,11 +79,7 @@ class Replay:
         what = f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss"
         mend = "optimise with outputs='all' to plan for the gradients of all outputs"
         self._check(what, mend)
-        arguments = self._arguments(require_grad=True)
-        with self._as_before():
-            assert self.region.plain is not None
-            outputs = self.region.plain(*arguments)
-        leaves = [one for one in arguments if isinstance(one, torch.Tensor) and one.requires_grad]
+        leaves, outputs = self._second_forward(detach=True)
         found = _gradients_of(outputs, of, leaves)
         self.noted()
         self.forward.replayed()
@@ -84,6 +89,41 @@ class Replay:
             stacklevel=2,
         )
         return found
+
+    def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """As `gradients`, with an autograd graph by which they can be differentiated in turn. A model that has trained
+        is not stopped for them; before its first backward they are refused, as nothing is lost then."""
+        leaves, outputs = self._differentiable()
+        return _gradients_of(outputs, of, leaves, differentiable=True)
+
+    def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
+        """As `gradient_by`, with an autograd graph as `derivatives` have one, and computed at once."""
+        _, outputs = self._differentiable()
+        (found,) = _gradients_of(outputs, given, [outputs[position]], differentiable=True)
+        assert found is not None
+        return found if own is None else found + own
+
+    def _differentiable(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Leaves and outputs of a second forward whose gradients are differentiated in turn."""
+        if not self.forward.trained:
+            raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
+        self._check(DIFFERENTIATED, TAKEN_WITHIN)
+        found = self._second_forward(detach=False)
+        self.forward.replaced()
+        warnings.warn(
+            f"{DIFFERENTIATED}: a second run of the plain forward computes them, beside the budget, in each step that "
+            f"asks for them; to plan for them, {TAKEN_WITHIN}",
+            stacklevel=2,
+        )
+        return found
+
+    def _second_forward(self, *, detach: bool) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The inputs that require gradients, as `_arguments` returns them, and the outputs."""
+        arguments = self._arguments(require_grad=True, detach=detach)
+        with self._as_before():
+            assert self.region.plain is not None
+            outputs = self.region.plain(*arguments)
+        return [one for one in arguments if isinstance(one, torch.Tensor) and one.requires_grad], outputs
 
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
@@ -130,14 +170,15 @@ class Replay:
         same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in tensors)
         return "" if all(same) else "the weights or inputs have changed since its forward"
 
-    def _arguments(self, require_grad: bool) -> list[Any]:
+    def _arguments(self, require_grad: bool, *, detach: bool = True) -> list[Any]:
         """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
-        gradients are detached from their graphs, and require gradients again if `require_grad`."""
+        gradients are detached from their graphs, and require gradients again if `require_grad`; without `detach` they
+        are views, through which a gradient goes on."""
         assert self.inputs is not None
         arguments = list(self.inputs)
         for number, value in enumerate(arguments):
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                arguments[number] = value.detach().requires_grad_(require_grad)
+                arguments[number] = value.detach().requires_grad_(require_grad) if detach else value.view_as(value)
             elif (kept := self._copies.get(number)) is not None:
                 arguments[number] = kept.clone()
         return arguments
@@ -155,12 +196,16 @@ class Replay:
 
 
 def _gradients_of(
-    outputs: Sequence[torch.Tensor], given: Mapping[int, torch.Tensor], leaves: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor],
+    given: Mapping[int, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    *,
+    differentiable: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """The gradients of `leaves` for these gradients of outputs, by position, which may have other dtypes."""
     results = [outputs[position] for position in given]
     gradients = [gradient.to(result.dtype) for gradient, result in zip(given.values(), results, strict=True)]
-    return torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+    return torch.autograd.grad(results, leaves, gradients, allow_unused=True, create_graph=differentiable)
 
 
 class _InnerGradient(Later):

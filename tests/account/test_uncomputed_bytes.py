@@ -18,6 +18,7 @@ from memopt.compat.host import reads_raise, uncomputed
 from memopt.compat.modules import plain_call
 from memopt.device import hardware_of, workspace
 from memopt.lru import LruCache
+from memopt.meter import resident_cpu_blocks
 
 PLENTY = 1e12
 
@@ -336,6 +337,38 @@ def test_a_count_on_values_makes_nothing_above_its_limit() -> None:
         found = plain_count.count_on_values(model, plain_call(model), ((batch,), {}), card, most_bytes)
     assert found is None
     assert peak.allocated_bytes < most_bytes
+
+
+class _LargeInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.zeros(1024, *gradient.shape).sum(0)
+
+
+class _Branches(nn.Module):
+    """Two branches; the backward runs that of the function first, when both may run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x)
+        x = x if x.sum() < 1e9 else 2 * x
+        own: Any = _LargeInBackward.apply
+        return (x.exp().exp() + own(x)).mean()
+
+
+def test_a_count_that_is_stopped_in_the_backward_leaves_nothing_behind() -> None:
+    """Autograd's engine keeps the nodes that it was about to run until the next backward begins."""
+    model, batch, card = _Branches(), torch.randn(512, 64), hardware_of(torch.device("cpu"))
+    before = sum(resident_cpu_blocks().values())
+    assert plain_count.count_on_values(model, plain_call(model), ((batch,), {}), card, 8 * batch.nbytes) is None
+    assert sum(resident_cpu_blocks().values()) <= before
 
 
 class _Columns(nn.Module):

@@ -142,6 +142,9 @@ class Replay:
         assert list(of) == [1]
         return [torch.ones_like(leaf) * of[1].sum() for leaf in self.leaves]
 
+    def derivatives(self, of: Mapping[int, Tensor]) -> list[Tensor]:
+        raise UnplannedGradientError(f"gradients of gradients of {list(of)}")
+
     def release(self) -> None:
         self.freed += 1
 
@@ -193,7 +196,10 @@ def test_an_error_before_the_backward_prevents_it() -> None:
 
 def test_gradients_of_gradients_are_refused() -> None:
     weight, forward = nn.Parameter(torch.ones(3, 2)), Forward()
+    outputs = Region.apply(weight, torch.ones(4, 3))
     with pytest.raises(UnplannedGradientError, match=r"create_graph=True .* call memopt\.remove"):
+        torch.autograd.grad(hand_out(outputs, forward)[0], weight, create_graph=True)
+    with pytest.raises(UnplannedGradientError, match=r"of gradients of \[0\]"):
         torch.autograd.grad(call(weight, forward)[0], weight, create_graph=True)
 
 

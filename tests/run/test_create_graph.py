@@ -1,0 +1,166 @@
+"""Gradients of gradients that a loop asks for through a planned forward, in some of its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memopt
+
+pytestmark = [
+    pytest.mark.plans_always,
+    pytest.mark.filterwarnings("ignore:create_graph=True asks for gradients of gradients:UserWarning"),
+]
+EXACT = {"optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}}
+ROWS, WIDTH, EVERY = 64, 16, 3
+
+
+class Critic(nn.Module):
+    """With running statistics and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.Softplus(), nn.Dropout(0.2), nn.Linear(32, 32)
+        self.net = nn.Sequential(*layers, nn.Softplus(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def slope_penalty(critic: nn.Module, real: Tensor) -> tuple[Tensor, Tensor]:
+    """StyleGAN's R1, and the values that it differentiates."""
+    real.requires_grad_()
+    values = critic(real)
+    (slope,) = torch.autograd.grad(values.sum(), real, create_graph=True)
+    return slope.square().sum(1).mean(), values
+
+
+def lazily(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    penalty, values = slope_penalty(critic, real)
+    return EVERY * penalty + 0 * values[0].sum()
+
+
+def beside_two_forwards(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """WGAN-GP: two forwards wait while the third one is differentiated, by an input that is computed."""
+    scale = torch.ones(1, requires_grad=True)
+    loss = critic(fake).mean() - critic(real).mean()
+    between = (real + fake) * scale
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    return loss + (slope.norm(2, dim=1) - 1).square().mean()
+
+
+def twice(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """A second derivative, as of an equation that a network solves."""
+    real.requires_grad_()
+    (slope,) = torch.autograd.grad(critic(real).sum(), real, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.square().sum(), real, create_graph=True)
+    return bend.square().mean()
+
+
+class Generator(nn.Module):
+    """Returns images, and the latents that they are computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mapping = nn.Sequential(nn.Linear(WIDTH, 32), nn.Softplus())
+        self.synthesis = nn.Sequential(nn.Linear(32, 32), nn.Softplus(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latents = self.mapping(x)
+        return self.synthesis(latents), latents
+
+
+def paths(generator: nn.Module) -> list[Tensor]:
+    """Weights after steps of which some penalise the slope of images by latents, as StyleGAN2's do."""
+    stepping = torch.optim.SGD(generator.parameters(), 0.1)
+    torch.manual_seed(1)
+    for step in range(2 * EVERY):
+        stepping.zero_grad()
+        images, latents = generator(torch.randn(ROWS, WIDTH))
+        loss = images.square().mean()
+        if step % EVERY == EVERY - 1:
+            given = (images * torch.randn_like(images)).sum() + latents.square().sum()
+            (slope,) = torch.autograd.grad(given, latents, create_graph=True)
+            loss = slope.square().sum(1).mean() + 0 * images[0, 0]
+        loss.backward()
+        stepping.step()
+    return list(generator.parameters())
+
+
+def test_by_an_output_that_feeds_another() -> None:
+    plain = Generator()
+    planned = memopt.optimize(copy.deepcopy(plain), 1, **EXACT)
+    torch.testing.assert_close(paths(planned), paths(plain))
+
+
+def trained(critic: nn.Module, regularised: Callable[..., Tensor]) -> list[Tensor]:
+    """The penalties, weights and buffers of a few steps of which every `EVERY`th one has a penalty."""
+    stepping, found = torch.optim.SGD(critic.parameters(), 0.1), []
+    torch.manual_seed(1)
+    for step in range(2 * EVERY + 1):
+        real, fake = torch.randn(2, ROWS, WIDTH, dtype=next(critic.parameters()).dtype).unbind()
+        real, fake = real.clone(), fake + 1
+        stepping.zero_grad()
+        (F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()).backward()
+        stepping.step()
+        if step % EVERY == EVERY - 1:
+            stepping.zero_grad()
+            penalty = regularised(critic, real, fake)
+            penalty.backward()
+            stepping.step()
+            found.append(penalty.detach())
+    return [*found, *critic.state_dict().values()]
+
+
+@pytest.mark.parametrize("regularised", [lazily, beside_two_forwards, twice])
+def test_every_few_steps(regularised: Callable[..., Tensor]) -> None:
+    plain = Critic()
+    planned = memopt.optimize(copy.deepcopy(plain), 1, **EXACT)
+    theirs, ours = trained(plain, regularised), trained(planned, regularised)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert memopt.status(planned).state is memopt.State.PLANNED
+
+
+def test_beside_a_loss_of_the_same_forward() -> None:
+    """What comes by both forwards is summed at the leaves."""
+
+    def regularised(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+        penalty, values = slope_penalty(critic, real)
+        return penalty + F.softplus(values).mean()
+
+    plain = Critic().double()
+    planned = memopt.optimize(copy.deepcopy(plain), 1, optimizer=None, allow={"recompute"}, precision="fp32")
+    torch.testing.assert_close(trained(planned, regularised), trained(plain, regularised))
+
+
+def test_where_no_second_forward_is_possible() -> None:
+    """The derivative is refused, and the step before it goes on as if it had not been asked for."""
+    planned = memopt.optimize(Critic(), 1, **EXACT)
+    real = torch.randn(ROWS, WIDTH, requires_grad=True)
+    planned(real).mean().backward()
+    values = planned(real)
+    with torch.no_grad():
+        next(planned.parameters()).add_(1)
+    with pytest.raises(memopt.UnplannedGradientError, match=r"have changed since its forward; have a loss_fn"):
+        torch.autograd.grad(values.sum(), list(planned.parameters()), create_graph=True)
+
+
+def test_a_later_backward_runs_what_an_earlier_one_passed_over() -> None:
+    plain, grads = Critic(), []
+    for critic in (plain, memopt.optimize(copy.deepcopy(plain), 1, **EXACT)):
+        torch.manual_seed(1)
+        real = torch.randn(ROWS, WIDTH, requires_grad=True)
+        critic(real).mean().backward()
+        values = critic(real)
+        torch.autograd.grad(values.sum(), list(critic.parameters()), create_graph=True)
+        critic.zero_grad()
+        values.mean().backward()
+        grads.append([parameter.grad for parameter in critic.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
