@@ -231,6 +231,25 @@ def planning(document: Document) -> str:
     )
 
 
+def ways(document: Document) -> str:
+    rows = []
+    for row in document["rows"]:
+        name = " at ".join(filter(None, (row["way"], row.get("at"))))
+        if "step_ms" not in row:
+            rows.append((row["model"], name, "–", "–", "–", row["failure"].partition(":")[0]))
+            continue
+        beside = next(one for one in document["rows"] if one["model"] == row["model"] and one["way"] == "compile")
+        share = number(row["step_ms"] / beside["step_ms"])
+        peak, step, first = row["peak_gb"] * 1024, row["step_ms"], row["first_s"]
+        rows.append((row["model"], name, number(peak, 1), number(step, 0), share, number(first, 1)))
+    head = ("model", "way", "peak, MB", "step, ms", "of compile's", "first step, s")
+    about = (
+        "Whole steps with AdamW in fp32 at small sizes; medians of processor time, of steps in turns. memopt within: a "
+        "budget for all, the peak of checkpoints by hand, and half of what the compiled step adds."
+    )
+    return f"{about}\n\n{table(head, rows)}\n\n{source(document)}"
+
+
 def max_flow(document: Document) -> str:
     rows = [
         (row["problem"], f"{row['operators']:,}", row["method"], number(row["hull_seconds"]), str(row["vertices"]),
@@ -319,6 +338,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Articles": ("articles", articles),
     "An article's fine-tuning, measured": ("vit_finetune_small", vit_finetune),
     "Planning, beside a first step": ("starts", planning),
+    "Ways to train, on a CPU": ("ways", ways),
     "Minimum cuts of large problems": ("max_flow", max_flow),
     "The page of a plan": ("page", html_page),
     "The second start of a job": ("second_start", second_start),

@@ -193,7 +193,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             table.add_row(row["model"], way, row.get("failure", "–").partition(":")[0])
             continue
         share = row["step_ms"] / beside["step_ms"] if "step_ms" in beside else 0.0
-        peak = f"{row['peak_gb'] * GIB / 1e6:.1f}"
+        peak = f"{row['peak_gb'] * 1024:.1f}"
         table.add_row(row["model"], way, peak, f"{row['step_ms']:.0f}", f"{share:.2f}", f"{row['first_s']:.0f}")
     Console(width=120).print(table)
 

@@ -17,7 +17,6 @@ from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, ten
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
 from memopt.compat.autograd import (
     depends_on_earlier,
-    forget_stopped_backward,
     gradients_kept,
     leaves_of,
     next_node_number,
@@ -25,7 +24,7 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
-from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
+from memopt.compat.host import HOST, is_on_host, reads_raise, reads_seen, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import unseen_by_hooks
@@ -219,7 +218,7 @@ def count_on_values(
             return None
         finally:
             torch.clear_autocast_cache()
-            forget_stopped_backward()
+            _forget_stopped_backward()
         call_workspace_bytes(unknown, card.device_type)  # outside of the handler, whose frames hold the step's tensors
     return None
 
@@ -320,3 +319,10 @@ def _is_of_a_library(hook: Callable[..., Any]) -> bool:
 def _bytes_of(outputs: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _forget_stopped_backward() -> None:
+    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
+    run, with all that is behind them, until the next backward pass begins in this thread."""
+    with torch.enable_grad():
+        torch.autograd.backward(torch.zeros((), device=HOST, requires_grad=True).neg())

@@ -111,13 +111,6 @@ def stops_recomputation(error: Exception) -> bool:
     return isinstance(error, checkpoint._StopRecomputationError)
 
 
-def forget_stopped_backward() -> None:
-    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
-    run, with all that is behind them, until the next backward pass begins in this thread."""
-    with torch.enable_grad():
-        torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True).neg())
-
-
 def pass_over(node: Any) -> None:
     """Have the running backward pass not run an autograd function in Python, from whose node it would go on: its inputs
     get no gradients from it. Later backward passes run it."""

@@ -256,7 +256,7 @@ def test_a_function_whose_derivative_is_constant_is_refused() -> None:
         step(optimised(model), {"x": X})
     plain = run(copy.deepcopy(model), lambda model: step(model, {"x": X}), {"x": X})
     ours = optimised(model, allow={"recompute", "plain"})
-    with pytest.warns(UserWarning, match="trains unplanned"):
+    with pytest.warns(UserWarning, match="trains without a plan"):
         trained = run(ours, lambda model: step(model, {"x": X}), {"x": X})
     assert_same(trained, plain)
 

@@ -253,5 +253,5 @@ class Counting(optim.SGD):
 
 def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
     some = some_parameters()
-    with pytest.raises(ValueError, match="Counting changes 'count' of its group"):
+    with pytest.raises(ValueError, match="Counting changes the option 'count' of its parameter group"):
         train(wrapped(Counting, some), some, range(1))

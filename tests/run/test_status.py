@@ -69,7 +69,7 @@ def test_a_refused_call_has_the_refusal_and_another_one_is_planned() -> None:
 def test_an_unplanned_model_says_why() -> None:
     odd = odd_models.BY_NAME["Uncapturable"]
     model = memopt.optimize(odd.make(), 1, **{**EXACT, "allow": {"recompute", "plain"}})
-    with pytest.warns(UserWarning, match="trains unplanned"):
+    with pytest.warns(UserWarning, match="trains without a plan"):
         model(**odd.inputs())
     status = memopt.status(model)
     assert status.state is State.UNPLANNED
