@@ -57,6 +57,7 @@ def main() -> None:
     if chosen.worker:
         work(candidates(chosen.size)[chosen.worker[0]], chosen.worker[1], float(chosen.worker[2]))
         return
+    torch.set_num_threads(1)  # for the stamp: as the processes of ways have it
     known = json.loads(RESULT.read_text())["rows"] if chosen.only and RESULT.exists() else []
     rows = [row for row in known if row["model"] not in (chosen.only or names)]
     for name in chosen.only or names:
