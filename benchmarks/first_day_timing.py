@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import memopt
-from benchmarks.gpu_methods import Method, adamw
+from benchmarks.gpu_methods import Method, adamw, lasting_bytes
 from benchmarks.gpu_models import Candidate, made
-from memopt.account.account import distinct_bytes
 from memopt.device.hardware import assumed_context
 from memopt.errors import GIB
 
@@ -95,8 +94,7 @@ def steps_timed(
     times = [by_events(step) for _ in range(STEPS)]
     low, median, high = statistics.quantiles(times, n=4)
     peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-    state = [one for values in optimizer.state.values() for one in values.values() if isinstance(one, torch.Tensor)]
-    held = distinct_bytes([*model.parameters(), *model.buffers(), *state, *batch.values()]) / GIB
+    held = lasting_bytes(model, optimizer, batch) / GIB
     figures = {"low_ms": low, "median_ms": median, "high_ms": high}
     return figures | {"peak_gb": peak, "reserved_gb": reserved, "held_gb": held}
 

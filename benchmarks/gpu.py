@@ -28,10 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import memopt
-from benchmarks.gpu_methods import Method, adamw, peers, within
+from benchmarks.gpu_methods import Method, adamw, lasting_bytes, peers, within
 from benchmarks.gpu_models import Candidate, candidates
 from benchmarks.stamp import stamp, write_result
-from memopt.account.account import distinct_bytes
 from memopt.device.hardware import assumed_context
 from memopt.errors import GIB
 
@@ -111,10 +110,7 @@ def train(method: Method, candidate: Candidate, size: int, steps: int, warm: int
             step()
             wait()
             seconds.append(time.perf_counter() - begin)
-    state = [
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
-    ]
-    held = distinct_bytes([*model.parameters(), *model.buffers(), *state, *batch.values()])
+    held = lasting_bytes(model, optimizer, batch)
     return Training(peak.bytes, held, reserved, seconds, memopt.plan_of(model) if method.memopt else None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import memopt
 from benchmarks.gpu_models import Candidate
+from memopt.account.account import distinct_bytes
 
 BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.0)
 _PRODUCTS = {
@@ -76,6 +77,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of every method: fused kernels on a GPU."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     return torch.optim.AdamW(model.parameters(), fused=on_gpu)
+
+
+def lasting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> int:
+    """The bytes of parameters, buffers, the optimizer's state and the batch: what lasts from step to step."""
+    state = [one for values in optimizer.state.values() for one in values.values() if isinstance(one, torch.Tensor)]
+    return distinct_bytes([*model.parameters(), *model.buffers(), *state, *batch.values()])
 
 
 def per_block(model: nn.Module, candidate: Candidate, *, selective: bool = False) -> None:

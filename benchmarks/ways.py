@@ -2,13 +2,13 @@
 
     python -m benchmarks.ways [--only "Llama 1B" U-Net] [--size tiny]
 
-GPT-2, Llama, ViT, BERT, ResNet and U-Net at sizes that take a CPU about half a second, fp32, AdamW, one thread: eager,
+GPT-2, Llama, ViT, BERT, ResNet and U-Net at sizes that take a CPU a part of a second, fp32, AdamW, one thread: eager,
 by activation checkpoints, compiled, compiled with checkpoints and within five activation budgets; then memopt by both
 backends: with room for all, at the checkpoints' measured peak, and with half of what the compiled step holds beside
 parameters and the optimizer's state. Each way has a process and an empty cache of compiled code of its own. All of them
 then take steps in turns, and begin at another one in each round, so that what slows the machine slows all: a time is
-the median of a way's seconds of processor time. The first step is everything up to the first gradients: capture, plan
-and compilation.
+the median of a way's seconds of processor time. The first step is counted from the untouched model on, with capture,
+plan and compilation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import memopt
-from benchmarks.gpu_methods import Method, adamw, peers, within
+from benchmarks.gpu_methods import Method, adamw, lasting_bytes, peers, within
 from benchmarks.gpu_models import Candidate, candidates
+from benchmarks.report import ways as table_of
 from benchmarks.stamp import stamp, write_result
-from memopt.account.account import distinct_bytes
 from memopt.errors import GIB
 
 RESULT = Path(__file__).parent / "results" / "ways.json"
@@ -62,8 +60,9 @@ def main() -> None:
     rows = [row for row in known if row["model"] not in (chosen.only or names)]
     for name in chosen.only or names:
         rows += compare(name, chosen.size)
-        write_result(RESULT, {**stamp(), "size": chosen.size, "rounds": ROUNDS, "rows": rows})
-    show(rows)
+        document = {**stamp(), "size": chosen.size, "rounds": ROUNDS, "rows": rows}
+        write_result(RESULT, document)
+    print(table_of(document))
 
 
 def compare(model: str, size: str) -> list[dict[str, Any]]:
@@ -173,30 +172,8 @@ def begun(method: Method, candidate: Candidate, model: torch.nn.Module, batch: A
     gc.collect()
     with memopt.measure_peak("cpu") as peak:
         step()
-    state = [one for values in optimizer.state.values() for one in values.values() if isinstance(one, torch.Tensor)]
-    held = distinct_bytes([*model.parameters(), *model.buffers(), *state, *batch.values()])
-    figures = {"first_s": first, "peak_gb": peak.bytes / GIB, "held_gb": held / GIB}
-    if method.memopt:
-        plan = memopt.plan_of(model)
-        figures |= {"added_time": plan.added_time if plan else 0.0}
-    return step, figures
-
-
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows beside the compiled step of the same model."""
-    table = Table(
-        "model", "way", "peak, MB", "step, ms", "of compile's", "first step, s", title="Ways to train, on a CPU"
-    )
-    for row in rows:
-        beside = next((one for one in rows if one["model"] == row["model"] and one["way"] == "compile"), {})
-        way = " at ".join(filter(None, (row["way"], row.get("at"))))
-        if "step_ms" not in row:
-            table.add_row(row["model"], way, row.get("failure", "–").partition(":")[0])
-            continue
-        share = row["step_ms"] / beside["step_ms"] if "step_ms" in beside else 0.0
-        peak = f"{row['peak_gb'] * 1024:.1f}"
-        table.add_row(row["model"], way, peak, f"{row['step_ms']:.0f}", f"{share:.2f}", f"{row['first_s']:.0f}")
-    Console(width=120).print(table)
+    held = lasting_bytes(model, optimizer, batch)
+    return step, {"first_s": first, "peak_gb": peak.bytes / GIB, "held_gb": held / GIB}
 
 
 if __name__ == "__main__":

@@ -15,13 +15,7 @@ from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
-from memopt.compat.autograd import (
-    depends_on_earlier,
-    gradients_kept,
-    leaves_of,
-    next_node_number,
-    not_on_the_way_to,
-)
+from memopt.compat.autograd import depends_on_earlier, gradients_kept, leaves_of, next_node_number, not_on_the_way_to
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
 from memopt.compat.host import HOST, is_on_host, reads_raise, reads_seen, same_memory

@@ -48,8 +48,8 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
 
 
 def with_batches(call: Call, times: int) -> Call:
-    """The call with so many times its batch, as tensors on "meta". The batch is the first dimension of the first tensor
-    that has any, and of every tensor whose first dimension has that size."""
+    """The call with a batch that is `times` as large, as tensors on "meta". The batch's size is that of the first
+    dimension of the first tensor that has dimensions; every tensor whose first dimension has that size grows."""
     sizes = [one.shape[0] for one in tree_leaves(call) if isinstance(one, torch.Tensor) and one.dim()]
 
     def larger(one: Any) -> Any:

@@ -87,7 +87,8 @@ def _on(card: Hardware, step: PricedStep, account: Account) -> OnCard:
 
 
 Larger: TypeAlias = Callable[[int], tuple[PricedStep, Account]]
-"""Gives the step under all levers, with so many times its batch. Raises `CaptureError` where it cannot be captured."""
+"""Gives, for a number n, the step under all levers with a batch n times as large, and its account. Raises
+`CaptureError` where that cannot be captured."""
 _MORE, _MOST = 16, 128
 """The most batches that are looked at first, beside one alone, at which parameters may take all of the memory; and the
 most that are looked at: graphs with more chunks take long to trace."""
@@ -131,5 +132,5 @@ class _Growth:
 
 
 def _beside(account: Account) -> int:
-    """What a card keeps for itself."""
+    """The bytes of a card that no tensor can have: its context, and the reserve of the account."""
     return account.context + account.reserve

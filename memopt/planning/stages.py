@@ -58,8 +58,8 @@ class Recorded:
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
     def tightest(self, batches: int = 1) -> Priced:
-        """The call, with so many times its batch, priced under the largest set of levers whose newest one changes it.
-        Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
+        """The call with a batch `batches` times as large, priced under the largest set of levers whose last one changes
+        it. Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
         with self.planner.terms.types(), torch.enable_grad():
             recorded = self if batches == 1 else self._larger(batches)
             for levers in reversed(self.planner.terms.lever_sets):
@@ -265,8 +265,8 @@ class StepOfPlan:
     """Under FSDP2, of a plan that keeps blocks gathered: the plan of the same call that frees all of them after their
     forward, to which its smallest budget and its curve belong."""
     tightest: Callable[[int], Priced] | None = None
-    """Gives the call under all levers that it may use, with so many times its batch; None where a plan is for training,
-    which keeps no call."""
+    """Gives, for a number n, the call with a batch n times as large under all levers that it may use; None where a plan
+    is for training, which keeps no call."""
 
     @property
     def priced(self) -> PricedStep:

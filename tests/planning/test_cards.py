@@ -65,8 +65,8 @@ def test_a_row_is_what_a_plan_for_that_card_says(rows: dict[str, OnCard]) -> Non
 
 
 def test_the_batch_grows_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch of 4 × 64 tokens the parameters take most of the memory, and an RTX 5090 holds more of them than a
-    4090."""
+    """Also for a batch so small (4 × 64 tokens) that parameters take most of the memory: an RTX 5090 has a third more
+    than a 4090."""
     monkeypatch.setattr("memopt.planning.cards.known_hardware", lambda: ("rtx-4090", "rtx-5090", "a100-80", "h100"))
     small = dict.fromkeys(("input_ids", "labels"), torch.zeros(4, 64, dtype=torch.long, device="meta"))
     plan = memopt.plan(model(), 24, small, device="rtx-4090", precision="fp32", effort="fast", allow={"recompute"})
