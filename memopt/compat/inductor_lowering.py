@@ -54,14 +54,34 @@ FALLBACKS = "copies to the host laid out as results"
 other rules is not reused."""
 
 
+@torch.library.custom_op("memopt::hold", mutates_args=())
+def _hold(value: torch.Tensor) -> torch.Tensor:
+    """The value, which inductor writes to memory there rather than computing it in each kernel that reads it."""
+    return value.clone()
+
+
+@_hold.register_fake
+def _(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+hold = torch.ops.memopt.hold.default
+
+
+def _realized(value: Any) -> Any:
+    value.realize()
+    return value
+
+
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
-    """Give each operator of the graph, and of graphs within it, that has no lowering the fallback that inductor would
-    give it when it comes to the first call. Nothing is done where the user has turned implicit fallbacks off: inductor
-    then raises an error."""
+    """Give `hold` its lowering, and each operator of the graph and of graphs within it that has none the fallback that
+    inductor would give it when it comes to the first call; the latter not where the user has turned implicit fallbacks
+    off: inductor then raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 
     lowering: Any = untyped
+    lowering.lowerings[hold] = _realized
     for op in dict.fromkeys(_operators(module)):
         if op in lowering.lowerings or op in lowering.decompositions:
             continue

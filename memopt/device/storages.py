@@ -70,6 +70,10 @@ def storage_bytes(value: torch.Tensor) -> int:
 _ELEMENTWISE = frozenset({"_to_copy", "embedding", "full", "gather", "index", "index_select", "scalar_tensor"})
 _ELEMENTWISE_PRIMS = frozenset({"convert_element_type", "fma", "inductor_lookup_seed", "inductor_random", "iota"})
 _REDUCTIONS = frozenset({"all", "amax", "amin", "any", "argmax", "argmin", "mean", "prod", "sum", "var", "var_mean"})
+# Prims with a kernel of their own, whose implementation for eager mode alone holds temporaries.
+_KERNELS_OF_PRIMS = frozenset(
+    {"_low_memory_max_pool_offsets_to_indices", "_low_memory_max_pool_with_offsets", "prepare_softmax_online"}
+)
 # They write their operands into parts of the result.
 _ASSEMBLERS = frozenset({"cat", "constant_pad_nd"})
 # Random numbers from a seed are pure, but expensive: not repeated unless a plan says so.
@@ -125,12 +129,12 @@ class _Fusion:
             return False
         if node in self.held:
             return False
-        return all(can_inline(reader) for reader in _readers(node))
+        return all(can_inline(reader) for reader in readers_of(node))
 
     def is_worth(self, node: fx.Node, cost: _Inlined) -> bool:
         if self.mutated.intersection(cost.reads) or cost.operators > _MOST_OPERATORS:
             return False
-        readers = list(_readers(node))
+        readers = list(readers_of(node))
         same_half = all((reader in self.backward) == (node in self.backward) for reader in readers)
         if same_half and len(readers) == 1:
             return len(cost.reads) <= _MOST_READ_ONCE
@@ -144,7 +148,7 @@ class _Fusion:
         """Returns the cost of computing a value from held ones."""
         reads: set[fx.Node] = set()
         operators, draws = 1, op_name_of(node) == _DRAWS
-        for argument in map(_behind_views, node.all_input_nodes):
+        for argument in map(behind_views, node.all_input_nodes):
             if argument in self.inlined:
                 behind = self.inlined[argument]
                 reads |= behind.reads
@@ -175,16 +179,21 @@ def can_inline(node: fx.Node) -> bool:
     return is_elementwise(node) or (op_name_of(node) in _REDUCTIONS | _ASSEMBLERS and bool(op_name(node)))
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def is_generated(node: fx.Node) -> bool:
+    """Returns whether a fusing compiler writes the kernel that computes the node, without temporaries."""
+    return can_inline(node) or op_name_of(node) in _KERNELS_OF_PRIMS
+
+
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the readers of a value, also behind views; the graph's output is one."""
     for user in node.users:
         if is_view(user):
-            yield from _readers(user)
+            yield from readers_of(user)
         else:
             yield user
 
 
-def _behind_views(node: fx.Node) -> fx.Node:
+def behind_views(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -7,7 +7,8 @@ import functools
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,10 @@ from torch import Tensor, fx
 from memopt.capture.joint import JointGraph
 from memopt.capture.trace import not_compiled
 from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
+from memopt.compat.inductor_lowering import hold
 from memopt.compat.operators import without_autocast
 from memopt.compat.tracing import mark_boxed
-from memopt.device.storages import can_inline, is_view
+from memopt.device.storages import behind_views, can_inline, is_elementwise, is_view, readers_of, storage_bytes
 from memopt.emit.footprint import Half, Outputs, footprint
 from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
 from memopt.emit.partition import Cut, Emitted
@@ -68,9 +70,11 @@ class _Halves:
         assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
         self.handing = _Handing(backward)
+        inputs = {node.name for node in forward.graph.find_nodes(op="placeholder")}
         for half in (forward, backward):
             spell_casts(half)
             keep_products_early(half)
+            hold_values(half, inputs)
         texts = format_graph(forward.graph), format_graph(backward.graph)
         self.hash = hashlib.sha256("\n".join(texts).encode()).hexdigest()
         return forward, backward
@@ -183,6 +187,52 @@ def keep_products_early(half: fx.GraphModule) -> None:
             if product.target is aten.mm.default and any(place[product] < barrier < place[add] for barrier in barriers):
                 add.replace_input_with(product, _transposed_twice(product, add))
     half.recompile()
+
+
+def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
+    """Have inductor write elementwise values to memory where the kernels that read them would otherwise hold more.
+    Edits the graph. `inputs` are the names of the region's inputs, which nothing frees.
+
+    Inductor computes a value of few arguments in each kernel that reads it, and then holds the arguments until the last
+    of these kernels: for the sum of two gradients that another branch of the model reads late, both of them.
+    """
+    for node in values_to_hold(half.graph, inputs):
+        with half.graph.inserting_after(node):
+            held = half.graph.call_function(hold, (node,))
+        held.meta.update(node.meta)
+        node.replace_all_uses_with(held, delete_user_cb=lambda user, held=held: user is not held)  # type: ignore[misc]
+    half.recompile()
+
+
+# Held are values for which this many times their bytes would otherwise be held.
+_HELD_LONGER = 1.05
+
+
+def values_to_hold(graph: fx.Graph, inputs: Collection[str]) -> list[fx.Node]:
+    """The elementwise values of a forward or backward whose arguments, behind those that are computed in the same
+    kernels, are larger and would live longer if each kernel that reads the value computed it."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    barriers = [place[node] for node in graph.nodes if _is_barrier(node)]
+    ends = {node: max((place[reader] for reader in readers_of(node)), default=0) for node in graph.nodes}
+    computed_from: dict[fx.Node, frozenset[fx.Node]] = {}
+    found = []
+    for node in graph.nodes:
+        if not (is_elementwise(node) and all(map(can_inline, readers_of(node)))):
+            continue
+        arguments = {behind_views(source) for source in node.all_input_nodes if source.name not in inputs}
+        reads = frozenset().union(*(computed_from.get(argument, {argument}) for argument in arguments))
+        longer = [read for read in reads if bisect_right(barriers, ends[read]) < bisect_left(barriers, ends[node])]
+        if _bytes(longer) > _HELD_LONGER * _bytes([node]):
+            found.append(node)
+            continue
+        computed_from[node] = reads
+        ends |= dict.fromkeys(longer, ends[node])
+    return found
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    values = [node.meta["val"] for node in nodes]
+    return sum(storage_bytes(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def _transposed_twice(product: fx.Node, before: fx.Node) -> fx.Node:

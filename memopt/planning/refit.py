@@ -3,6 +3,7 @@ compilation."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -35,10 +36,14 @@ class Footprint:
 ROUNDS = 4
 """The maximal number of rounds of planning and compiling a step, each of which costs one compilation; one more is for
 the smallest plan, where none of these fits."""
+FURTHER_ROUNDS = 2
+"""The maximal number of rounds after the smallest plan, for a faster one within the room that its code leaves."""
 # Another round pays where this share of the budget is unused,
 _ROOM = 0.06
 # and the plan recomputes more than this share of the step.
 _ADDED = 0.01
+# Between a plan whose code fits and one whose code does not, none is looked for within this share of the budget.
+_NARROW = 0.01
 
 Made = TypeVar("Made")
 
@@ -64,27 +69,42 @@ class Refit(Generic[Made]):
     budget_bytes: int
     lowering_bytes: int = 0
     """The bytes that the next plan must add to its peak for compilation; negative where compiled code holds less."""
+    again: bool = True
+    """Whether another round is worthwhile."""
     _fitting: list[tuple[Plan, Made]] = field(default_factory=list)
     _above: list[int] = field(default_factory=list)
     """Peaks of the compiled plans that exceed the budget."""
-    _tried: set[object] = field(default_factory=set)
-    again: bool = True
-    """Whether another round is worthwhile."""
+    _too_little: int = -sys.maxsize
+    """The most bytes left for compilation by a plan whose compiled code exceeds the budget."""
+    _enough: int = sys.maxsize
+    """The fewest bytes left by one whose compiled code fits."""
     _took_smallest: bool = False
 
-    def judge(self, plan: Plan, made: Made) -> None:
-        """Record a plan that has the peak of its compiled code `made`, and what the next one must leave for it."""
-        repeated = plan.regions in self._tried
-        self._tried.add(plan.regions)
-        room = self.budget_bytes - plan.ceiling_bytes
+    def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
+        """Record a round: the step as `planned`, the same with the peak of its `compiled` code, and that code, `made`.
+
+        The next plan leaves for compilation what this code holds beyond its plan; after several rounds that exceed the
+        budget each time twice as much more, since a plan for a few bytes less often has the same peak once it is
+        compiled. Between a plan that exceeds it and one that fits, it leaves what lies in the middle.
+        """
+        uncompiled = planned.ceiling_bytes - planned.account.lowering
+        left, room = self.budget_bytes - uncompiled, self.budget_bytes - compiled.ceiling_bytes
+        self.lowering_bytes = compiled.ceiling_bytes - uncompiled
         if room < 0:
-            self._above.append(plan.ceiling_bytes)
-            self.lowering_bytes += -room if not repeated else -2 * room
+            self.lowering_bytes += -room * (2 ** len(self._above) - 1)
+            self._above.append(compiled.ceiling_bytes)
+            self._too_little = max(left, self._too_little)
             self.again = True
-            return
-        self._fitting.append((plan, made))
-        self.lowering_bytes -= room
-        self.again = room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
+        else:
+            self._fitting.append((compiled, made))
+            self._enough = min(left, self._enough)
+            self.again = room > _ROOM * self.budget_bytes and compiled.added_time > _ADDED
+        if self._above and self._fitting:
+            if not self._too_little < self.lowering_bytes < self._enough:
+                self.lowering_bytes = (self._too_little + self._enough) // 2
+            self.again = self.again and self._enough - self._too_little > _NARROW * self.budget_bytes
+        elif self._fitting:
+            self.again = self.again and self.lowering_bytes < left
 
     def take_smallest(self, smallest_bytes: int) -> bool:
         """Have the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.

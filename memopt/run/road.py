@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -42,7 +43,7 @@ from memopt.planning.derived import (
 from memopt.planning.figures import beside_plain
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.plan_search import Decided, PlanSearch
-from memopt.planning.refit import ROUNDS, Refit, as_compiled
+from memopt.planning.refit import FURTHER_ROUNDS, ROUNDS, Refit, as_compiled
 from memopt.planning.stages import Recorded, StepOfPlan
 from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
@@ -75,6 +76,8 @@ class Road:
         """The longest time that a call took from its recording to its plan or refusal."""
         self._decided: tuple[RecordedRegion, Decided | None] | None = None
         """The region of the latest call in one region that was planned, and what its plan decided."""
+        self._lowering: WeakKeyDictionary[RecordedRegion, int] = WeakKeyDictionary()
+        """The bytes that compiled code of a call was found to hold beyond its plan, by the call's first region."""
 
     def plan(
         self,
@@ -192,20 +195,24 @@ class Road:
 
     def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
-        `ROUNDS` times at most, and then by its smallest plan. Raises `BudgetError`, `CaptureError`."""
+        `ROUNDS` times at most, then by its smallest plan, and from there `FURTHER_ROUNDS` times by larger ones. Raises
+        `BudgetError`, `CaptureError`."""
         check_compiled_least(recorded)
         captured = recorded.captured
-        refit: Refit[Emitted] = Refit(self.planner.terms.options.budget_bytes)
+        first = captured.regions[0]
+        refit: Refit[Emitted] = Refit(self.planner.terms.options.budget_bytes, self._lowering.get(first, 0))
         for plan in self._rounds(refit, recorded, planned):
             region = emit_plan(plan, self.accumulation)
             if region.footprint is None:
                 return Executable(captured, plan, captured.runs, region)
-            refit.judge(as_compiled(plan, region.footprint), region)
+            refit.judge(plan, as_compiled(plan, region.footprint), region)
         plan, region = refit.best()
+        self._lowering[first] = plan.account.lowering
         return Executable(captured, plan, captured.runs, region)
 
     def _rounds(self, refit: Refit[Emitted], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
-        """The plans that are compiled one after the other until `refit` has a good one; the smallest is the last.
+        """The plans that are compiled one after the other until `refit` has a good one: the smallest where none of the
+        first fits, and then larger ones again.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -231,6 +238,10 @@ class Road:
             smallest = smallest_plan(least, recorded)
             budget_bytes = self.planner.terms.options.budget_bytes
             yield replace(smallest, budget_bytes=budget_bytes) if smallest else solved(refit.lowering_bytes)
+            with suppress(BudgetError):
+                for _ in range(FURTHER_ROUNDS if refit.fits else 0):
+                    if refit.again:
+                        yield solved(refit.lowering_bytes)
         elif refusal is not None:
             raise self._named(self._as_compiled(refusal, recorded), recorded)
 

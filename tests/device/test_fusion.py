@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch.fx import GraphModule, Node
 
-from memopt.device.storages import find_storages, fused_away
+from memopt.device.storages import find_storages, fused_away, is_generated
 from memopt.price.price import price
 from memopt.price.priced_graph import GraphUse, NodePrice
 from passes import ApplySchedule
@@ -45,6 +47,23 @@ def test_draws_dear_functions_and_buffers_that_change_are_left() -> None:
     sketch.call(aten.copy_.default, buffer, moved)
     drawn = sketch.call(aten.bernoulli.p, x, 0.5)
     assert names(sketch.returns(*sums, sketch.call(aten.sum.default, drawn))) == set()
+
+
+def test_prims_of_pooling_run_in_kernels_of_the_compiler() -> None:
+    import torch._inductor.inductor_prims
+
+    prims = torch.ops.prims
+    sketch = Sketch()
+    window = [3, 3], [2, 2], [1, 1], [1, 1]
+    pooled = sketch.call(prims._low_memory_max_pool_with_offsets.default, sketch.input("x", 1, 2, 8, 8), *window, False)
+    offsets = sketch.call(operator.getitem, pooled, 1)
+    size, stride, padding, dilation = [3, 3], [8, 8], [2, 2], [1, 1]
+    arguments = size, stride, padding, dilation, [1, 1]
+    indices = sketch.call(prims._low_memory_max_pool_offsets_to_indices.default, offsets, *arguments)
+    product = sketch.call(aten.mm.default, *[sketch.input(name, 8, 8) for name in "ab"])
+    module = sketch.returns(sketch.call(operator.getitem, pooled, 0), indices, product)
+    generated = {node.target for node in module.graph.nodes if is_generated(node)}
+    assert generated == {pooled.target, indices.target}
 
 
 def layer() -> tuple[GraphModule, list[Node]]:
