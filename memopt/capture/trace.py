@@ -163,6 +163,12 @@ def backend_of(region: RecordedRegion, wanted: str) -> str:
     return "aten" if any(map(data_symbols_of, values)) else wanted
 
 
+def backend_among(region: RecordedRegion, wanted: str) -> str:
+    """The backend for one of several regions of a call: "aten" where it has sizes that change, at which it is not known
+    what compiled code holds, else `wanted`."""
+    return "aten" if region.changing else wanted
+
+
 def differentiate(
     traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
 ) -> JointGraph:

@@ -20,19 +20,32 @@ from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import RegionSchedule
 
 
-def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:
-    """The one region of a planned call as a function.
+def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
+    """The regions of a planned call as functions.
 
     `accumulation` says, in each backward, how gradients reach `.grad`. Raises `CaptureError` where inductor fails to
-    compile the region.
+    compile a region.
     """
     captured = plan.captured
     assert captured is not None, "a plan from a file has no graphs to emit"
-    (joint,), (schedule,) = captured.regions, plan.regions
+    return tuple(
+        emit_planned(plan, joint, schedule, accumulation, captured.sizes_of(number))
+        for number, (joint, schedule) in enumerate(zip(captured.regions, plan.regions, strict=True))
+    )
+
+
+def emit_planned(
+    plan: Plan,
+    joint: JointGraph,
+    schedule: RegionSchedule,
+    accumulation: Accumulation,
+    allowed_sizes: Mapping[str, int],
+) -> Emitted:
+    """A region in the place of one of a plan's regions, as `emit_region`."""
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
     limit = plan.budget_bytes - plan.account.context if plan.account.caching else None
-    return emit_region(joint, schedule, accumulation, captured.data_sizes.allowed, adds=adds, limit_bytes=limit)
+    return emit_region(joint, schedule, accumulation, allowed_sizes, adds=adds, limit_bytes=limit)
 
 
 def emit_region(

@@ -47,8 +47,8 @@ LOSS_OUTSIDE = (
 )
 
 NOT_FUSED = (
-    "a forward that breaks into regions, or has sizes that depend on data, runs as plain operators and not through "
-    "inductor"
+    "what has sizes that depend on data runs as plain operators and not through inductor, and of a forward that breaks "
+    "into regions also what has sizes that change, and all of it in a group of processes"
 )
 
 CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
@@ -156,7 +156,8 @@ class CallPlanner:
     def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
         with stage("tracing"):
             try:
-                return trace_call(captured, rewriting, self.terms.backend, None if captured.whole else self.traces)
+                backend = self.terms.backend_of(whole=captured.whole)
+                return trace_call(captured, rewriting, backend, None if captured.whole else self.traces)
             except CaptureError as failure:
                 raise CaptureError(cannot_capture(self.terms.model, str(failure))) from failure
             finally:

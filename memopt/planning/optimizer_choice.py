@@ -17,7 +17,7 @@ from memopt.levers.optimizer_levers import PricedLevers, Wanted, combinations_of
 from memopt.levers.training_price import TrainingFacts
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
 from memopt.planning.plan import Plan
-from memopt.planning.terms import ModelTerms
+from memopt.planning.terms import ModelTerms, has_ranks
 
 _NOT_FUSED = (
     "{!r} is not considered: code that inductor compiles keeps no order between a parameter's "
@@ -99,7 +99,7 @@ class OptimizerChoice:
 
     def _possible(self, gradients_held: bool) -> list[Lever]:
         """The levers that can work for the model, device and call."""
-        whole = self.terms.fuses or gradients_held or self._low is torch.float16 or _has_ranks()
+        whole = self.terms.fuses or gradients_held or self._low is torch.float16 or has_ranks()
         on_host = device_of(self.terms.card).is_host  # its memory is the host's: there is nothing to move
         wide = self._low is not torch.bfloat16
         return [
@@ -190,9 +190,3 @@ def _in_backward(lever: Lever) -> bool:
 
 def _offloads(lever: Lever) -> bool:
     return lever.optimizer is not None and lever.optimizer.offloads
-
-
-def _has_ranks() -> bool:
-    """Whether several processes train the model together: each would step with its own gradients."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -58,7 +58,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
     if footprint is None:
         account = within(joined, schedule, bare, plan.budget_bytes)
     else:
-        account = as_compiled(replace(plan, account=bare), footprint).account
+        account = as_compiled(replace(plan, account=bare), [footprint]).account
     if account is None:
         return False
     found = plan.account
@@ -76,7 +76,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
 def _counted(plan: Plan, footprint: Footprint | None) -> Plan:
     """The plan with the figures that follow from its schedule, its account and its compiled graphs."""
     if footprint is not None:
-        return as_compiled(plan, footprint)
+        return as_compiled(plan, [footprint])
     step, schedule = plan.solved
     return recounted(plan, plan.account, held_bytes=held_after_forward(step.problem.problem, schedule))
 

@@ -4,16 +4,19 @@ compilation."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from memopt.account.breakdown import ANY_LINK
 from memopt.errors import BudgetError
 from memopt.planning.figures import recounted
+from memopt.planning.joined import Joined
 from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
-from memopt.solver import simulate
+from memopt.solver import Schedule, simulate
 from memopt.solver.problem import BlockCall
+from memopt.solver.simulator import lifetimes
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,95 @@ _NARROW = 0.01
 Made = TypeVar("Made")
 
 
-def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
-    """The plan of one region with the peak of its compiled graphs, and on a card with what the allocator then holds."""
+def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
+    """The plan with the peak of the compiled graphs of its regions, one of them at least, and on a card with what the
+    allocator then holds. A region without a footprint holds what is planned.
+
+    On a card, the allocator's calls of compiled code are replayed for a call in one region. For several, those of the
+    plan are, and what code holds beyond its plan is added.
+    """
     step, schedule = plan.solved
     problem = step.problem.problem
-    handed_over = footprint.left_bytes + problem.ops[-1].workspace_bytes
-    moving = max(footprint.forward_bytes, footprint.backward_bytes, handed_over)
-    simulated = simulate(problem, schedule, ANY_LINK).peak_bytes - problem.resident_bytes
-    bare = replace(plan.account, lowering=moving - simulated)
-    ways = [[BlockCall(*call) for call in calls] for calls in footprint.ways]
-    account = compiled_within(step.problem, schedule, bare, ways, plan.budget_bytes) if ways else bare
-    return recounted(plan, account, held_bytes=footprint.held_bytes)
+    simulated = simulate(problem, schedule, ANY_LINK)
+    only = footprints[0] if len(footprints) == 1 else None
+    if only is not None:
+        handed_over = only.left_bytes + problem.ops[-1].workspace_bytes
+        moving, held_bytes = max(only.forward_bytes, only.backward_bytes, handed_over), only.held_bytes
+    else:
+        live = (simulated.live_bytes - problem.resident_bytes).tolist()
+        moving, held_bytes = _Regions(step.problem, schedule, live).compiled(footprints)
+    account = replace(plan.account, lowering=moving - (simulated.peak_bytes - problem.resident_bytes))
+    if only is not None and only.ways:
+        ways = [[BlockCall(*call) for call in calls] for calls in only.ways]
+        account = compiled_within(step.problem, schedule, account, ways, plan.budget_bytes)
+    return recounted(plan, account, held_bytes=held_bytes)
+
+
+class _Regions:
+    """The regions of a call in its schedule: where the forward and the backward of each run, and what lies beside."""
+
+    def __init__(self, joined: Joined, schedule: Schedule, live_bytes: Sequence[int]) -> None:
+        self.live = live_bytes
+        self.owner = [joined.owner[index] for index in schedule.evaluations]
+        left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
+        self.halves: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
+        """By region the positions of the forward's evaluations, and those of the backward's."""
+        for at, (region, op) in enumerate(self.owner):
+            self.halves[region][0 if left[region] else 1].append(at)
+            left[region].discard(op)
+        self.lives = [
+            (joined.problem.storages[storage].bytes, born, dies)
+            for storage, born, dies in lifetimes(joined.problem, schedule.evaluations, schedule.offloads)
+        ]
+
+    def compiled(self, footprints: Sequence[Footprint | None]) -> tuple[int, int]:
+        """The peak with these compiled regions, and the bytes that the forwards leave. Regions without a footprint
+        hold what is planned."""
+        added = [0]
+        """The bytes that the forwards of the first regions leave beyond the plan, by their number."""
+        peaks = []
+        for region, (forward, _) in enumerate(self.halves):
+            footprint = footprints[region]
+            compiled = None if footprint is None else footprint.forward_bytes
+            peaks.append(added[-1] + self._peak(region, forward, compiled))
+            more = 0 if footprint is None else footprint.held_bytes - self._left(forward)
+            added.append(added[-1] + more)
+        for region, (_, backward) in enumerate(self.halves):
+            footprint = footprints[region]
+            compiled = None if footprint is None else footprint.backward_bytes
+            peaks.append(added[region + (footprint is None)] + self._peak(region, backward, compiled))
+        last = max(forward[-1] for forward, _ in self.halves if forward)
+        return max(*peaks, int(self.live[-1])), int(self.live[last]) + added[-1]
+
+    def _peak(self, region: int, positions: Sequence[int], compiled_bytes: int | None) -> int:
+        """The most bytes while one half of a region runs, whose code holds `compiled_bytes`; None: what is planned.
+
+        Beside the code lies what is alive when it begins, but for values that the region makes, and gradients of its
+        outputs, which it frees.
+        """
+        if not positions or compiled_bytes is None:
+            return max((int(self.live[at]) for at in positions), default=0)
+        first, last = positions[0], positions[-1]
+        own_backward = positions is self.halves[region][1]
+        beside = sum(
+            nbytes
+            for nbytes, born, dies in self.lives
+            if born < first <= dies
+            and self.owner[born][0] != region
+            and not (own_backward and dies <= last and self._is_late(born))
+        )
+        return beside + compiled_bytes
+
+    def _left(self, forward: Sequence[int]) -> int:
+        """The bytes of the values that a forward makes and leaves."""
+        made = set(forward)
+        return sum(nbytes for nbytes, born, dies in self.lives if born in made and forward[-1] < dies)
+
+    def _is_late(self, position: int) -> bool:
+        """Whether an evaluation is part of a backward."""
+        region, _ = self.owner[position]
+        forward = self.halves[region][0]
+        return not forward or position > forward[-1]
 
 
 @dataclass
@@ -79,6 +160,12 @@ class Refit(Generic[Made]):
     _enough: int = sys.maxsize
     """The fewest bytes left by one whose compiled code fits."""
     _took_smallest: bool = False
+    _tried: set[object] = field(default_factory=set)
+
+    def is_new(self, planned: Plan) -> bool:
+        """Whether no plan with these schedules was compiled before. One that was would give the same code, as where
+        what is left free for others decides which plan is found."""
+        return planned.regions not in self._tried
 
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
         """Record a round: the step as `planned`, the same with the peak of its `compiled` code, and that code, `made`.
@@ -87,6 +174,7 @@ class Refit(Generic[Made]):
         budget each time twice as much more, since a plan for a few bytes less often has the same peak once it is
         compiled. Between a plan that exceeds it and one that fits, it leaves what lies in the middle.
         """
+        self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering
         left, room = self.budget_bytes - uncompiled, self.budget_bytes - compiled.ceiling_bytes
         self.lowering_bytes = compiled.ceiling_bytes - uncompiled

@@ -91,6 +91,11 @@ class ModelTerms:
         """The backend that runs planned graphs: "aten" or "inductor"."""
         return self.options.backend_on(self.device().type)
 
+    def backend_of(self, *, whole: bool) -> str:
+        """The backend of a call, in one region if `whole`: of several regions, in a group of processes, plain
+        operators, since ranks agree on no figures of code that is compiled."""
+        return self.backend if whole or not has_ranks() else "aten"
+
     @property
     def fuses(self) -> bool:
         """Whether the backend fuses elementwise operators with their readers, so that values between them take no
@@ -185,3 +190,9 @@ def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
         rewriting = replace(rewriting, joint=_RunJointPasses(on_joint, rewriting.joint))
     names = dict.fromkeys(user_pass.name for user_pass in passes)
     return replace(rewriting, levers=(*names, *rewriting.levers))
+
+
+def has_ranks() -> bool:
+    """Whether several processes train the model together: each would step with its own gradients."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

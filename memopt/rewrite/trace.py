@@ -23,7 +23,7 @@ from memopt.capture.operators import (
     to_differentiate,
 )
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
+from memopt.capture.trace import RegionTrace, autocast_to, backend_among, backend_of, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import RaisingForRefusedDtypes
@@ -89,10 +89,10 @@ def trace_call(
     `NothingToRewrite` where the needed decision has no passes in any region, and otherwise as `trace`.
     """
     regional = rewriting if captured.whole else replace(rewriting, needed="")
-    backend = backend if captured.whole else "aten"
     regions = {id(run.region): run.region for run in captured.runs}
     traces = Traces() if traces is None else traces
-    traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
+    backends = {number: backend if captured.whole else backend_among(one, backend) for number, one in regions.items()}
+    traced = {number: traces.of(region, regional, backends[number]) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
         raise CaptureError("its result depends on no trainable parameter")

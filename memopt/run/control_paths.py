@@ -16,6 +16,7 @@ from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.trace import backend_among
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
@@ -159,13 +160,15 @@ class PlansOfPaths:
         """The value of `Road.plans` when solvers were last freed."""
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have later calls of the same kind as `call` run by `plan` in this situation."""
+        """Have later calls of the same kind as `call` run by `plan` in this situation; where code is compiled, they are
+        planned again, with what it holds."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             self.paths[self._kind(call)] = ControlPaths.of(captured, call)
         else:
             paths.calls.insert(0, captured)
-        self._plans[captured, situation] = self._with_runs(captured, plan)
+        if not self.road.planner.terms.fuses:
+            self._plans[captured, situation] = self._with_runs(captured, plan)
 
     def use_road(self, road: Road) -> None:
         """Have calls planned again, by another road."""
@@ -224,7 +227,7 @@ class PlansOfPaths:
                 return planned
             try:
                 plan = self._extended(paths.before(captured), captured, call, situation)
-                plan = plan or self.road.plan(captured, call, situation, advise=False)
+                plan = plan or self.road.plan_regions(captured, call, situation)
             except BudgetError as error:
                 refused = error.with_traceback(None)
                 continue
@@ -239,9 +242,9 @@ class PlansOfPaths:
         self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
     ) -> Plan | None:
         """The plan of `captured` with the schedules that its runs have in the plan of the path `before`; None where
-        that has no plan in this situation, or a search is needed."""
+        that has no plan in this situation, or a search is needed, as where the code of the runs is compiled."""
         planned = None if before is None else self._plans.get((before, situation))
-        if planned is None:
+        if planned is None or self.road.planner.terms.fuses:
             return None
         runs = self._scheduled(captured, planned.rewriting)
         return self.road.extend(planned.plan, captured, call, situation, known_places(planned.runs, runs))
@@ -257,4 +260,5 @@ class PlansOfPaths:
 
     def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         """The joint graph of a region under a rewriting."""
-        return self.road.planner.traces.of(region, rewriting)
+        planner = self.road.planner
+        return planner.traces.of(region, rewriting, backend_among(region, planner.terms.backend_of(whole=False)))

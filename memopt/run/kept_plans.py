@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,7 +148,7 @@ class KeptPlans:
 def check_compiled_least(recorded: Recorded) -> None:
     """Raise `BudgetError` where the budget is known to be smaller than what compiled code needs."""
     planner = recorded.planner
-    if not _compiles(planner, recorded.situation, whole=recorded.captured.whole):
+    if not _compiles(planner, recorded.situation):
         return
     key, account = _key(recorded)
     known = planner.compiled_least.get(key)
@@ -160,7 +160,9 @@ def check_compiled_least(recorded: Recorded) -> None:
         raise BudgetError(budget_bytes, refusal.smallest_bytes, refusal.dominated_by)
 
 
-def as_compiled_least(refusal: BudgetError, recorded: Recorded, emit: Callable[[Plan], Emitted]) -> BudgetError:
+def as_compiled_least(
+    refusal: BudgetError, recorded: Recorded, emit: Callable[[Plan], Sequence[Emitted]]
+) -> BudgetError:
     """The refusal of a call with the smallest budget in which the code runs that `emit` compiles for its smallest plan;
     the same refusal where that is no larger, or where nothing can be compiled here."""
     if not refusal.least:
@@ -182,7 +184,7 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     """The smallest plan of a call: for `planned_bytes`, the smallest budget in which one fits before it is compiled, or
     the one that was found before. Its compiled code gives the figure that a refusal names. None where nothing can be
     compiled here. Raises `BudgetError`, `CaptureError`."""
-    if not _compiles(recorded.planner, recorded.situation, whole=recorded.captured.whole):
+    if not _compiles(recorded.planner, recorded.situation):
         return None
     key, account = _key(recorded)
     if known := recorded.planner.compiled_least.get(key):
@@ -193,12 +195,11 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
 
 
 def finished_as_compiled(
-    plan: Plan, planner: CallPlanner, situation: Situation, emit: Callable[[Plan], Emitted], *, whole: bool
+    plan: Plan, planner: CallPlanner, situation: Situation, emit: Callable[[Plan], Sequence[Emitted]]
 ) -> Plan:
-    """The plan of a call, in one region if `whole`; its `smallest_bytes` is what compiled code needs, where its graphs
-    are compiled here."""
+    """The plan of a call; its `smallest_bytes` is what compiled code needs, where its graphs are compiled here."""
     known = plan.source is None or isinstance(plan.source, _CompiledStep)
-    if known or not _compiles(planner, situation, whole=whole):
+    if known or not _compiles(planner, situation):
         return plan
     assert plan.source is not None
     return replace(plan, source=_CompiledStep(plan.source, emit))
@@ -210,7 +211,7 @@ class _CompiledStep:
     asked for."""
 
     own: PlanSource
-    emit: Callable[[Plan], Emitted]
+    emit: Callable[[Plan], Sequence[Emitted]]
     _least: int | None = field(default=None, init=False)
 
     @property
@@ -238,16 +239,16 @@ class _CompiledStep:
         return self._least
 
 
-def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Emitted]) -> int:
+def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> int:
     """The peak of a plan's compiled code, which is compiled now; 0 where the backend does not say what it holds."""
-    footprint = emit(plan).footprint
-    return 0 if footprint is None else as_compiled(plan, footprint).ceiling_bytes
+    footprints = [region.footprint for region in emit(plan)]
+    return as_compiled(plan, footprints).ceiling_bytes if any(footprints) else 0
 
 
-def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> bool:
-    """Whether the graphs of a call, in one region if `whole`, are compiled here, and planned alone: for this device, on
-    values, without levers that change the optimiser, and not together with other forwards or other ranks."""
-    if not planner.terms.fuses or not whole:
+def _compiles(planner: CallPlanner, situation: Situation) -> bool:
+    """Whether the graphs of a call are compiled here, and planned alone: for this device, on values, without levers
+    that change the optimiser, and not together with other forwards or other ranks."""
+    if not planner.terms.fuses:
         return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
     return alone and planner.terms.options.hardware is None and all(map(is_real, planner.terms.model.parameters()))

@@ -22,7 +22,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
-from memopt.emit.emit import emit_region
+from memopt.emit.emit import emit_planned
 from memopt.emit.partition import Emitted, check_own_memory
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
@@ -47,7 +47,7 @@ from memopt.run.sizes import SizeBounds
 from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
 from memopt.units import size
 
-_Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]
+_Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], bool, tuple[tuple[str, int], ...]]
 """A region, its schedule, the numbers of the parameters to whose `.grad` it adds, and the limits of sizes within it."""
 _ATTEMPTS = 8
 """How often a forward is begun that takes another path than planned: each time its regions are captured once more."""
@@ -395,9 +395,11 @@ class RecordedCalls:
             )
         forward.runs = found.number + 1
         limits = planned.limits(found.number) if region.depends_on_data else {}
-        key = region, found.schedule, found.joint.parameter_inputs, tuple(sorted(limits.items()))
+        plan = planned.plan
+        held = plan.account.gradients_held
+        key = region, found.schedule, found.joint.parameter_inputs, held, tuple(sorted(limits.items()))
         if key not in self._emitted:
-            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, limits)
+            self._emitted[key] = emit_planned(plan, found.joint, found.schedule, self.road.accumulation, limits)
         return self._emitted[key]
 
     def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:

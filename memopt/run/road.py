@@ -101,7 +101,7 @@ class Road:
             key = self.kept.key(recorded)
             self.kept.note(key, recorded)
             if found := self.kept.plan(key, recorded):
-                return self.finished(self.beside_plain(found, plain), situation, whole=captured.whole)
+                return self.finished(self.beside_plain(found, plain), situation)
             check_compiled_least(recorded)
             try:
                 plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
@@ -111,18 +111,27 @@ class Road:
             if not self.planner.terms.options.to_train and isinstance(plan.source, StepOfPlan):
                 plan = replace(plan, source=replace(plan.source, tightest=recorded.tightest))
             self.kept.keep(key, plan)
-            return self.finished(plan, situation, whole=captured.whole)
+            return self.finished(plan, situation)
+
+    def plan_regions(self, captured: CapturedCall, call: Call, situation: Situation) -> Plan:
+        """The plan by which a call in several regions runs: where these are compiled, one whose code fits. Raises
+        `BudgetError`, `CaptureError`."""
+        if not self.planner.terms.fuses:
+            return self.plan(captured, call, situation, advise=False)
+        recorded = Recorded(self.planner, captured, call, situation)
+        with self._planning(call), self.planner.accounts.one_look(call, situation):
+            self.plans += 1
+            return self.finished(self._planned_and_emitted(recorded, None).plan, situation)
 
     def beside_plain(self, plan: Plan, count: Callable[[], ReceiptRow | None]) -> Plan:
         """The plan, beginning with the row of the plain step, which `count` returns unless it cannot be counted."""
         return beside_plain(plan, count, low=self.planner.terms.rewriting.autocast is not None)
 
-    def finished(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
+    def finished(self, plan: Plan, situation: Situation) -> Plan:
         """The plan of a call as it is handed to the caller. Where the backend compiles code here, its `smallest_gb`
-        compiles the smallest plan, since compiled code may hold other bytes than planned. `whole`: the call is one
-        region."""
+        compiles the smallest plan, since compiled code may hold other bytes than planned."""
         emit = partial(emit_plan, accumulation=self.accumulation)
-        return finished_as_compiled(plan, self.planner, situation, emit, whole=whole)
+        return finished_as_compiled(plan, self.planner, situation, emit)
 
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
@@ -148,7 +157,7 @@ class Road:
                         self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
                 if captured.whole:
                     self._decided = captured.regions[0], Decided.by(emitted.plan)
-                return replace(emitted, plan=self.finished(emitted.plan, situation, whole=captured.whole))
+                return replace(emitted, plan=self.finished(emitted.plan, situation))
         finally:
             self.planner.forget_solvers()
             for region in captured.regions:
@@ -200,17 +209,18 @@ class Road:
         check_compiled_least(recorded)
         captured = recorded.captured
         first = captured.regions[0]
-        refit: Refit[Emitted] = Refit(self.planner.terms.options.budget_bytes, self._lowering.get(first, 0))
+        refit: Refit[tuple[Emitted, ...]] = Refit(self.planner.terms.options.budget_bytes, self._lowering.get(first, 0))
         for plan in self._rounds(refit, recorded, planned):
-            region = emit_plan(plan, self.accumulation)
-            if region.footprint is None:
-                return Executable(captured, plan, captured.runs, region)
-            refit.judge(plan, as_compiled(plan, region.footprint), region)
-        plan, region = refit.best()
+            regions = emit_plan(plan, self.accumulation)
+            footprints = [region.footprint for region in regions]
+            if not any(footprints):
+                return Executable(captured, plan, captured.runs, regions[0])
+            refit.judge(plan, as_compiled(plan, footprints), regions)
+        plan, regions = refit.best()
         self._lowering[first] = plan.account.lowering
-        return Executable(captured, plan, captured.runs, region)
+        return Executable(captured, plan, captured.runs, regions[0])
 
-    def _rounds(self, refit: Refit[Emitted], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
+    def _rounds(self, refit: Refit[tuple[Emitted, ...]], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
         """The plans that are compiled one after the other until `refit` has a good one: the smallest where none of the
         first fits, and then larger ones again.
 
@@ -227,6 +237,8 @@ class Road:
             except BudgetError as error:
                 refusal = error
                 break
+            if not refit.is_new(plan):
+                break
             yield plan
             planned = None
             if not refit.again:
@@ -240,8 +252,8 @@ class Road:
             yield replace(smallest, budget_bytes=budget_bytes) if smallest else solved(refit.lowering_bytes)
             with suppress(BudgetError):
                 for _ in range(FURTHER_ROUNDS if refit.fits else 0):
-                    if refit.again:
-                        yield solved(refit.lowering_bytes)
+                    if refit.again and refit.is_new(plan := solved(refit.lowering_bytes)):
+                        yield plan
         elif refusal is not None:
             raise self._named(self._as_compiled(refusal, recorded), recorded)
 
@@ -346,7 +358,7 @@ class Road:
         if not self.planner.terms.fuses:
             kept = self.kept.of_ranks(kept, recorded)
         plan = self.kept.adopted(kept, recorded)
-        region = emit_plan(plan, self.accumulation) if plan else None
+        region = emit_plan(plan, self.accumulation)[0] if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:
             self.kept.drop(key)
             return None

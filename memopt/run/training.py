@@ -139,7 +139,7 @@ class TrainingCalls:
         with self.planner.accounts.one_trial():
             if kept := self.road.kept.find_uncaptured(call, situation):
                 found = self.road.beside_plain(kept.live(self._priced_later(kept, call, situation)), plain)
-                return self.road.finished(found, situation, whole=True)
+                return self.road.finished(found, situation)
             captured = self.recorded.capture(call)
             plan = self.road.plan(captured, call, situation, plain, advise=advise)
         self.recorded.planned(captured, call, situation, plan)

@@ -21,12 +21,12 @@ def plan(peak: int, added: float = 0.0, mark: str = "") -> memopt.Plan:
 
 
 def test_the_peak_becomes_that_of_the_compiled_graphs() -> None:
-    compiled = as_compiled(PLAN, Footprint(40_000, 30_000, 60_000, 10_000))
+    compiled = as_compiled(PLAN, [Footprint(40_000, 30_000, 60_000, 10_000)])
     fixed = PLAN.account.resident_bytes
     assert compiled.predicted_peak_bytes == compiled.ceiling_bytes == fixed + 60_000
     assert sum(nbytes for _, nbytes in compiled.planned.rows) == compiled.predicted_peak_bytes
     assert compiled.held_bytes == 30_000
-    assert as_compiled(compiled, Footprint(70_000, 30_000, 60_000, 10_000)).ceiling_bytes == fixed + 70_000
+    assert as_compiled(compiled, [Footprint(70_000, 30_000, 60_000, 10_000)]).ceiling_bytes == fixed + 70_000
 
 
 def judged(refit: Refit[str], compiled: memopt.Plan, made: str, planned: int = BUDGET) -> bool:

@@ -1,0 +1,102 @@
+"""A forward that breaks into regions, through inductor: each region is compiled, and what the code holds is counted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memopt
+from memopt.errors import GIB
+
+pytestmark = pytest.mark.plans_always
+WIDTH, ROWS, CLASSES = 96, 512, 16
+
+
+class Breaking(nn.Module):
+    """Residual blocks of a normalisation, a product, an activation and a product, with a graph break in the middle."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.first, self.second = _blocks(depth), _blocks(depth)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(self.second(x)), labels)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + added
+
+
+def _blocks(depth: int) -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(depth)))
+
+
+def trained(model: nn.Module, call: nn.Module, rows: tuple[int, ...]) -> tuple[list[float], int]:
+    """The losses of steps with batches of so many rows, and the peak of the last step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step, number in enumerate(rows):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(number, WIDTH, generator=generator)
+        labels = torch.randint(CLASSES, (number,), generator=generator)
+        with memopt.measure_peak("cpu") as peak:
+            optimizer.zero_grad()
+            loss = call(x, labels)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, peak.bytes
+
+
+@pytest.mark.slow  # compiles a step
+@pytest.mark.parametrize("rows", [(ROWS, ROWS, ROWS), (ROWS, ROWS // 2, ROWS)], ids=["one size", "sizes"])
+def test_a_forward_that_breaks_is_compiled_in_regions_within_the_budget(rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Breaking()
+    plain = copy.deepcopy(model)
+    losses, peak = trained(plain, plain, rows)
+    peak -= sum(parameter.nbytes for parameter in model.parameters())  # which lie beside
+    result = [parameter.tolist() for parameter in plain.parameters()]  # no tensors: they would lie beside the step
+    del plain
+    gc.collect()
+    lasting = 4 * sum(parameter.nbytes for parameter in model.parameters())
+    budget = lasting + (peak - lasting) // 2
+    optimized = memopt.optimize(model, budget_gb=budget / GIB, backend="inductor", precision="fp32")
+    found, planned_peak = trained(model, optimized, rows)
+    assert found == pytest.approx(losses, rel=1e-5)
+    plan = memopt.plan_of(optimized)
+    assert plan.captured is not None
+    assert len(plan.captured.regions) == 2
+    symbolic = len(set(rows)) > 1
+    assert [region.fused for region in plan.captured.regions] == [not symbolic] * 2
+    assert planned_peak <= budget
+    for mine, theirs in zip(model.parameters(), result, strict=True):
+        torch.testing.assert_close(mine, torch.tensor(theirs), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow  # compiles a step
+def test_the_budget_that_a_refusal_names_works() -> None:
+    torch.manual_seed(0)
+    model = Breaking()
+    with pytest.raises(memopt.BudgetError) as refused:
+        trained(model, memopt.optimize(model, budget_gb=0.001, backend="inductor", precision="fp32"), (ROWS,))
+    named = refused.value.smallest_bytes
+    del refused  # its traceback holds the batch
+    gc.collect()
+    optimized = memopt.optimize(model, budget_gb=named / GIB, backend="inductor", precision="fp32")
+    _, peak = trained(model, optimized, (ROWS, ROWS, ROWS))
+    assert peak <= named
