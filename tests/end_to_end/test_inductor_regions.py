@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 import memopt
 from memopt.errors import GIB
+from tests.elsewhere import counted
 
+__all__ = ["counted"]
 pytestmark = pytest.mark.plans_always
 WIDTH, ROWS, CLASSES = 96, 512, 16
 
@@ -89,6 +91,7 @@ def test_a_forward_that_breaks_is_compiled_in_regions_within_the_budget(rows: tu
 
 
 @pytest.mark.slow  # compiles a step
+@pytest.mark.usefixtures("counted")
 def test_the_budget_that_a_refusal_names_works() -> None:
     torch.manual_seed(0)
     model = Breaking()
