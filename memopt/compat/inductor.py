@@ -6,15 +6,16 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from memopt.compat.check import check
+from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels
-from passes.compat import private
+from passes.compat import private, replaced_all
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -27,6 +28,7 @@ PRIVATE_NAMES = (
     *private("torch._inductor.virtualized", "V.set_choices_handler"),
     *private("torch._inductor.choices", "InductorChoices"),
     *private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),
+    *private("torch._ops", "HigherOrderOperator.python_key_table", needed=False),
 )
 
 
@@ -67,7 +69,7 @@ def compile_by_inductor(
         return made(compiled, nodes, is_backward)
 
     at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with functorch_config.patch(at_once):
+    with functorch_config.patch(at_once), _fake_generator_states():
         patches = {
             "custom_partitioner_fn": _partitioner(partition, plan_hash),
             "inductor_choices_class": _nearby_fusions(),
@@ -79,6 +81,21 @@ def compile_by_inductor(
         except InductorError as failure:
             raise InductorFailed(str(failure)) from failure
         return compiled
+
+
+def _fake_generator_states() -> AbstractContextManager[None]:
+    """Context in which `run_and_save_rng_state` on fake tensors returns a fake state. Torch returns a real one, which
+    stops the compilation of a graph that draws from it again: inductor runs each graph on fake tensors first."""
+    save: Any = torch.ops.higher_order.run_and_save_rng_state
+    kernels = save.python_key_table
+    run = kernels[FakeTensorMode]
+
+    def run_fake(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        state, drawn = run(mode, *args, **kwargs)
+        with mode:
+            return torch.empty(state.shape, dtype=state.dtype), drawn
+
+    return replaced_all([(kernels, FakeTensorMode, run_fake)])
 
 
 def _partitioner(

@@ -176,11 +176,12 @@ class Moment:
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
     def left_before_state(self, plan: Plan) -> int:
-        """The bytes that may be taken in place of the optimiser's state that a plan counts, as far as that is not there
-        yet."""
-        room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - self.elsewhere_beside(plan.account)
+        """The bytes that may be taken before the optimiser has its state, as many as that at most: in its place, and
+        of what is left beside it. On a GPU nothing takes its place, as in the backward (`Entry.state_to_come`)."""
+        elsewhere = self.elsewhere_beside(plan.account)
+        room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - elsewhere
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
-        return min(missing, missing + room)
+        return min(missing, self.entry.state_to_come(plan, 0, elsewhere) + room)
 
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt
 from memopt.compat import inductor_lowering
+from memopt.compat.inductor import _fake_generator_states
 from memopt.compat.inductor_lowering import keep_random_order
 
 aten: Any = torch.ops.aten
@@ -55,6 +57,16 @@ def test_each_random_kernel_depends_on_the_one_before(program: Any) -> None:
     expected = program(*inputs)
     torch.manual_seed(0)
     torch.testing.assert_close(compiled(list(inputs))[0], expected)
+
+
+def test_a_fake_draw_from_a_state_that_was_saved_in_the_same_graph() -> None:
+    operators: Any = torch.ops.higher_order
+    with FakeTensorMode(), _fake_generator_states():
+        given = torch.ones(4)
+        state, drawn = operators.run_and_save_rng_state(aten.bernoulli.p, given, 0.5)
+        again = operators.run_with_rng_state(state, aten.bernoulli.p, given, 0.5)
+    assert all(isinstance(value, FakeTensor) for value in (state, drawn, again))
+    assert (state.shape, state.dtype) == (torch.get_rng_state().shape, torch.uint8)
 
 
 class Dropouts(nn.Module):

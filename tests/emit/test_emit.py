@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 
 import memopt
@@ -61,6 +63,28 @@ def test_gradients_are_the_plain_models(choose: Callable[[list[RegionSchedule]],
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, 2 * gradient)  # type: ignore[arg-type]
     assert emitted.footprint is None
+
+
+@pytest.mark.slow
+def test_a_forward_compiled_by_inductor_draws_again_what_it_has_drawn() -> None:
+    """Inductor runs each graph on fake tensors first, where torch's operator returns a generator state that is real."""
+
+    class Dropped(Squares):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.dropout(self.layer(x), 0.5, True).pow(2).mean()
+
+    model, x = Dropped().train(), torch.randn(8, 4)
+    with inductor_config.patch(fallback_random=True, force_disable_caches=True):
+        joint = trace(recorded(model, x), NOTHING, "inductor")
+        recomputed = schedules(joint)[1]
+        in_forward = replace(recomputed, boundary=2 * recomputed.boundary)
+        emitted: Emitted = emit_region(joint, in_forward, Accumulation(), {})
+    found = []
+    for step in (model, lambda _: emitted.run(*given(joint, model, x))[0]):
+        torch.manual_seed(0)
+        loss = step(x)
+        found.append((loss, *torch.autograd.grad(loss, list(model.parameters())), torch.rand(1)))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_what_a_forward_draws_is_an_input_of_its_backward() -> None:

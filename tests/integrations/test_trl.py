@@ -74,7 +74,7 @@ def trained(kind: str, folder: Path, budget_gb: float | None) -> Run:
     return run.ended(model)
 
 
-@pytest.mark.parametrize(("kind", "budget_gb"), [("sft", 0.12), ("dpo", 0.15)])
+@pytest.mark.parametrize(("kind", "budget_gb"), [("sft", 0.12), ("dpo", 0.12)])
 def test_within_a_budget(kind: str, budget_gb: float, tmp_path: Path) -> None:
     plain, run = trained(kind, tmp_path, None), trained(kind, tmp_path, budget_gb)
     assert_same(run, plain)

@@ -73,6 +73,15 @@ def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
     assert begun == [(plan, Situation(), 7)]
 
 
+def test_nothing_takes_the_place_of_the_optimizers_state_on_a_card(plan: Plan) -> None:
+    """What a forward allocates there, such as copies of inputs that may be changed, its backward would refuse."""
+    tight = replace(plan, budget_bytes=plan.ceiling_bytes)
+    on_card = replace(tight, account=replace(plan.account, context=1))
+    moment = Moment(Entry(nn.Linear(1, 1), plan.budget_bytes, 0))
+    assert moment.left_before_state(tight) == plan.account.optimizer_state
+    assert moment.left_before_state(on_card) == moment.entry.state_to_come(on_card, 0, 0) == 0
+
+
 def test_a_refusal_beside_kept_outputs_is_remembered_and_holds_no_frame(plan: Plan) -> None:
     """Else what a step returned stays until garbage is collected, and each step searches for a plan again."""
     roomy, asked = replace(plan, budget_bytes=10 * plan.budget_bytes), []
