@@ -59,14 +59,6 @@ def _no_limit() -> float:
     return math.inf
 
 
-def _is_derived_by_inputs(inputs: Sequence[Any]) -> bool:
-    """Whether gradients flow into inputs beside the parameters: those may be differentiated in turn. A second forward
-    keeps its inputs until the backward, which callers hold that derive by them."""
-    return bool([
-        one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad and type(one) is not nn.Parameter
-    ])  # fmt: skip
-
-
 class OtherPathTaken(CaptureError):
     """A forward ran through other regions than those that were planned, repeatedly from the same state."""
 
@@ -339,7 +331,7 @@ class RecordedCalls:
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
 
-        asked = region.undifferentiated or region.feeds or (self.whole and _is_derived_by_inputs(inputs))
+        asked = self.whole or region.undifferentiated or region.feeds
         replay = self._replay(region, inputs, pending) if asked else None
         try:
             before = pending.before if self.whole else None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from memopt.capture.inner_outputs import TensorKind, is_written, run_from
 from memopt.capture.outputs import DIFFERENTIATED, TAKEN_WITHIN
@@ -21,9 +23,9 @@ from memopt.training_state import CallState, generator_states, generators_before
 class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
 
-    @property
-    def trained(self) -> bool:
-        """Whether a backward of its model has begun before."""
+    def check_differentiated(self, refused: UnplannedGradientError) -> None:
+        """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
+        `BudgetError` with it, before the first backward of its model."""
 
     def replayed(self) -> None:
         """Called once a second forward has run beside the plan of its backward."""
@@ -57,7 +59,7 @@ class Replay:
         self._copies = {number: copies[id(value)] for number, value in enumerate(inputs) if id(value) in copies}
         unknown = any(number not in self._copies for number in region.written)
         self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
-        self.inputs: Sequence[Any] | None = None if self.prevented else inputs
+        self._inputs: list[Callable[[], Any]] | None = None if self.prevented else list(map(_reference, inputs))
         self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
         self.device = device_among(tensors)
         self.generators = generators_before(before, self.device)
@@ -66,7 +68,7 @@ class Replay:
 
     def release(self) -> None:
         """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
-        self.inputs, self.leaves, self._copies = None, (), {}
+        self._inputs, self.leaves, self._copies = None, (), {}
         for name in ("region", "forward", "noted"):
             vars(self).pop(name, None)
 
@@ -105,8 +107,7 @@ class Replay:
 
     def _differentiable(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Leaves and outputs of a second forward whose gradients are differentiated in turn."""
-        if not self.forward.trained:
-            raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
+        self.forward.check_differentiated(UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}"))
         self._check(DIFFERENTIATED, TAKEN_WITHIN)
         found = self._second_forward(detach=False)
         self.forward.replaced()
@@ -163,19 +164,20 @@ class Replay:
 
     def _changed(self) -> str:
         """A text that says so if the first backward is over, or the inputs are not as they were; else empty."""
-        if self.inputs is None:
+        if self._inputs is None:
             return "its forward was differentiated before without retain_graph=True"
-        read = (number for number in range(len(self.inputs)) if number not in self._copies)
-        tensors = ((number, self.inputs[number]) for number in read)
-        same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in tensors)
+        read = [(number, one()) for number, one in enumerate(self._inputs) if number not in self._copies]
+        if any(one is None for _, one in read):
+            return "an input of its forward was freed, which has to be held until the backward"
+        same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in read)
         return "" if all(same) else "the weights or inputs have changed since its forward"
 
     def _arguments(self, require_grad: bool, *, detach: bool = True) -> list[Any]:
         """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
         gradients are detached from their graphs, and require gradients again if `require_grad`; without `detach` they
         are views, through which a gradient goes on."""
-        assert self.inputs is not None
-        arguments = list(self.inputs)
+        assert self._inputs is not None
+        arguments = [one() for one in self._inputs]
         for number, value in enumerate(arguments):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 arguments[number] = value.detach().requires_grad_(require_grad) if detach else value.view_as(value)
@@ -193,6 +195,17 @@ class Replay:
                 yield
         finally:
             set_generators(now, self.device)
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """A function that returns an input of a region; None once a tensor without gradient is freed, which the second
+    forward must not keep: a plan holds inputs only as long as their caller and its backward do."""
+    held = not isinstance(value, torch.Tensor) or value.requires_grad
+    return partial(_same, value) if held else TensorWeakRef(value)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _gradients_of(
