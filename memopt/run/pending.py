@@ -297,10 +297,11 @@ class PendingForward:
             return
         self.entry.graph = Retention.DIFFERENTIATED
         budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
-        if (roomy := self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget)) is None:
+        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget) or 0
+        roomy += sum(forward.saved_bytes() for forward in self.entry.waiting() if forward is not self)
+        if roomy <= budget:  # not known, or not enough by itself
             raise refused
-        waiting = sum(forward.saved_bytes() for forward in self.entry.waiting() if forward is not self)
-        raise BudgetError(budget, roomy + waiting, CREATED, least=False, further=(str(refused),))
+        raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
         """Note that a second forward has run whose graph stays, and have the backward that runs, if any does, not go
