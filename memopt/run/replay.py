@@ -5,11 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from memopt.capture.inner_outputs import TensorKind, is_written, run_from
 from memopt.capture.outputs import DIFFERENTIATED, TAKEN_WITHIN
@@ -17,11 +15,15 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
+from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import CallState, generator_states, generators_before, set_generators
 
 
 class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
+
+    def held(self) -> Sequence[torch.Tensor]:
+        """The tensors that it has saved."""
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
         """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
@@ -54,12 +56,13 @@ class Replay:
     ) -> None:
         self.region, self.forward, self.noted = region, forward, noted
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self._versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in inputs]
         copies = before.values.copies() if before else {}
         self._copies = {number: copies[id(value)] for number, value in enumerate(inputs) if id(value) in copies}
         unknown = any(number not in self._copies for number in region.written)
         self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
-        self._inputs: list[Callable[[], Any]] | None = None if self.prevented else list(map(_reference, inputs))
+        self._inputs = None if self.prevented else WeakInputs.of(inputs)
+        self._present: Sequence[Any] = ()
+        """The inputs, once a second forward is about to run."""
         self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
         self.device = device_among(tensors)
         self.generators = generators_before(before, self.device)
@@ -68,7 +71,7 @@ class Replay:
 
     def release(self) -> None:
         """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
-        self._inputs, self.leaves, self._copies = None, (), {}
+        self._inputs, self._present, self.leaves, self._copies = None, (), (), {}
         for name in ("region", "forward", "noted"):
             vars(self).pop(name, None)
 
@@ -166,18 +169,17 @@ class Replay:
         """A text that says so if the first backward is over, or the inputs are not as they were; else empty."""
         if self._inputs is None:
             return "its forward was differentiated before without retain_graph=True"
-        read = [(number, one()) for number, one in enumerate(self._inputs) if number not in self._copies]
-        if any(one is None for _, one in read):
+        self._present = self._inputs.present(self.forward.held)
+        if self._inputs.are_gone(self._present):
             return "an input of its forward was freed, which has to be held until the backward"
-        same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in read)
-        return "" if all(same) else "the weights or inputs have changed since its forward"
+        changed = self._inputs.have_changed(self._present, but=self._copies)
+        return "the weights or inputs have changed since its forward" if changed else ""
 
     def _arguments(self, require_grad: bool, *, detach: bool = True) -> list[Any]:
         """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
         gradients are detached from their graphs, and require gradients again if `require_grad`; without `detach` they
         are views, through which a gradient goes on."""
-        assert self._inputs is not None
-        arguments = [one() for one in self._inputs]
+        arguments = list(self._present)
         for number, value in enumerate(arguments):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 arguments[number] = value.detach().requires_grad_(require_grad) if detach else value.view_as(value)
@@ -195,17 +197,6 @@ class Replay:
                 yield
         finally:
             set_generators(now, self.device)
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """A function that returns an input of a region; None once a tensor without gradient is freed, which the second
-    forward must not keep: a plan holds inputs only as long as their caller and its backward do."""
-    held = not isinstance(value, torch.Tensor) or value.requires_grad
-    return partial(_same, value) if held else TensorWeakRef(value)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _gradients_of(

@@ -183,6 +183,17 @@ def test_a_later_backward_runs_what_an_earlier_one_passed_over() -> None:
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
+def test_an_input_that_only_the_forward_holds() -> None:
+    """As of `model(batch.to(device))`: the second forward takes what the first one has saved of it."""
+    plain, found = Critic(), []
+    for critic in (plain, memopt.optimize(copy.deepcopy(plain), 1, **EXACT)):
+        torch.manual_seed(1)
+        critic(torch.randn(ROWS, WIDTH)).mean().backward()
+        values = critic(torch.randn(ROWS, WIDTH))
+        found.append(torch.autograd.grad(values.sum(), list(critic.parameters()), create_graph=True))
+    assert all(map(torch.equal, *found))
+
+
 class Squared(nn.Module):
     """Whose backward reads nothing of its input."""
 
