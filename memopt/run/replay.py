@@ -40,30 +40,30 @@ class _Exceeded(Protocol):
 class Replay:
     """The second forward of one call, from the state in which the first one began.
 
-    `before` is that state. `prevented` says in words why a second forward cannot give the gradients, and is empty if it
-    can. `noted` is called once it has given gradients that the plan does not differentiate; `forward` is told of each
-    second forward.
+    `weak` is what it keeps of the inputs until then, and `before` that state. `prevented` says in words why a second
+    forward cannot give the gradients, and is empty if it can. `noted` is called once it has given gradients that the
+    plan does not differentiate; `forward` is told of each second forward. Next to nothing is done before one is needed.
     """
 
     def __init__(
         self,
         region: RecordedRegion,
         inputs: Sequence[Any],
+        weak: WeakInputs | None,
         forward: _Exceeded,
         before: CallState | None,
         prevented: str,
         noted: Callable[[], None],
     ) -> None:
-        self.region, self.forward, self.noted = region, forward, noted
+        self.region, self.forward, self.noted, self.before = region, forward, noted, before
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        copies = before.values.copies() if before else {}
-        self._copies = {number: copies[id(value)] for number, value in enumerate(inputs) if id(value) in copies}
-        unknown = any(number not in self._copies for number in region.written)
-        self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
-        self._inputs = None if self.prevented else WeakInputs.of(inputs)
+        self.prevented = prevented
+        self._inputs = None if prevented else weak
         self._present: Sequence[Any] = ()
         """The inputs, once a second forward is about to run."""
-        self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
+        self._copies: Mapping[int, torch.Tensor] = {}
+        """Copies from before the first forward, by the numbers of the inputs, then."""
+        self.leaves: Sequence[torch.Tensor] = () if prevented else [one for one in tensors if one.requires_grad]
         self.device = device_among(tensors)
         self.generators = generators_before(before, self.device)
         kind = self.device.type
@@ -72,7 +72,7 @@ class Replay:
     def release(self) -> None:
         """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
         self._inputs, self._present, self.leaves, self._copies = None, (), (), {}
-        for name in ("region", "forward", "noted"):
+        for name in ("region", "forward", "noted", "before"):
             vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -166,10 +166,15 @@ class Replay:
             raise UnplannedGradientError(f"{what}, and {prevented}; {mend}")
 
     def _changed(self) -> str:
-        """A text that says so if the first backward is over, or the inputs are not as they were; else empty."""
+        """A text that says so if the first backward is over, or the inputs are not as they were, or cannot be made so;
+        else empty."""
         if self._inputs is None:
             return "its forward was differentiated before without retain_graph=True"
         self._present = self._inputs.present(self.forward.held)
+        copies = self.before.values.copies() if self.before else {}
+        self._copies = {number: copies[id(one)] for number, one in enumerate(self._present) if id(one) in copies}
+        if any(number not in self._copies for number in self.region.written):
+            return "the forward writes to a large buffer or an input"
         if self._inputs.are_gone(self._present):
             return "an input of its forward was freed, which has to be held until the backward"
         changed = self._inputs.have_changed(self._present, but=self._copies)

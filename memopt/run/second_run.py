@@ -34,18 +34,23 @@ class SecondRun:
 
     @classmethod
     def of(
-        cls, written: frozenset[int], inputs: Sequence[Any], run: Callable[..., Any], before: CallState | None
+        cls,
+        written: frozenset[int],
+        inputs: Sequence[Any],
+        weak: WeakInputs,
+        run: Callable[..., Any],
+        before: CallState | None,
     ) -> SecondRun | None:
-        """The second run of a region whose first one begins now, with these inputs. `run` is the region as it was
-        emitted, `written` has the numbers of the inputs that it writes to, and `before` is the state before the call.
-        None where that was not saved, an input is sparse, nested or quantised, or one that is written to has no copy in
-        `before`."""
+        """The second run of a region whose first one begins now, with these inputs, of which it keeps `weak`. `run` is
+        the region as it was emitted, `written` has the numbers of the inputs that it writes to, and `before` is the
+        state before the call. None where that was not saved, an input is sparse, nested or quantised, or one that is
+        written to has no copy in `before`."""
         if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
             return None
         copied = before.values.copies()
         if any(id(inputs[number]) not in copied for number in written):
             return None
-        return cls(run, WeakInputs.of(inputs), written, before)
+        return cls(run, weak, written, before)
 
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
         """Free what the autograd node of the first run has saved, but for what lies at the addresses `kept`, until it

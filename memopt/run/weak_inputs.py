@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,35 +15,39 @@ from torch.utils.weak import TensorWeakRef
 class WeakInputs:
     """The inputs of a region, as they were when it ran."""
 
-    references: tuple[Any, ...]
-    """Numbers and parameters, and weak references to other tensors."""
-    versions: tuple[int, ...]
-    """The versions of these tensors."""
-    places: tuple[Any, ...]
-    """The memory of each plain tensor, and how it lies there; None for all else."""
+    references: Sequence[Any]
+    """The inputs; of tensors that only the caller holds, weak references."""
+    versions: Sequence[int]
+    """The versions of the tensors."""
+    places: Mapping[int, object]
+    """By the numbers of plain tensors that only the caller holds: where each lies in memory."""
 
     @classmethod
-    def of(cls, inputs: Sequence[Any]) -> WeakInputs:
-        return cls(
-            tuple([TensorWeakRef(one) if _may_go(one) else one for one in inputs]),
-            tuple([one._version if isinstance(one, torch.Tensor) else 0 for one in inputs]),
-            tuple([_place(one) if _may_go(one) else None for one in inputs]),
-        )
+    def of(cls, inputs: Sequence[Any], given: Iterable[torch.Tensor]) -> WeakInputs:
+        """`given` are the tensors of the call; the other inputs are the model's."""
+        ids = set(map(id, given))
+        own = {number: one for number, one in enumerate(inputs) if id(one) in ids and type(one) is not nn.Parameter}
+        references = list(inputs)
+        for number, one in own.items():
+            references[number] = TensorWeakRef(one)
+        versions = [one._version if isinstance(one, torch.Tensor) else 0 for one in inputs]
+        return cls(references, versions, {number: _place(one) for number, one in own.items()})
 
     def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
         """The inputs, None for those that are gone. For a tensor that its caller has freed this is the one among
         `saved`, what the forward's autograd nodes have saved, which lies where it lay: it was there until all that the
         forward saves was made, so that no other tensor can."""
         found = [one() if isinstance(one, TensorWeakRef) else one for one in self.references]
-        if any(one is None and place is not None for one, place in zip(found, self.places, strict=True)):
+        if self.are_gone(found):
             same = {_place(one): one.detach() for one in saved()}
-            found = [same.get(place) if one is None else one for one, place in zip(found, self.places, strict=True)]
+            for number, place in self.places.items():
+                if found[number] is None and place is not None:
+                    found[number] = same.get(place)
         return found
 
     def are_gone(self, present: Sequence[Any]) -> bool:
         """Whether any of the tensors is gone."""
-        tensors = (isinstance(one, TensorWeakRef) for one in self.references)
-        return any(is_tensor and one is None for one, is_tensor in zip(present, tensors, strict=True))
+        return any(present[number] is None for number in self.places)
 
     def have_changed(self, present: Sequence[Any], but: Collection[int]) -> bool:
         """Whether any of the tensors has been written to since, apart from those of the numbers `but`."""
@@ -53,10 +57,7 @@ class WeakInputs:
         )
 
 
-def _may_go(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and type(value) is not nn.Parameter
-
-
 def _place(tensor: torch.Tensor) -> object:
+    """The address, shape, strides and dtype of a plain tensor; None for any other."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if plain else None
