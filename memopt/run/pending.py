@@ -213,7 +213,7 @@ class PendingForward:
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
         above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # half of it may be taken at the forward
-        if above > 0 and above > self._state_to_come(elsewhere_bytes := self._elsewhere_now(gradients)):
+        if above > 0 and above > self._free_of_planned(elsewhere_bytes := self._elsewhere_now(gradients)):
             reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
@@ -246,6 +246,11 @@ class PendingForward:
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
         """The bytes elsewhere, as a look finds them."""
         return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
+
+    def _free_of_planned(self, elsewhere_bytes: int) -> int:
+        """The bytes of the plan that are free where so many lie elsewhere: what it has for others, as for the steps of
+        other models, beyond them, and what `_state_to_come` gives."""
+        return max(0, self.plan.account.elsewhere - elsewhere_bytes) + self._state_to_come(elsewhere_bytes)
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may hold in place of the optimiser's state which is not there yet: what has
