@@ -307,7 +307,9 @@ class PlainCalls:
         above `most_bytes`, or plans are wanted."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        situation = self._later(situation)
+        if self.entry.graph is Retention.DIFFERENTIATED and self.entry.gradients_stay is not False:
+            # No plan has it, so that later calls have to fit, too, in which gradients may be there from the beginning.
+            situation = replace(situation, gradients_held=True)
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
@@ -315,11 +317,6 @@ class PlainCalls:
         callers_code = _of_callers_code(step, self.entry, step.output_bytes)
         needed = self._needed(step, call, situation)[0] + callers_code + elsewhere_bytes
         return needed if needed <= most_bytes else None
-
-    def _later(self, situation: Situation) -> Situation:
-        """The situation of later calls: gradients may be there when they begin, as where a loop zeroes them only before
-        its backward."""
-        return replace(situation, gradients_held=situation.gradients_held or self.entry.gradients_stay is not False)
 
     def seen_beside(self, call: Call) -> list[Call]:
         """The latest calls that were counted, one of each kind of inputs but that of `call`, without their values."""
@@ -386,7 +383,6 @@ class PlainCalls:
         needed = budget - fitting.room_bytes + more + moment.reserved_bytes(step.held_bytes)
         needed += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
         if graph is Retention.DIFFERENTIATED and fitting.call is not None and not self.entry.trained:
-            # No plan has it, so that later steps, too, have to fit as plain ones.
             needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, WORTH_NAMING * budget) or 0)
         if needed <= budget:
             return
