@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
-from memopt.compat.autograd import depends_on_earlier, gradients_kept, leaves_of, next_node_number, not_on_the_way_to
+from memopt.compat.autograd import (
+    Retention,
+    depends_on_earlier,
+    gradients_kept,
+    leaves_of,
+    next_node_number,
+    not_on_the_way_to,
+)
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
 from memopt.compat.host import HOST, is_on_host, reads_raise, reads_seen, same_memory
@@ -65,8 +73,8 @@ class PlainStep:
     other outputs."""
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
-    retained: bool = False
-    """Whether its graph is kept for a second backward (`retain_graph=True`)."""
+    graph: Retention = Retention.FREED
+    """What is left of its graph after the first backward."""
 
 
 def count_plain_step(
@@ -77,13 +85,14 @@ def count_plain_step(
     *,
     gradients_held: bool,
     most_bytes: float = math.inf,
-    retained: bool = False,
+    graph: Retention = Retention.FREED,
     closely: bool = False,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
-    `gradients_held`: the parameters have gradients when the step begins. `retained`: its backward runs twice, as with
-    `retain_graph=True` the first time. `closely`: kernels whose workspace would be the step's peak are measured, which
-    takes longer; else only where their upper bounds exceed `most_bytes`.
+    `gradients_held`: the parameters have gradients when the step begins. `graph`: where it is kept, the backward runs
+    twice; where it is differentiated, the second backward is that of the loss and of the squares of all gradients.
+    `closely`: kernels whose workspace would be the step's peak are measured, which takes longer; else only where their
+    upper bounds exceed `most_bytes`.
 
     None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
     scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
@@ -92,7 +101,7 @@ def count_plain_step(
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
-    how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "retained": retained}
+    how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "graph": graph}
     with torch.enable_grad(), undone_but_parameters(model), without_backward_hooks(model):
         if device_of(card).is_host and not closely:
             try:
@@ -111,7 +120,7 @@ def _count_uncomputed(
     *,
     gradients_held: bool,
     most_bytes: float,
-    retained: bool = False,
+    graph: Retention = Retention.FREED,
 ) -> PlainStep | None:
     """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
     operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
@@ -127,7 +136,7 @@ def _count_uncomputed(
                 for tensor, part in parts.items():
                     part.grad = tensor.grad
             args, kwargs = replaced_tensors(call, count.stand_in)
-            step = _counted(count, parts, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), retained)
+            step = _counted(count, parts, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), graph)
     except TensorsTooLarge:
         if count.reads and any(tensor.is_meta for tensor in tensors_in(call)):
             return None
@@ -150,7 +159,7 @@ def _count_on_fakes(
     *,
     gradients_held: bool,
     most_bytes: float,
-    retained: bool = False,
+    graph: Retention = Retention.FREED,
 ) -> PlainStep | None:
     """As `count_plain_step`, on fake tensors. They are on the model's device; for a model on "meta" on the device that
     would run it here, where inputs with values may lie, too."""
@@ -166,7 +175,7 @@ def _count_on_fakes(
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
             count = EagerBytes(card.device_type, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode, failing_on_fakes():
-                step = _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), retained)
+                step = _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), graph)
             if step is None or not count.left_out:
                 return step
             if LEFT_OUT_MARGIN * step.peak_bytes > most_bytes:
@@ -189,11 +198,11 @@ def count_on_values(
     card: Hardware,
     most_bytes: int,
     *,
-    retained: bool = False,
+    graph: Retention = Retention.FREED,
     checkpoints: bool = False,
 ) -> PlainStep | None:
     """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
-    gradients and the random generators is undone. The user's backward hooks are not called. `retained` is as for
+    gradients and the random generators is undone. The user's backward hooks are not called. `graph` is as for
     `count_plain_step`. `checkpoints`: modules run a second time in the backward. Leaves that the forward makes are then
     not taken for the step's own, since the second run makes others: the result is None if there are any.
 
@@ -205,7 +214,7 @@ def count_on_values(
     for _ in range(_MOST_RUNS):
         unknown = None
         try:
-            return _count_once(model, run, call, card, most_bytes, retained=retained, checkpoints=checkpoints)
+            return _count_once(model, run, call, card, most_bytes, graph=graph, checkpoints=checkpoints)
         except WorkspaceUnknown as raised:
             (unknown,) = raised.args
         except Exception:  # whatever it is, the real call will say it
@@ -224,7 +233,7 @@ def _count_once(
     card: Hardware,
     most_bytes: int,
     *,
-    retained: bool,
+    graph: Retention,
     checkpoints: bool,
 ) -> PlainStep | None:
     home = next(model.parameters()).device
@@ -241,7 +250,7 @@ def _count_once(
         own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
         leaves = tree_leaves((args, kwargs))
         step = _counted(
-            count, own, leaves, lambda: run(*args, **kwargs), retained, others_too=False, made_too=not checkpoints
+            count, own, leaves, lambda: run(*args, **kwargs), graph, others_too=False, made_too=not checkpoints
         )
     count.measure()
     found: Any = {"depends_on_values": count.depends_on_values, "on_values": True}
@@ -253,7 +262,7 @@ def _counted(
     own: Mapping[torch.Tensor, torch.Tensor],
     inputs: list[Any],
     run: Callable[[], Any],
-    retained: bool,
+    graph: Retention,
     *,
     others_too: bool = True,
     made_too: bool = True,
@@ -286,14 +295,21 @@ def _counted(
         held, in_forward = count.live_bytes, count.peak_bytes
         with gradients_kept(losses):
             given = [torch.ones_like(loss) if loss.dim() else None for loss in losses]
-            if retained:
-                torch.autograd.backward(losses, given, retain_graph=True)
-            torch.autograd.backward(losses, given)
+            backward = partial(torch.autograd.backward, losses, given)
+            if graph is Retention.KEPT:
+                backward(retain_graph=True)
+            elif graph is Retention.DIFFERENTIATED:
+                known_leaves = [leaf for leaf in leaves_of(losses) if id(leaf) in known]
+                first_gradients = torch.autograd.grad(losses, known_leaves, given, create_graph=True)
+                squares = [one.square().sum() for one in first_gradients if one.requires_grad]
+                backward = partial(torch.autograd.backward, [*losses, *squares], [*given, *(None for _ in squares)])
+                del first_gradients, squares
+            backward()
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
-    found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), retained=retained)
+    found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
     return replace(found, forward_bytes=in_forward, tangent_bytes=tangents, calls=count.calls)
 
 

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -134,6 +134,24 @@ _RUN_BY_ENGINE = ("apply", "apply_boxed")
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class Retention(IntEnum):
+    """What a backward pass leaves of the graph that it goes through; each holds more than the one before."""
+
+    FREED = 0
+    """Nothing: what was saved is freed as it is read."""
+    KEPT = 1
+    """It is kept for another backward (`retain_graph=True`)."""
+    DIFFERENTIATED = 2
+    """The gradients have a graph of their own, and are differentiated in turn (`create_graph=True`)."""
+
+
+def retention() -> Retention:
+    """What the running backward pass leaves of its graph; to be asked in a hook or the backward of a node."""
+    if not keeps_graph():
+        return Retention.FREED
+    return Retention.DIFFERENTIATED if torch.is_grad_enabled() else Retention.KEPT
 
 
 def in_transform() -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.hooks import BackwardHook
 
+from memopt.compat.autograd import has_node
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.hooks import hook_tables
 from memopt.compat.host import HOST
@@ -174,7 +175,9 @@ _SORTS = ("_parameter", "_buffer")
 
 class CurrentParts:
     """The `Parts` of a model at each call. They are looked up anew only after a module or a parameter was added,
-    replaced or removed; to see that none was takes a tenth of the time."""
+    replaced or removed; to see that none was takes a tenth of the time. Parameters that were computed, as
+    `torch.func.functional_call` puts them in place of the model's for a call, are not kept: the graph behind them
+    may hold the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -188,8 +191,11 @@ class CurrentParts:
         """The parts of the model: the same object as before, if nothing has changed."""
         held = self._now_held()
         if not held or len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._latest = Parts.of(self.model)
-            modules = self._latest.modules
+            self._latest, self._tables, self._held = Parts((), ()), [], []
+            found = Parts.of(self.model)
+            if any(map(has_node, found.parameters)):
+                return found
+            self._latest, modules = found, found.modules
             self._tables = [one._modules for one in modules] + [one._parameters for one in modules]
             self._held = self._now_held()
         return self._latest

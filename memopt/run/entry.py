@@ -19,6 +19,7 @@ from memopt.account.elsewhere import Found
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import parameters_of
+from memopt.compat.autograd import Retention
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
@@ -170,8 +171,8 @@ class Entry:
     changed_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
     backward."""
-    keeps_graph: bool = False
-    """Whether a backward of a plain call was seen to keep its graph for another one (`retain_graph=True`)."""
+    graph: Retention = Retention.FREED
+    """The most that backwards of its calls were seen to leave of their graphs; plain steps are counted so."""
     seen_until_backward: bool = False
     """Whether a backward has looked for what appeared since its forward."""
     begun: int = 0
@@ -218,6 +219,11 @@ class Entry:
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
+
+    @property
+    def trained(self) -> bool:
+        """Whether a backward of the model has begun before: there is training that a refusal would end."""
+        return bool(self.seen.backward)
 
     @cached_property
     def tolerance_bytes(self) -> int:

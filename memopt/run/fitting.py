@@ -3,6 +3,7 @@ else on the device. In one region it is also for sizes up to a ceiling, which co
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -239,6 +240,8 @@ class PlansOfRegions:
                     _check_sizes(region, most, inputs, call)
                 raise
         plans.add(most, emitted, time.perf_counter() - started)
+        if in_progress.moment.kept_outputs > in_progress.moment.entry.notable_bytes:
+            gc.collect()  # circles that recording leaves may hold them after the caller has dropped them
         _check_sizes(region, sizes, inputs, call)  # tracing may have found more conditions
         return emitted
 

@@ -18,6 +18,7 @@ from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
     Fate,
+    Retention,
     current_backward,
     fate_at,
     fate_of_gradient,
@@ -26,6 +27,7 @@ from memopt.compat.autograd import (
     nodes_since,
     pass_over,
     python_nodes,
+    retention,
     runs_node,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
@@ -34,7 +36,7 @@ from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors, note_packed, saved_by
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
-from memopt.errors import GIB, BudgetError, round_up
+from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
 from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
@@ -206,13 +208,13 @@ class PendingForward:
         if self.plan.account.meanwhile:
             peak = self.entry.in_backward_bytes(self.plan) + lasting_bytes(self.plan.account, beside=True)
         if keeps_graph():
-            self.entry.keeps_graph = True
+            self.entry.graph = max(self.entry.graph, Retention.KEPT)
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
         above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # half of it may be taken at the forward
-        if above > 0 and above > self._state_to_come(elsewhere_bytes := self._elsewhere_now(gradients)):
-            reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
+        if above > 0 and above > self._free_of_planned(elsewhere_bytes := self._elsewhere_now(gradients)):
+            reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
                 roomy = self.runs_plain_from(elsewhere_bytes, roomy) or roomy
@@ -244,6 +246,11 @@ class PendingForward:
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
         """The bytes elsewhere, as a look finds them."""
         return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
+
+    def _free_of_planned(self, elsewhere_bytes: int) -> int:
+        """The bytes of the plan that are free where so many lie elsewhere: what it has for others, as for the steps of
+        other models, beyond them, and what `_state_to_come` gives."""
+        return max(0, self.plan.account.elsewhere - elsewhere_bytes) + self._state_to_come(elsewhere_bytes)
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may hold in place of the optimiser's state which is not there yet: what has
@@ -287,10 +294,19 @@ class PendingForward:
                 free_saved_tensors(node)
             self.after_backward()
 
-    @property
-    def trained(self) -> bool:
-        """Whether a backward of its model has begun before."""
-        return bool(self.entry.seen.backward)
+    def check_differentiated(self, refused: UnplannedGradientError) -> None:
+        """Called when a backward begins whose gradients are differentiated in turn, which the plan does not have.
+        Before the model's first backward it raises `refused`, or a `BudgetError` with it, where there is a budget
+        within which such a step runs plain: nothing is lost then."""
+        if self.entry.trained:
+            return
+        self.entry.graph = Retention.DIFFERENTIATED
+        budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
+        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget) or 0
+        roomy += sum(forward.saved_bytes() for forward in self.entry.waiting() if forward is not self)
+        if roomy <= budget:  # not known, or not enough by itself
+            raise refused
+        raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
         """Note that a second forward has run whose graph stays, and have the backward that runs, if any does, not go
@@ -401,6 +417,11 @@ def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: 
         )
 
 
+WORTH_NAMING = 4
+"""A step whose graph is kept or differentiated, or that cannot be captured, is counted for a refusal up to this many
+times its budget."""
+CREATED, RETAINED = "the plain step with create_graph=True", "backward(retain_graph=True)"
+
 _held_over: list[Releasable] = []
 """Values of forwards whose backward is done, which are held until an optimiser has stepped, or a forward begins."""
 
@@ -438,8 +459,9 @@ class PlainForward:
     """The most that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
-    check_retained: Callable[[], None]
-    """Raises `BudgetError` where a backward that keeps its graph exceeds the budget."""
+    check_graph: Callable[[Retention], None]
+    """Called with what the backward that begins leaves to do with its graph, if anything. Raises `BudgetError` where
+    the budget has no room for that."""
     number: int = 0
     overlaps: set[Overlap] = field(default_factory=set)
 
@@ -447,11 +469,11 @@ class PlainForward:
         """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError` where
         that keeps its graph and exceeds the budget by this."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
-        Ledger.of(self.entry).backward_begins(self)
-        if keeps_graph():
-            self.check_retained()
+        if graph := retention():
+            self.check_graph(graph)
         else:
             self.entry.plain.discard(self)
+        Ledger.of(self.entry).backward_begins(self)
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,8 @@ from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
-from memopt.compat.autograd import keeps_graph
+from memopt.capture.outputs import DIFFERENTIATED, TAKEN_WITHIN
+from memopt.compat.autograd import Retention, keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
@@ -38,7 +40,7 @@ from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import WORTHWHILE, Ledger, Moment
 from memopt.run.overlaps import Alone
-from memopt.run.pending import PlainForward
+from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING, PlainForward
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
 from memopt.run.settings import Settings
@@ -62,8 +64,6 @@ _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
 _MOST_SEEN = 3
 """The number of kinds of earlier calls for which a budget that a refusal names is to be enough, too."""
-_WORTH_NAMING = 4
-"""A step whose graph is kept, or that cannot be captured, is counted for a refusal up to this many times its budget."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_PLAIN)
 
@@ -188,6 +188,8 @@ class PlainCalls:
         self._kinds: dict[tuple[Hashable, ...], _Kind] = {}
         self._seen: LruCache[Hashable, Call] = LruCache(_MOST_SEEN)
         """The latest calls that were counted, by the kind of their inputs, without their values."""
+        self._beside_budget = Retention.FREED
+        """What backwards leave of their graphs in steps that go on beside the budget."""
         self._shown: tuple[Call, Plan] | None = None
         self._checkpoints: WeakSet[Any] = WeakSet()
         """The checkpoints of the caller's in which calls ran."""
@@ -281,7 +283,7 @@ class PlainCalls:
         """The refusal of a call, with a budget in which it runs plain where it cannot be captured."""
         budget, least = self.planner.terms.options.budget_bytes, None
         if isinstance(refused, CaptureError) and self._nothing_else_wanted():
-            least = self.needed_bytes(call, situation, moment, _WORTH_NAMING * budget)
+            least = self.needed_bytes(call, situation, moment, WORTH_NAMING * budget)
         if least is None:
             return refused
         least += self.entry.notable_bytes  # another batch of sparse tensors may hold a few numbers more
@@ -305,6 +307,9 @@ class PlainCalls:
         above `most_bytes`, or plans are wanted."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
+        if self.entry.graph is Retention.DIFFERENTIATED and self.entry.gradients_stay is not False:
+            # No plan has it, so that later calls have to fit, too, in which gradients may be there from the beginning.
+            situation = replace(situation, gradients_held=True)
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
@@ -332,13 +337,13 @@ class PlainCalls:
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
-        retained = partial(self._check_retained, fitting, situation, replace(moment, inputs=()))
+        check_graph = partial(self._check_graph, fitting, situation, replace(moment, inputs=()))
         result = self.plain(*call[0], **call[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
             step, storages = fitting.step, tuple(weak_storages(outputs))
             given = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
-            forward = PlainForward(self.entry, *given, storages, retained)
+            forward = PlainForward(self.entry, *given, storages, check_graph)
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
@@ -361,23 +366,33 @@ class PlainCalls:
         around = checkpoint_around()
         return around is not None and around[1] and around[0] in self._checkpoints
 
-    def _check_retained(self, fitting: CountedStep, situation: Situation, moment: Moment) -> None:
-        """Raise `BudgetError` where the backward of a plain call keeps its graph and exceeds the budget by that; later
-        calls are counted as keeping theirs."""
-        if fitting.step.retained:
+    def _check_graph(self, fitting: CountedStep, situation: Situation, moment: Moment, graph: Retention) -> None:
+        """Raise `BudgetError` where the backward of a plain call exceeds the budget by leaving its graph; later calls
+        are counted as leaving theirs. A second derivative after the model's first backward is not refused but warned
+        of, once, and not counted in later calls."""
+        if fitting.step.graph >= graph or self._beside_budget >= graph:
             return
-        self.entry.keeps_graph = True
+        before, self.entry.graph = self.entry.graph, max(graph, self.entry.graph)
         step, budget, kept = fitting.step, self.planner.terms.options.budget_bytes, None
         if fitting.call is not None:
             with self._settings.naming():
-                kept = self._count_step(fitting.call, situation, _WORTH_NAMING * budget, closely=True)
-        kept = kept or replace(step, peak_bytes=step.peak_bytes + step.held_bytes)
+                kept = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True)
+        kept = kept or replace(step, peak_bytes=step.peak_bytes + graph * step.held_bytes)
         margin = self._margin(depends_on_values=step.depends_on_values)
         more = max(0, int(margin * (kept.peak_bytes - step.peak_bytes)))
         needed = budget - fitting.room_bytes + more + moment.reserved_bytes(step.held_bytes)
-        needed += moment.known_elsewhere(fitting.account)
-        if needed > budget:
-            raise BudgetError(budget, needed, "backward(retain_graph=True)", least=False)
+        needed += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
+        if graph is Retention.DIFFERENTIATED and fitting.call is not None and not self.entry.trained:
+            needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, WORTH_NAMING * budget) or 0)
+        if needed <= budget:
+            return
+        if graph is Retention.KEPT:
+            raise BudgetError(budget, needed, RETAINED, least=False)
+        refused = BudgetError(budget, needed, CREATED, least=False, further=(f"{DIFFERENTIATED}; {TAKEN_WITHIN}",))
+        if not self.entry.trained:
+            raise refused
+        self.entry.graph, self._beside_budget = before, graph
+        warnings.warn(f"{refused.sentence}; the loop goes on beside the budget", stacklevel=2)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if the step of the plain model did not fit the budget. It is made
@@ -408,7 +423,7 @@ class PlainCalls:
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
         state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(parts.modules)
-        key = inputs, parameters, state, self.entry.keeps_graph, parts.parameters[0].device
+        key = inputs, parameters, state, self.entry.graph, parts.parameters[0].device
         if key not in self._kinds:
             check_device(call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
@@ -483,13 +498,13 @@ class PlainCalls:
         beside: Callable[[Account], int],
     ) -> PlainStep | None:
         card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
-        twice = self.entry.keeps_graph
+        graph = self.entry.graph
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
             most = room / self._margin(depends_on_values=False)
             if special_tensors(call, Parts.of(self.model)):
                 raise ValueIsRead  # how much a sparse result holds depends on values
-            given: Any = {"gradients_held": held, "most_bytes": most, "retained": twice, "closely": closely}
+            given: Any = {"gradients_held": held, "most_bytes": most, "graph": graph, "closely": closely}
             step = count_plain_step(self.model, self.plain, call, card, **given)
             if self.checkpoints is None:
                 return step
@@ -506,7 +521,7 @@ class PlainCalls:
         most = int(room / self._margin(depends_on_values=bool(depends)))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(
-                self.model, self.plain, call, card, most, retained=twice, checkpoints=self.checkpoints is not None
+                self.model, self.plain, call, card, most, graph=graph, checkpoints=self.checkpoints is not None
             )
         return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 

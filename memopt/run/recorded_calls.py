@@ -44,6 +44,7 @@ from memopt.run.road import Road
 from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
+from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
 from memopt.units import size
 
@@ -57,14 +58,6 @@ _MOST_VARIANTS = 1024
 
 def _no_limit() -> float:
     return math.inf
-
-
-def _is_derived_by_inputs(inputs: Sequence[Any]) -> bool:
-    """Whether gradients flow into inputs beside the parameters: those may be differentiated in turn. A second forward
-    keeps its inputs until the backward, which callers hold that derive by them."""
-    return bool([
-        one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad and type(one) is not nn.Parameter
-    ])  # fmt: skip
 
 
 class OtherPathTaken(CaptureError):
@@ -324,14 +317,17 @@ class RecordedCalls:
         if emitted is None:
             return region.graph_module(*inputs)
         pending, own_run = forward.pending, emitted.run
-        if self._in_progress is not None and self._may_run_twice(pending):
-            joint = forward.planned.step.regions[0]
-            pending.second_run = SecondRun.of(region.written | set(joint.statistics), inputs, own_run, pending.before)
+        given = tuple(tensors_in(self._in_progress.call)) if self._in_progress else ()
+        weak = WeakInputs.of(inputs, given) if self._in_progress else None
+        if weak is not None and self._may_run_twice(pending):
+            written = region.written | set(forward.planned.step.regions[0].statistics)
+            pending.second_run = SecondRun.of(written, inputs, weak, own_run, pending.before)
         if region.changed is None and self._in_progress is not None:
             watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
             copies = watched.copies(pending.plan, self._in_progress.moment)
             inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
             pending.backward_begins, pending.copied_bytes = watched.look, sum(one.nbytes for one in copies.values())
+            weak = WeakInputs.of(inputs, given) if copies else weak
 
         if self.whole:
             inputs = placed(inputs, pending.plan.regions[0].hosted)
@@ -339,8 +335,8 @@ class RecordedCalls:
         def run(*values: Any) -> Any:
             return pending.note_outputs(own_run(*values))
 
-        asked = region.undifferentiated or region.feeds or (self.whole and _is_derived_by_inputs(inputs))
-        replay = self._replay(region, inputs, pending) if asked else None
+        asked = self.whole or region.undifferentiated or region.feeds
+        replay = self._replay(region, inputs, weak, pending) if asked else None
         try:
             before = pending.before if self.whole else None
             outputs = run_deferring(region, run, inputs, self._notice, pending, before)
@@ -402,7 +398,9 @@ class RecordedCalls:
             self._emitted[key] = emit_planned(plan, found.joint, found.schedule, self.road.accumulation, limits)
         return self._emitted[key]
 
-    def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:
+    def _replay(
+        self, region: RecordedRegion, inputs: tuple[Any, ...], weak: WeakInputs | None, forward: PendingForward
+    ) -> Replay:
         """The second forward by which outputs get gradients that the plan does not differentiate or does not have, and
         gradients that can be differentiated in turn."""
         planner, plan = self.road.planner, forward.plan
@@ -419,4 +417,4 @@ class RecordedCalls:
             prevented = "parameters are stepped within the backward"
         elif planner.terms.fuses and plan.captured is not None and plan.captured.draws:
             prevented = "the random numbers of compiled code cannot be drawn again"
-        return Replay(region, inputs, forward, forward.before, prevented, planner.differentiate_outputs)
+        return Replay(region, inputs, weak, forward, forward.before, prevented, planner.differentiate_outputs)

@@ -15,15 +15,19 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
+from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import CallState, generator_states, generators_before, set_generators
 
 
 class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
 
-    @property
-    def trained(self) -> bool:
-        """Whether a backward of its model has begun before."""
+    def held(self) -> Sequence[torch.Tensor]:
+        """The tensors that it has saved."""
+
+    def check_differentiated(self, refused: UnplannedGradientError) -> None:
+        """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
+        `BudgetError` with it, before the first backward of its model."""
 
     def replayed(self) -> None:
         """Called once a second forward has run beside the plan of its backward."""
@@ -36,29 +40,30 @@ class _Exceeded(Protocol):
 class Replay:
     """The second forward of one call, from the state in which the first one began.
 
-    `before` is that state. `prevented` says in words why a second forward cannot give the gradients, and is empty if it
-    can. `noted` is called once it has given gradients that the plan does not differentiate; `forward` is told of each
-    second forward.
+    `weak` is what it keeps of the inputs until then, and `before` that state. `prevented` says in words why a second
+    forward cannot give the gradients, and is empty if it can. `noted` is called once it has given gradients that the
+    plan does not differentiate; `forward` is told of each second forward. Next to nothing is done before one is needed.
     """
 
     def __init__(
         self,
         region: RecordedRegion,
         inputs: Sequence[Any],
+        weak: WeakInputs | None,
         forward: _Exceeded,
         before: CallState | None,
         prevented: str,
         noted: Callable[[], None],
     ) -> None:
-        self.region, self.forward, self.noted = region, forward, noted
+        self.region, self.forward, self.noted, self.before = region, forward, noted, before
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self._versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in inputs]
-        copies = before.values.copies() if before else {}
-        self._copies = {number: copies[id(value)] for number, value in enumerate(inputs) if id(value) in copies}
-        unknown = any(number not in self._copies for number in region.written)
-        self.prevented = prevented or ("the forward writes to a large buffer or an input" if unknown else "")
-        self.inputs: Sequence[Any] | None = None if self.prevented else inputs
-        self.leaves: Sequence[torch.Tensor] = () if self.prevented else [one for one in tensors if one.requires_grad]
+        self.prevented = prevented
+        self._inputs = None if prevented else weak
+        self._present: Sequence[Any] = ()
+        """The inputs, once a second forward is about to run."""
+        self._copies: Mapping[int, torch.Tensor] = {}
+        """Copies from before the first forward, by the numbers of the inputs, then."""
+        self.leaves: Sequence[torch.Tensor] = () if prevented else [one for one in tensors if one.requires_grad]
         self.device = device_among(tensors)
         self.generators = generators_before(before, self.device)
         kind = self.device.type
@@ -66,8 +71,8 @@ class Replay:
 
     def release(self) -> None:
         """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
-        self.inputs, self.leaves, self._copies = None, (), {}
-        for name in ("region", "forward", "noted"):
+        self._inputs, self._present, self.leaves, self._copies = None, (), (), {}
+        for name in ("region", "forward", "noted", "before"):
             vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -105,8 +110,7 @@ class Replay:
 
     def _differentiable(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Leaves and outputs of a second forward whose gradients are differentiated in turn."""
-        if not self.forward.trained:
-            raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
+        self.forward.check_differentiated(UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}"))
         self._check(DIFFERENTIATED, TAKEN_WITHIN)
         found = self._second_forward(detach=False)
         self.forward.replaced()
@@ -162,20 +166,25 @@ class Replay:
             raise UnplannedGradientError(f"{what}, and {prevented}; {mend}")
 
     def _changed(self) -> str:
-        """A text that says so if the first backward is over, or the inputs are not as they were; else empty."""
-        if self.inputs is None:
+        """A text that says so if the first backward is over, or the inputs are not as they were, or cannot be made so;
+        else empty."""
+        if self._inputs is None:
             return "its forward was differentiated before without retain_graph=True"
-        read = (number for number in range(len(self.inputs)) if number not in self._copies)
-        tensors = ((number, self.inputs[number]) for number in read)
-        same = (not isinstance(one, torch.Tensor) or one._version == self._versions[number] for number, one in tensors)
-        return "" if all(same) else "the weights or inputs have changed since its forward"
+        self._present = self._inputs.present(self.forward.held)
+        copies = self.before.values.copies() if self.before else {}
+        self._copies = {number: copies[id(one)] for number, one in enumerate(self._present) if id(one) in copies}
+        if any(number not in self._copies for number in self.region.written):
+            return "the forward writes to a large buffer or an input"
+        if self._inputs.are_gone(self._present):
+            return "an input of its forward was freed, which has to be held until the backward"
+        changed = self._inputs.have_changed(self._present, but=self._copies)
+        return "the weights or inputs have changed since its forward" if changed else ""
 
     def _arguments(self, require_grad: bool, *, detach: bool = True) -> list[Any]:
         """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
         gradients are detached from their graphs, and require gradients again if `require_grad`; without `detach` they
         are views, through which a gradient goes on."""
-        assert self.inputs is not None
-        arguments = list(self.inputs)
+        arguments = list(self._present)
         for number, value in enumerate(arguments):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 arguments[number] = value.detach().requires_grad_(require_grad) if detach else value.view_as(value)

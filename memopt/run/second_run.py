@@ -3,16 +3,17 @@ it, so that other forwards have its room."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from memopt.compat.autograd import python_nodes
-from memopt.compat.saved_tensors import replace_saved
+from memopt.compat.saved_tensors import replace_saved, saved_by
 from memopt.compat.tensors import bytes_by_address, special_kind
+from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import CallState, generator_states, set_generators
 
 
@@ -23,66 +24,53 @@ class SecondRun:
 
     run: Callable[..., Sequence[Any]]
     """The region as it was emitted, a function of its inputs."""
-    inputs: tuple[Any, ...]
-    """Numbers, and references to tensors."""
-    versions: tuple[int, ...]
-    """The versions that these tensors had when the first run began."""
+    inputs: WeakInputs
     written: frozenset[int]
     """The numbers of the inputs that the region writes to."""
     before: CallState
     """The random states before the call, and copies of what it writes to."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """The inputs, once what the first run has saved is freed."""
 
     @classmethod
     def of(
-        cls, written: frozenset[int], inputs: Sequence[Any], run: Callable[..., Any], before: CallState | None
+        cls,
+        written: frozenset[int],
+        inputs: Sequence[Any],
+        weak: WeakInputs,
+        run: Callable[..., Any],
+        before: CallState | None,
     ) -> SecondRun | None:
-        """The second run of a region whose first one begins now, with these inputs. `run` is the region as it was
-        emitted, `written` has the numbers of the inputs that it writes to, and `before` is the state before the call.
-        None where that was not saved, an input is sparse, nested or quantised, or one that is written to has no copy in
-        `before`."""
+        """The second run of a region whose first one begins now, with these inputs, of which it keeps `weak`. `run` is
+        the region as it was emitted, `written` has the numbers of the inputs that it writes to, and `before` is the
+        state before the call. None where that was not saved, an input is sparse, nested or quantised, or one that is
+        written to has no copy in `before`."""
         if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
             return None
         copied = before.values.copies()
         if any(id(inputs[number]) not in copied for number in written):
             return None
-        kept = tuple([weakref.ref(one) if isinstance(one, torch.Tensor) else one for one in inputs])
-        versions = tuple([one._version if isinstance(one, torch.Tensor) else 0 for one in inputs])
-        return cls(run, kept, versions, written, before)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The inputs that are there."""
-        return [one for one in self._present if isinstance(one, torch.Tensor)]
-
-    @property
-    def _present(self) -> list[Any]:
-        return [one() if isinstance(one, weakref.ref) else one for one in self.inputs]
+        return cls(run, weak, written, before)
 
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
         """Free what the autograd node of the first run has saved, but for what lies at the addresses `kept`, until it
         is read; returns the bytes. 0 where an input is gone or was changed: then nothing is freed."""
-        inputs = self._present
+        inputs = self.inputs.present(partial(saved_by, node))
         copies = self.before.values.copies()
-        gone = any(one is None and isinstance(by, weakref.ref) for one, by in zip(inputs, self.inputs, strict=True))
-        if gone or self._changed(inputs) or any(id(inputs[number]) not in copies for number in self.written):
+        changed = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs, but=self.written)
+        if changed or any(id(inputs[number]) not in copies for number in self.written):
             return 0
         own = bytes_by_address(inputs, device).keys() | set(kept)
         first = {number: copies[id(inputs[number])] for number in self.written}
+        self.tensors.extend(one for one in inputs if isinstance(one, torch.Tensor))
         return replace_saved(node, own, device, lambda: self._saved(inputs, first, device))
-
-    def _changed(self, inputs: Sequence[Any]) -> bool:
-        """Whether any of the inputs that are only read has been written to since the first run began."""
-        return any(
-            isinstance(one, torch.Tensor) and number not in self.written and one._version != self.versions[number]
-            for number, one in enumerate(inputs)
-        )
 
     def _saved(
         self, inputs: Sequence[Any], first: dict[int, torch.Tensor], device: torch.device
     ) -> Sequence[torch.Tensor | None]:
         """What the second run saves, in the order in which the first one has saved it; `first` are the values before
         the first run of the inputs that it writes to."""
-        if self._changed(inputs):
+        if self.inputs.have_changed(inputs, but=self.written):
             raise RuntimeError(
                 "a variable needed for gradient computation has been modified by an inplace operation: a weight or an "
                 "input of a forward that is run once more in its backward, since the budget has no room for what "

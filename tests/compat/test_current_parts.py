@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -64,3 +65,16 @@ def test_a_bare_module_has_parts() -> None:
     parts = CurrentParts(Bare())
     assert len(parts.now().modules) == 1
     assert not parts.now().parameters
+
+
+def test_computed_parameters_are_not_kept() -> None:
+    """Those that `functional_call` puts in place of a model's have a graph, which may hold the model."""
+    called = model()
+    parts = CurrentParts(called)
+    adapted = {name: 2 * parameter for name, parameter in called.named_parameters()}
+    with nn.utils.stateless._reparametrize_module(called, adapted):
+        assert parts.now().parameter_ids == frozenset(map(id, adapted.values()))
+    kept = weakref.ref(adapted["1.weight"])
+    adapted.clear()
+    assert kept() is None
+    assert parts.now() is parts.now()

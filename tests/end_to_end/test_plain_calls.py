@@ -508,3 +508,50 @@ def test_a_plain_graph_that_is_kept_for_a_second_loss_is_counted(share: float) -
     assert all("retain_graph" in text for text in refusals)
     assert losses == expected
     assert max(peaks) <= budget * GIB <= 1.06 * max(plain_peaks)
+
+
+def losses_with_slopes(model: nn.Module, first: int) -> tuple[list[float], list[int]]:
+    """The losses of four steps, with a penalty on the gradients of all parameters from the step `first` on, and the
+    steps' peaks."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses, peaks = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with memopt.measure_peak() as peak:
+            loss = model(torch.randn(2048, 128)).pow(2).mean()
+            if seed >= first:
+                slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                loss = loss + sum(slope.pow(2).sum() for slope in slopes)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        peaks.append(peak.bytes)
+        del loss
+    return losses, peaks
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_budget_for_second_derivatives_is_named(share: float) -> None:
+    """Where the first step is planned, and where it would fit without them."""
+    gc.collect()
+    expected, plain_peaks = losses_with_slopes(two_heads(), 0)
+    with pytest.raises(memopt.BudgetError, match=r"create_graph=True.*\n.*\n.*have a loss_fn") as refused:
+        losses_with_slopes(memopt.optimize(two_heads(), share * max(plain_peaks) / GIB, **RECOMPUTING), 0)
+    budget = refused.value.smallest_gb
+    del refused
+    gc.collect()  # the refused forward
+    losses, peaks = losses_with_slopes(memopt.optimize(two_heads(), budget, **RECOMPUTING), 0)
+    assert losses == expected
+    assert max(peaks) <= budget * GIB <= 1.06 * max(plain_peaks)
+
+
+def test_second_derivatives_in_later_steps_end_no_run() -> None:
+    gc.collect()
+    expected, plain_peaks = losses_with_slopes(two_heads(), 2)
+    model = memopt.optimize(two_heads(), 1.2 * plain_peaks[0] / GIB, **RECOMPUTING)
+    with pytest.warns(UserWarning, match="the loop goes on beside the budget") as warned:
+        losses, _ = losses_with_slopes(model, 2)
+    assert len(warned) == 1
+    assert losses == expected
+    assert memopt.status(model).state is memopt.State.PLAIN

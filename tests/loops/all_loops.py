@@ -51,6 +51,7 @@ _ALL = (
     Loop(vision.detection),
     Loop(vision.mean_teacher),
     Loop(vision.multi_task),
+    Loop(vision.feature_hooks),
     Loop(science.fno),
     Loop(science.pinn),
     Loop(science.ft_transformer),

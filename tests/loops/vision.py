@@ -239,3 +239,49 @@ def multi_task(optimize: Optimize, log: Log) -> None:
             out["loss"].backward()
             optimizer.step()
             log(**out)
+
+
+def feature_hooks(optimize: Optimize, log: Log) -> None:
+    """Distillation by features that forward hooks of student and teacher keep, from one step to the next."""
+
+    class Net(nn.Module):
+        def __init__(self, width: int, depth: int) -> None:
+            super().__init__()
+            self.stem, self.fc = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 10)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+                for _ in range(depth)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.fc(x.mean((2, 3)))
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+            features[name] = output
+
+        return hook
+
+    teacher, student, features = Net(32, 3).eval(), Net(16, 4), dict[str, Tensor]()
+    connect = nn.Conv2d(16, 32, 1)
+    teacher.layers[1].register_forward_hook(keep("teacher"))
+    student.layers[1].register_forward_hook(keep("student"))
+    student.layers[3].register_forward_hook(keep("last"))
+    optimizer = torch.optim.SGD([*student.parameters(), *connect.parameters()], lr=0.05, momentum=0.9)
+    optimize(student, optimizer=optimizer)
+    for _ in range(6):
+        images, labels = torch.rand(16, 3, 32, 32), torch.randint(0, 10, (16,))
+        with torch.no_grad():
+            soft = (teacher(images) / 4).softmax(-1)
+        logits = student(images)
+        loss = F.cross_entropy(logits, labels)
+        loss = loss + 16 * F.kl_div((logits / 4).log_softmax(-1), soft, reduction="batchmean")
+        loss = loss + 10 * F.mse_loss(connect(features["student"]), features["teacher"])
+        loss = loss + features["last"].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss=loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,26 @@ def beside_two_forwards(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor
     between = (real + fake) * scale
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     return loss + (slope.norm(2, dim=1) - 1).square().mean()
+
+
+def of_parameters(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """The norm of the gradient of all parameters."""
+    gradients = torch.autograd.grad(critic(real).mean(), list(critic.parameters()), create_graph=True)
+    return sum(gradient.square().sum() for gradient in gradients)
+
+
+def beside_its_loss(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    penalty, values = slope_penalty(critic, real)
+    return penalty + F.softplus(values).mean()
+
+
+def product_with_hessian(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """By some parameters alone, of a loss that is trained by itself, too."""
+    weights = [parameter for parameter in critic.parameters() if parameter.dim() > 1]
+    loss = F.softplus(-critic(real)).mean()
+    slopes = torch.autograd.grad(loss, weights, create_graph=True)
+    products = torch.autograd.grad(slopes, weights, [torch.ones_like(one) for one in slopes], create_graph=True)
+    return loss + critic(fake).mean() + 0.01 * sum(product.square().sum() for product in products)
 
 
 def twice(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
@@ -119,7 +140,7 @@ def trained(critic: nn.Module, regularised: Callable[..., Tensor]) -> list[Tenso
     return [*found, *critic.state_dict().values()]
 
 
-@pytest.mark.parametrize("regularised", [lazily, beside_two_forwards, twice])
+@pytest.mark.parametrize("regularised", [lazily, beside_two_forwards, of_parameters, twice])
 def test_every_few_steps(regularised: Callable[..., Tensor]) -> None:
     plain = Critic()
     planned = memopt.optimize(copy.deepcopy(plain), 1, **EXACT)
@@ -128,13 +149,9 @@ def test_every_few_steps(regularised: Callable[..., Tensor]) -> None:
     assert memopt.status(planned).state is memopt.State.PLANNED
 
 
-def test_beside_a_loss_of_the_same_forward() -> None:
+@pytest.mark.parametrize("regularised", [beside_its_loss, product_with_hessian])
+def test_beside_a_loss_of_the_same_forward(regularised: Callable[..., Tensor]) -> None:
     """What comes by both forwards is summed at the leaves."""
-
-    def regularised(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-        penalty, values = slope_penalty(critic, real)
-        return penalty + F.softplus(values).mean()
-
     plain = Critic().double()
     planned = memopt.optimize(copy.deepcopy(plain), 1, optimizer=None, allow={"recompute"}, precision="fp32")
     torch.testing.assert_close(trained(planned, regularised), trained(plain, regularised))
@@ -143,7 +160,7 @@ def test_beside_a_loss_of_the_same_forward() -> None:
 def test_where_no_second_forward_is_possible() -> None:
     """The derivative is refused, and the step before it goes on as if it had not been asked for."""
     planned = memopt.optimize(Critic(), 1, **EXACT)
-    real = torch.randn(ROWS, WIDTH, requires_grad=True)
+    real = torch.randn(ROWS, WIDTH)
     planned(real).mean().backward()
     values = planned(real)
     with torch.no_grad():
@@ -156,7 +173,7 @@ def test_a_later_backward_runs_what_an_earlier_one_passed_over() -> None:
     plain, grads = Critic(), []
     for critic in (plain, memopt.optimize(copy.deepcopy(plain), 1, **EXACT)):
         torch.manual_seed(1)
-        real = torch.randn(ROWS, WIDTH, requires_grad=True)
+        real = torch.randn(ROWS, WIDTH)
         critic(real).mean().backward()
         values = critic(real)
         torch.autograd.grad(values.sum(), list(critic.parameters()), create_graph=True)
@@ -164,3 +181,37 @@ def test_a_later_backward_runs_what_an_earlier_one_passed_over() -> None:
         values.mean().backward()
         grads.append([parameter.grad for parameter in critic.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+def test_an_input_that_only_the_forward_holds() -> None:
+    """As of `model(batch.to(device))`: the second forward takes what the first one has saved of it."""
+    plain, found = Critic(), []
+    for critic in (plain, memopt.optimize(copy.deepcopy(plain), 1, **EXACT)):
+        torch.manual_seed(1)
+        critic(torch.randn(ROWS, WIDTH)).mean().backward()
+        values = critic(torch.randn(ROWS, WIDTH))
+        found.append(torch.autograd.grad(values.sum(), list(critic.parameters()), create_graph=True))
+    assert all(map(torch.equal, *found))
+
+
+class Squared(nn.Module):
+    """Whose backward reads nothing of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale.square()
+
+
+def test_an_input_that_its_caller_frees_is_not_kept() -> None:
+    """A plan does not count it until the backward; a derivative of the second order then says what is missing."""
+    planned = memopt.optimize(Squared(), 1, **EXACT)
+    planned(torch.randn(ROWS, WIDTH)).mean().backward()
+    given = torch.randn(ROWS, WIDTH)
+    values, freed = planned(given), weakref.ref(given)
+    del given
+    assert freed() is None
+    with pytest.raises(memopt.UnplannedGradientError, match="an input of its forward was freed"):
+        torch.autograd.grad(values.sum(), list(planned.parameters()), create_graph=True)

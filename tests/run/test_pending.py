@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,3 +186,20 @@ def test_a_backward_bears_as_much_as_its_forward(share: float, monkeypatch: pyte
     else:
         with pytest.raises(memopt.BudgetError, match="the other forwards"):
             loss.backward()
+
+
+@pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_room_that_a_plan_has_for_others_is_free_where_they_are_not() -> None:
+    """As the steps of another model that were planned for and have not come: a forward may run by such a plan, and its
+    backward is not refused for them."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    memopt.optimize(model, 0.01, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    loss = model(torch.randn(256, 128)).square().mean()
+    (waiting,) = session_of(model).share.entry.waiting()  # type: ignore[union-attr]
+    assert isinstance(waiting, PendingForward)
+    plan = waiting.plan
+    for_others = plan.budget_bytes
+    account = replace(plan.account, elsewhere=plan.account.elsewhere + for_others)
+    waiting.plan = replace(plan, account=account, ceiling_bytes=plan.ceiling_bytes + for_others)
+    loss.backward()

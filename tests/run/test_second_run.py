@@ -118,6 +118,20 @@ def test_gradients_and_statistics_are_those_of_the_plain_model(kept: bool) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*run a second time")
+def test_an_input_that_only_the_forward_holds() -> None:
+    """As of `model(batch.to(device))`: the second run takes what the first one has saved of it."""
+    gradients = []
+    for model in (Siamese(), optimised(Siamese(), 1)):
+        torch.manual_seed(3)
+        output = model(images(1)[0])
+        if session := session_of(model):
+            assert session.share.free_waiting()
+        output.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.filterwarnings("ignore:.*run a second time")
 def test_a_weight_that_changes_before_the_second_run_stops_the_backward() -> None:
     model = optimised(Siamese(), 1)
     loss = torch.stack(waiting(model, images(2))).square().sum()
