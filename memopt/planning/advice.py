@@ -1,5 +1,5 @@
-"""The search for the plan of a recorded call, with suggestions for its refusal: changes that only the user can make and
-with which the step would fit, each with its budget."""
+"""The search for the plan of a recorded call, and the advice in its refusal: changes that only the user can make, each
+with the budget within which the step would then fit."""
 
 from __future__ import annotations
 
@@ -227,14 +227,14 @@ def search_for(
     advise: bool = True,
     budget_bytes: int | None = None,
 ) -> PlanSearch:
-    """The search for the plan of a recorded call.
+    """The search, yet to be run, for the plan of a recorded call under the options that it was recorded with.
 
     Args:
-        ahead: whether the call is planned before its first run. Then levers on the optimiser may be tried that need
-            narrower parameters, for which the call is captured once more.
-        advise: whether a refusal names levers on the optimiser that are not allowed, and with `ahead` also looks for
+        ahead: whether the call is planned before its first run. Then levers on the optimizer may be tried that cast
+            parameters to 16 bits, for which the call is captured once more.
+        advise: whether a refusal names levers on the optimizer that `allow` lacks, and with `ahead` also looks for
             other changes with which the step would fit.
-        budget_bytes: instead of the budget of the options.
+        budget_bytes: takes the place of the budget in the options.
     """
     planner = recorded.planner
     options, optimizer_choice = planner.terms.options, planner.optimizer_choice
@@ -287,10 +287,10 @@ class _LowRank(nn.Module):
 
 
 def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
-    """A copy of the model on "meta" in which only adapters at its linear layers are trained, and their number.
+    """A copy of the model on "meta" in which only low-rank adapters (LoRA) of rank `rank` at its linear layers are
+    trained, and the number of these adapters.
 
-    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual.
-    """
+    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
     twin = copy.deepcopy(model, memo).requires_grad_(False)

@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 
 class PlanSource(Protocol):
-    """Answers questions about the step of a plan that was made in this process, beyond the plan's own figures."""
+    """Answers questions about a plan's step that need its graphs; plans that were made in this process have one."""
 
     @property
     def priced(self) -> PricedStep:
-        """The graphs that the plan is for, priced."""
+        """The step's graphs, with bytes and seconds for each operator."""
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         """The plan of the same step for another budget. Raises `BudgetError` where none fits."""
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
-        """The whole curve of the step."""
+        """The frontier of the plan's step: the least added time for each of `points` budgets."""
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """The peaks and times that checkpointing by hand reaches on this step."""
+        """The peaks and added times that recipes of checkpointing by hand reach on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
 
     def smallest_bytes(self, plan: Plan) -> int:
-        """The smallest budget that works."""
+        """The smallest budget in bytes that works for the plan's step."""
 
 
 PLAIN_STEP, CAPTURE = "plain step", "one graph"
@@ -60,7 +60,8 @@ graph that holds nothing beyond its last use."""
 
 @dataclass(frozen=True)
 class ReceiptRow:
-    """A row of a plan's receipt: the step with one more lever in use than in the row before."""
+    """One row of a plan's receipt: the step's peak and seconds once `lever` is used on top of the levers of the rows
+    before."""
 
     lever: str
     """Name of the lever, or `PLAIN_STEP`, `CAPTURE`; empty for the step as captured where the plain step was not
@@ -143,22 +144,23 @@ class Plan(PlanViews):
 
     @property
     def priced(self) -> PricedStep | None:
-        """The graphs that the plan is for, priced; None if loaded."""
+        """The step's graphs, with bytes and seconds for each operator; None for a plan that was loaded from a file."""
         return None if self.source is None else self.source.priced
 
     @property
     def captured(self) -> TracedStep | None:
-        """The graphs that the plan is for; None if loaded."""
+        """The joint graphs that the plan is for; None for a plan that was loaded from a file."""
         return None if self.source is None else self.source.priced.traced
 
     @property
     def joined(self) -> Joined | None:
-        """The step as one problem of the solver, in bytes and seconds, with all captured regions; None if loaded."""
+        """All regions of the step as one problem of the solver, in bytes and seconds; None for a plan that was loaded
+        from a file."""
         return None if self.source is None else self.source.priced.problem
 
     @property
     def solved(self) -> tuple[PricedStep, Schedule]:
-        """The priced graphs and the schedule of a plan that was made in this process. Raises `ValueError` if loaded."""
+        """The priced graphs and the schedule. Raises `ValueError` for a plan that was loaded from a file."""
         source = self._source()
         assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
         return source.priced, self.schedule
@@ -186,7 +188,7 @@ class Plan(PlanViews):
 
     @property
     def host_share(self) -> float:
-        """Time of guards and of memopt's own work (`host_seconds`) as a fraction of `step_seconds`."""
+        """Time of Dynamo's guards and of memopt's own Python code (`host_seconds`), as a fraction of `step_seconds`."""
         return self.host_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -272,19 +274,20 @@ class Plan(PlanViews):
         return self._source().recipes(self)
 
     def cards(self) -> tuple[OnCard, ...]:
-        """The same step on each CUDA card that can be named, within all of its memory: whether it fits, in which time,
-        and about how many times the batch fits: by a straight line through the smallest budgets of two larger batches,
-        which are the first dimension of the inputs. It costs the tracing under all levers of the step and of those
-        batches, and for each card a part of a second to some seconds.
+        """The same step on each known CUDA card, with all of the card's memory as the budget: whether it fits, the time
+        it takes, and about how many times larger the batch (the first dimension of the inputs) could be. The latter is
+        extrapolated from the smallest budgets of two larger batches.
 
-        Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made.
-        """
+        It traces the step and these batches under all levers, and solves for each card in up to some seconds. Empty for
+        a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made."""
         return self._source().cards(self)
 
     def smallest_gb(self) -> float:
-        """The smallest budget in GB that works for this step with the levers of this plan. Through a backend that
-        compiles, the code of the smallest plan is compiled to know it, if the plan is for this device: the first call
-        takes as long as a first step. Raises `ValueError` if loaded."""
+        """The smallest budget in GB of 1024³ bytes that works for this step with the levers of this plan. Raises
+        `ValueError` for a plan that was loaded from a file.
+
+        With a backend that compiles, the first call compiles the smallest plan to know what its code holds, if the plan
+        is for this device; that takes as long as a first step."""
         return self.smallest_bytes() / GIB
 
     def smallest_bytes(self) -> int:
@@ -300,8 +303,8 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`
-        where it cannot be written."""
+        """Write the plan as JSON. It replaces an older file of that name in one go. Raises `OSError` where it cannot be
+        written."""
         save(path, self)
 
     @classmethod

@@ -17,7 +17,7 @@ from memopt.solver.problem import BlockCall
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a compiled forward and backward hold beside the region's inputs."""
+    """The bytes that compiled code of a region's forward and backward holds, without the region's inputs."""
 
     forward_bytes: int
     """Peak of the forward."""
@@ -44,7 +44,8 @@ Made = TypeVar("Made")
 
 
 def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
-    """The plan of one region with the peak of its compiled graphs, and on a card with what the allocator then holds."""
+    """The plan, of one region, with the peak of its compiled code; on a card also with the allocator's overhead for
+    that code."""
     step, schedule = plan.solved
     problem = step.problem.problem
     handed_over = footprint.left_bytes + problem.ops[-1].workspace_bytes
@@ -58,8 +59,9 @@ def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
 
 @dataclass
 class Refit(Generic[Made]):
-    """Rounds of planning and compiling: with fewer bytes after a compilation that exceeds the budget, with more after
-    one that leaves room though the plan recomputes. The compiled code of a round is kept with its plan."""
+    """Alternates planning and compiling until compiled code fits: plans again with fewer bytes where the compiled code
+    exceeds the budget, with more where it leaves room and the plan recomputes. Compiled code that fits is stored with
+    its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0
@@ -73,7 +75,8 @@ class Refit(Generic[Made]):
     _took_smallest: bool = False
 
     def judge(self, plan: Plan, made: Made) -> None:
-        """Record a plan that has the peak of its compiled code `made`, and what the next one must leave for it."""
+        """Record a plan whose peak is that of its compiled code `made`, and compute the bytes that the next plan must
+        leave free."""
         repeated = plan.regions in self._tried
         self._tried.add(plan.regions)
         room = self.budget_bytes - plan.ceiling_bytes
@@ -87,15 +90,16 @@ class Refit(Generic[Made]):
         self.again = room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Have the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
-        Returns False, and changes nothing, where that is above the budget."""
+        """Make the next round compile the plan with the smallest peak, `smallest_bytes` before compilation. Returns
+        False, and changes nothing, where that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes
         return True
 
     def best(self) -> tuple[Plan, Made]:
-        """The fitting plan with the shortest step, and its compiled code. Raises `BudgetError` where none fits."""
+        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` where none
+        fits."""
         if not self._fitting:
             why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
             needed = self._above[-1] if self._took_smallest else min(self._above)
@@ -104,5 +108,5 @@ class Refit(Generic[Made]):
 
     @property
     def fits(self) -> bool:
-        """Whether a compiled plan fits the budget."""
+        """Whether the compiled code of any plan so far fits the budget."""
         return bool(self._fitting)

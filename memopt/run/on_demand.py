@@ -31,14 +31,14 @@ _DDP = "torch.nn.parallel.distributed"
 
 
 class Notice:
-    """Says once for a model that an output was looked at."""
+    """Warns once per model that an output was computed on demand."""
 
     def __init__(self) -> None:
         self.said = False
 
     def say(self, results: Sequence[torch.Tensor], *, again: bool) -> None:
-        """Warn, the first time, that these outputs were computed beside the plan; `again`: by a second run of the
-        forward."""
+        """Warn, the first time, that these outputs were read and had to be computed outside of the plan; `again`: by a
+        second run of the forward."""
         if self.said:
             return
         self.said = True
@@ -60,7 +60,7 @@ class _Waiting(Protocol):
 
 class Releasable(Protocol):
     def release(self) -> None:
-        """Give up memory that can be done without."""
+        """Free the memory that this value can do without."""
 
 
 def run_deferring(
@@ -71,9 +71,9 @@ def run_deferring(
     forward: _Waiting,
     before: CallState | None,
 ) -> Sequence[Any]:
-    """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors that
-    are computed when they are first looked at. `forward` has the values released that these are computed from when its
-    backward begins. `before` is the state before the region, if it is known."""
+    """Run a region by `run` and return the outputs of the model's call; outputs that the region defers are returned as
+    tensors that are computed when they are first read. When the backward of `forward` begins, the values that they
+    would be computed from are freed. `before` is the state before the region, if it is known."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
@@ -95,28 +95,30 @@ def run_deferring(
 
 
 class Later(ABC):
-    """A computation of tensors that runs when the first of them is looked at."""
+    """A computation of several tensors that runs when the first of them is read."""
 
     def __init__(self) -> None:
         self.values: weakref.WeakSet[_Value] = weakref.WeakSet()
 
     @property
     def is_stale(self) -> bool:
-        """Whether anything that it reads was changed since it was made; never, unless a subclass tells."""
+        """Whether anything that the computation reads has changed since this object was made; False unless a subclass
+        checks it."""
         return False
 
     @abstractmethod
     def compute(self) -> None:
-        """Compute the tensors, and give them to `hand_over`."""
+        """Compute the tensors, and pass them to `hand_over`."""
 
     def on_demand(
         self, number: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The tensor with this number, not computed yet."""
+        """A stand-in with these sizes, strides, dtype and device for the result with this number, which is not computed
+        yet."""
         return OnDemand(_Value(self, number), sizes, strides, dtype, device)
 
     def hand_over(self, results: Sequence[torch.Tensor]) -> None:
-        """Give each of the tensors, by its number, to the outputs that stand for it."""
+        """Give the computed tensors, in the order of their numbers, to the stand-ins that were made for them."""
         for value in list(self.values):
             value.take(results[value.number])
 
@@ -228,11 +230,9 @@ class _Value:
 
 
 class OnDemand(torch.Tensor):
-    """An output that is computed when it is first looked at.
+    """An output that is computed when its values are first read.
 
-    Its sizes, dtype and device are known without that. Every operator on it gives plain tensors, and so do pickles and
-    copies.
-    """
+    Its sizes, dtype and device are known without that. Operators on it, pickles and copies give plain tensors."""
 
     _value: _Value
 
@@ -292,7 +292,7 @@ class OnDemand(torch.Tensor):
 
 
 def as_plain(value: Any) -> Any:
-    """An output on demand as a plain tensor with the same memory and gradient; anything else as it is."""
+    """An output on demand as a plain tensor with the same memory and gradient; anything else is returned as it is."""
     return value.view(value.shape) if isinstance(value, OnDemand) else value
 
 

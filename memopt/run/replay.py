@@ -34,12 +34,11 @@ class _Exceeded(Protocol):
 
 
 class Replay:
-    """The second forward of one call, from the state in which the first one began.
+    """Runs a second forward of one call, from the state `before` in which the first one began, for gradients that the
+    plan does not compute.
 
-    `before` is that state. `prevented` says in words why a second forward cannot give the gradients, and is empty if it
-    can. `noted` is called once it has given gradients that the plan does not differentiate; `forward` is told of each
-    second forward.
-    """
+    `prevented` says in words why a second forward cannot give them, and is empty if it can. `noted` is called once a
+    second forward has given such gradients; `forward` is told of each second forward."""
 
     def __init__(
         self,
@@ -65,16 +64,16 @@ class Replay:
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def release(self) -> None:
-        """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
+        """Free what the second forward needs, and the reference to the model, which may itself keep an output whose
+        autograd node refers to this object."""
         self.inputs, self.leaves, self._copies = None, (), {}
         for name in ("region", "forward", "noted"):
             vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of `leaves` for these gradients of outputs, by position.
+        """The gradients of `leaves`, by position, for gradients `of` the outputs, given by output position.
 
-        Raises `UnplannedGradientError` where no second forward gives them.
-        """
+        Raises `UnplannedGradientError` where no second forward can give them."""
         shape = tuple(next(iter(of.values())).shape)
         what = f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss"
         mend = "optimise with outputs='all' to plan for the gradients of all outputs"
@@ -91,13 +90,13 @@ class Replay:
         return found
 
     def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """As `gradients`, with an autograd graph by which they can be differentiated in turn. A model that has trained
-        is not stopped for them; before its first backward they are refused, as nothing is lost then."""
+        """As `gradients`, with an autograd graph so that they can be differentiated again. Refused before the model's
+        first backward, when a refusal loses nothing; later only where it is impossible."""
         leaves, outputs = self._differentiable()
         return _gradients_of(outputs, of, leaves, differentiable=True)
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, with an autograd graph as `derivatives` have one, and computed at once."""
+        """As `gradient_by`, but computed at once and with an autograd graph, as `derivatives`."""
         _, outputs = self._differentiable()
         (found,) = _gradients_of(outputs, given, [outputs[position]], differentiable=True)
         assert found is not None
@@ -128,9 +127,9 @@ class Replay:
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
-        """The gradient, a tensor of this kind, of the output at `position`: `own`, and what comes to it through others
-        with the gradients `given`, by position. It is computed by a second forward when it is first looked at, which
-        raises `UnplannedGradientError` where that cannot be."""
+        """The gradient, a tensor of this kind, of the output at `position`: `own`, plus what flows to it through other
+        outputs with the gradients `given`, by position. A second forward computes it when it is first read, and raises
+        `UnplannedGradientError` where it cannot."""
         strides = torch.empty(kind.shape, device="meta").stride()
         all_given = given if own is None else {position: own, **given}
         return _InnerGradient(self, position, kind, all_given).on_demand(
@@ -138,8 +137,9 @@ class Replay:
         )
 
     def gradient_at(self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The gradient that `gradient_by` stands for, computed now by a second forward; `given` has that of the output
-        itself, too. Raises `UnplannedGradientError` where no second forward gives it."""
+        """The gradient of the output at `position`, computed now by a second forward; `given` has the gradients of
+        outputs by position, this one's included. Raises `UnplannedGradientError` where no second forward can give
+        it."""
         what = (
             "a hook, retain_grad() or torch.autograd.grad() reads the gradient of an output of shape "
             f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"

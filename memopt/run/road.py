@@ -60,8 +60,8 @@ from passes import PassError
 
 
 class Road:
-    """Takes the captured calls of one model through all later stages. A plan that is kept from an earlier start takes
-    the place of rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
+    """Takes the captured calls of one model through all later stages, from rewriting to emitted code. A plan from disk
+    replaces rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
 
     def __init__(
         self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None] = lambda call: None
@@ -85,13 +85,10 @@ class Road:
         *,
         advise: bool,
     ) -> Plan:
-        """The plan of a captured call, made ahead of its first run or read from disk.
+        """The plan of a captured call, made before its first run or read from disk.
 
-        `plain` gives the row of the plain step, if it is to be the plan's first; `advise`: a refusal names changes that
-        would help.
-
-        Raises `BudgetError`, `CaptureError`.
-        """
+        `plain` returns the row of the plain step for the beginning of the receipt, or None. `advise`: a refusal names
+        changes that would help. Raises `BudgetError`, `CaptureError`."""
         recorded = Recorded(self.planner, captured, call, situation)
         with self._planning(call), self.planner.accounts.one_look(call, situation):
             self.plans += 1
@@ -111,23 +108,24 @@ class Road:
             return self.finished(plan, situation, whole=captured.whole)
 
     def beside_plain(self, plan: Plan, count: Callable[[], ReceiptRow | None]) -> Plan:
-        """The plan, beginning with the row of the plain step, which `count` returns unless it cannot be counted."""
+        """The plan with the row of the plain step, which `count` returns, at the beginning of its receipt; unchanged
+        where `count` returns None."""
         return beside_plain(plan, count, low=self.planner.terms.rewriting.autocast is not None)
 
     def finished(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
-        """The plan of a call as it is handed to the caller. Where the backend compiles code here, its `smallest_gb`
-        compiles the smallest plan, since compiled code may hold other bytes than planned. `whole`: the call is one
-        region."""
+        """The plan of a call as the user gets it. Where the backend compiles code here, its `smallest_gb` compiles the
+        smallest plan, since compiled code may hold other bytes than planned. `whole`: the call is one region."""
         emit = partial(emit_plan, accumulation=self.accumulation)
         return finished_as_compiled(plan, self.planner, situation, emit, whole=whole)
 
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
     ) -> Executable:
-        """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
+        """Plan a captured call so that it fits the budget, and emit its code; `planned` is its plan if there is one
+        already.
 
-        What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`, `CaptureError`.
-        """
+        What only planning needs is freed, as it would otherwise stay for the whole training. Raises `BudgetError`,
+        `CaptureError`."""
         recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
         try:
@@ -155,9 +153,9 @@ class Road:
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions by the schedules of `plan`, which has most of its runs, as `extended`.
-        `known` has for each run that is planned now the number of its run in `plan`, None for a new one. None where a
-        search has to be made. Raises `CaptureError`."""
+        """The plan of a call in several regions with the schedules of `plan`, which has most of its runs, found without
+        a search (see `extended`). `known` has for each run of the call the number of the same run in `plan`, None for a
+        new one. None where a search is needed. Raises `CaptureError`."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner

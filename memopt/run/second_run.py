@@ -18,8 +18,8 @@ from memopt.training_state import CallState, generator_states, set_generators
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """What it takes to run a forward in one region a second time in its backward, which computes again what the first
-    run has saved. Until it is certain that it will run, it does not keep its inputs alive."""
+    """Runs a forward in one region a second time in its backward, to compute again what was saved and freed. Until it
+    is certain that it will run, it does not keep its inputs alive."""
 
     run: Callable[..., Sequence[Any]]
     """The region as it was emitted, a function of its inputs."""
@@ -36,10 +36,10 @@ class SecondRun:
     def of(
         cls, written: frozenset[int], inputs: Sequence[Any], run: Callable[..., Any], before: CallState | None
     ) -> SecondRun | None:
-        """The second run of a region whose first one begins now, with these inputs. `run` is the region as it was
-        emitted, `written` has the numbers of the inputs that it writes to, and `before` is the state before the call.
-        None where that was not saved, an input is sparse, nested or quantised, or one that is written to has no copy in
-        `before`."""
+        """The second run for a region whose first run begins now with `inputs`. `run` is the emitted region, `written`
+        has the numbers of the inputs that it writes to, and `before` is the state before the call. None where that
+        state was not saved, an input is sparse, nested or quantised, or `before` has no copy of an input that is
+        written to."""
         if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
             return None
         copied = before.values.copies()
@@ -51,7 +51,7 @@ class SecondRun:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The inputs that are there."""
+        """Those inputs that are still alive."""
         return [one for one in self._present if isinstance(one, torch.Tensor)]
 
     @property
@@ -59,8 +59,9 @@ class SecondRun:
         return [one() if isinstance(one, weakref.ref) else one for one in self.inputs]
 
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
-        """Free what the autograd node of the first run has saved, but for what lies at the addresses `kept`, until it
-        is read; returns the bytes. 0 where an input is gone or was changed: then nothing is freed."""
+        """Free what the autograd node of the first run has saved, without storages at the addresses `kept`; the second
+        run computes it when it is read. Returns the bytes; 0, with nothing freed, where an input is gone or was
+        changed."""
         inputs = self._present
         copies = self.before.values.copies()
         gone = any(one is None and isinstance(by, weakref.ref) for one, by in zip(inputs, self.inputs, strict=True))
