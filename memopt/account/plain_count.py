@@ -43,8 +43,8 @@ _MOST_RUNS = 24
 
 @dataclass(frozen=True)
 class PlainStep:
-    """The bytes that forward and backward of the plain model hold beside what is resident: parameters, buffers, inputs,
-    optimiser state, and gradients that were there before."""
+    """The bytes that forward and backward of the plain model hold beyond what is resident: parameters, buffers, inputs,
+    optimizer state, and gradients that existed before."""
 
     peak_bytes: int
     held_bytes: int
@@ -80,16 +80,15 @@ def count_plain_step(
     retained: bool = False,
     closely: bool = False,
 ) -> PlainStep | None:
-    """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
-    `gradients_held`: the parameters have gradients when the step begins. `retained`: its backward runs twice, as with
-    `retain_graph=True` the first time. `closely`: kernels whose workspace would be the step's peak are measured, which
-    takes longer; else only where their upper bounds exceed `most_bytes`.
+    """Count the bytes of one step of `run`, the forward of `model` and its loss, without computing values; the model
+    does not change. `gradients_held`: the parameters have gradients when the step begins. `retained`: its backward runs
+    twice, as with `retain_graph=True` the first time. `closely`: kernels whose workspace would be the step's peak are
+    measured, which takes longer; else only where their upper bounds exceed `most_bytes`.
 
-    None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
-    scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
-    hooks of the user's that would see tensors without values: forward hooks of modules, and backward hooks of leaves
-    that are no parameters of the model. Raises `ValueIsRead` where the code branches on values.
-    """
+    None where the step holds more than `most_bytes`, at which counting stops, or where its bytes cannot be known: `run`
+    returns no scalar that requires a gradient, the backward goes on into an earlier graph, or user hooks would see
+    tensors without values (forward hooks of modules, backward hooks of leaves that are no parameters of the model).
+    Raises `ValueIsRead` where the code branches on values."""
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
     how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "retained": retained}
@@ -192,16 +191,15 @@ def count_on_values(
     retained: bool = False,
     checkpoints: bool = False,
 ) -> PlainStep | None:
-    """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
-    gradients and the random generators is undone. The user's backward hooks are not called. `retained` is as for
-    `count_plain_step`. `checkpoints`: modules run a second time in the backward. Leaves that the forward makes are then
-    not taken for the step's own, since the second run makes others: the result is None if there are any.
+    """Count the bytes of one step by running it on the values of the call, for code that branches on values. Changes to
+    the model, its gradients and the random generators are undone; the user's backward hooks are not called. `retained`
+    is as for `count_plain_step`. `checkpoints`: modules run a second time in the backward, which makes other leaves
+    than the forward; the result is None if the forward makes any.
 
-    None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
-    beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
-    which have gradients of their own. Where only the workspace of a kernel tells whether that may run, this is measured
-    with all tensors of the step freed, and the step begins again.
-    """
+    None where the step holds more than `most_bytes`, at which it stops, where it cannot be run, or where its backward
+    goes beyond the model's parameters and the inputs. It runs on copies of the inputs, which it may write to. Where
+    only a kernel's workspace decides whether it may run, that is measured after all tensors of the step are freed, and
+    the step is run again."""
     for _ in range(_MOST_RUNS):
         unknown = None
         try:

@@ -172,7 +172,7 @@ RETURNED_WITHOUT_GRADIENT = (
 
 
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
-    """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
+    """A note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
     graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
@@ -203,7 +203,8 @@ def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
 
 
 def mark_checkpoints(graph_module: fx.GraphModule) -> None:
-    """Mark what the author computes under `torch.utils.checkpoint`: tracers copy the mark to all that is traced."""
+    """Mark the nodes that the author runs under `torch.utils.checkpoint`; tracers copy the mark to everything traced
+    from them."""
     for node in _checkpointed(graph_module):
         node.meta["custom"] = {**node.meta.get("custom", {}), AUTHOR_CHECKPOINT: True}
 

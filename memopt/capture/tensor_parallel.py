@@ -107,10 +107,10 @@ class TensorParallel:
     @classmethod
     def of(cls, model: nn.Module, cards: int, plan: Mapping[str, str] | None) -> TensorParallel:
         """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
-        it, the model's own plan is taken, as models of transformers have it.
+        it, the model's own plan (`tp_plan` of transformers) is used.
 
-        Raises `ValueError` where there is no plan, where it names no layer, and where a size does not divide.
-        """
+        Raises `ValueError` where there is no plan, where it names no layer, and where a size is not divisible by
+        `cards`."""
         own = plan if plan is not None else own_tp_plan(model)
         if not own:
             raise ValueError(
@@ -138,8 +138,8 @@ class TensorParallel:
                 raise ValueError(f"'tp': {self.cards} in mesh does not divide {name}={heads}; give a size that does")
 
     def part_of(self, model: nn.Module) -> nn.Module:
-        """Make a model on "meta" one card's part of it, in place, and return it: its parameters get their local shapes,
-        and hooks stand for the exchanges with the other cards."""
+        """Reduce a model on "meta" to one card's part of it, in place, and return it: parameters get their local
+        shapes, and hooks stand for the exchanges with the other cards."""
         for path, style in self.styles.items():
             self._split(model.get_submodule(path), style)
         regions = _regions(self.styles)

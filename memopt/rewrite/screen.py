@@ -48,7 +48,7 @@ class Range:
     """A bound on intermediate values of the kernel: attention's scores, by the norms of queries and keys."""
 
     def joined(self, other: Range) -> Range:
-        """Returns the range of both together, for several tensors or several runs."""
+        """The range that covers both, for several tensors or several runs."""
         return Range(
             min(self.low, other.low),
             max(self.high, other.high),
@@ -72,7 +72,7 @@ class Screening(fx.Interpreter):
         self.ranges: dict[str, Range] = {}
 
     def run_all(self, inputs: Sequence[Any]) -> Any:
-        """Returns the graph's results."""
+        """Run the graph on `inputs` and return its results."""
         with plain_tensors(), torch.no_grad():
             return self.run(*inputs)
 
@@ -126,7 +126,7 @@ def _rows(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def looking_bytes(device_type: str) -> int:
-    """Returns the bytes that finding a range takes at most: copies and masks of a block, and results for its rows."""
+    """The most bytes that `range_of` allocates: copies and masks of a block of the tensor, and results for its rows."""
     return 24 * _largest_block(device_type)
 
 

@@ -55,7 +55,7 @@ def needed_by_backward(problem: RematProblem) -> frozenset[int]:
 
 
 def kept_by_forward(problem: RematProblem) -> frozenset[int]:
-    """The kept storages that forward ops make, which are live during the whole backward in any case."""
+    """The forward's storages that are live to the end of the step in any case (`Storage.kept`), such as outputs."""
     makes = {storage for op in problem.ops[: problem.forward_ops] for storage in op.makes}
     return frozenset(storage for storage in makes if problem.storages[storage].kept)
 

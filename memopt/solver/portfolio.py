@@ -112,8 +112,8 @@ class Portfolio:
         return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
 
     def build_on_smallest(self) -> None:
-        """Have every later `solve` start from the schedule with the smallest peak as well, as if it had been found for
-        a budget. `smallest` alone changes no later solution."""
+        """From now on, start every `solve` from the schedule with the smallest peak as well. (Calling `smallest` alone
+        changes no later solution.)"""
         self._found.append(self._own_smallest)
 
     def known_within(self, budget_bytes: int) -> Iterator[Solution]:

@@ -63,7 +63,7 @@ class Op:
 
     @property
     def is_receipt(self) -> bool:
-        """Whether the op stands for a value from outside, the gradient of an output."""
+        """Whether the op stands for a value that comes from outside: the gradient of an output."""
         return not self.reads and not self.seconds
 
 

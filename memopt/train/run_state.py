@@ -41,7 +41,7 @@ class RunState:
         self.step = step
 
     def state_dict(self) -> StateDict:
-        """The state to be saved, or to be loaded into: parameters and optimizer state sharded as on the ranks."""
+        """The state to save, or to load into: parameters and optimizer state, sharded as they are on the ranks."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
 
         if calls := self.step.effective_batch.calls:
