@@ -21,7 +21,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FoundLinear:
-    """A linear layer in an operator graph, and whether `Fp8Linears` can rewrite it."""
+    """A linear layer in an operator graph, and why `Fp8Linears` cannot rewrite it, if so."""
 
     name: str
     """The name of its node."""

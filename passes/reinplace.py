@@ -16,7 +16,7 @@ from passes.graphs.verify import VerifyError, named_nodes
 
 @dataclass(frozen=True)
 class FoundReuse:
-    """A call whose result can be written over an operand."""
+    """A call whose result can be written over an operand, and that operand."""
 
     name: str
     operand: str

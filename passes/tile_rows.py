@@ -27,7 +27,7 @@ class TileRows(Pass):
 
     The operators remain the same ones, on fewer rows. What a segment reads without rows, such as a weight, all tiles
     read: its gradient is the sum of theirs. Each tile casts a weight itself, so that this sum is in the weight's dtype.
-    Which segments there are says `find_row_segments`.
+    `find_row_segments` returns the segments that a graph has.
 
     Before:
         linear: f32[6, 8] = aten.linear(x, weight)

@@ -120,8 +120,8 @@ class Job:
     debug: bool = field(default=False, repr=False)
 
     def prepare(self) -> Prepared:
-        """Read the options, build the model without memory, and find its inputs. Raises `UsageError` for what cannot be
-        used."""
+        """Read the options, build the model on "meta", and determine its inputs. Raises `UsageError` for a value that
+        cannot be used."""
         with stage(f"loading {self.model}"):
             return self._prepare()
 
@@ -148,7 +148,7 @@ class Job:
         return Prepared(build, model, with_defaults(model, shapes), budget, options)
 
     def options(self) -> PlanOptions:
-        """The options of `memopt.plan`, without the device. Raises `UsageError` for what cannot be used."""
+        """The options for `memopt.plan`, without the device. Raises `UsageError` for a value that cannot be used."""
         from memopt.cli.names import named_function
 
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "effort": self.effort}

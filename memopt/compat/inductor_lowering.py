@@ -55,9 +55,9 @@ other rules is not reused."""
 
 
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
-    """Give each operator of the graph, and of graphs within it, that has no lowering the fallback that inductor would
-    give it when it comes to the first call. Nothing is done where the user has turned implicit fallbacks off: inductor
-    then raises an error."""
+    """Register, for each operator without a lowering in the graph and in graphs within it, the fallback that inductor
+    would register at the first call. Does nothing where the user has turned implicit fallbacks off: inductor then
+    raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 
@@ -109,8 +109,8 @@ def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def order_of_random_kernels() -> Any:
-    """Return the scheduler pass that inductor's setting `_pre_fusion_custom_pass` gets: `keep_random_order`, after the
-    pass that the user has set there, if any."""
+    """The scheduler pass for inductor's setting `_pre_fusion_custom_pass`: the pass that the user has set there, if
+    any, then `keep_random_order`."""
     from torch._inductor import config as untyped
     from torch._inductor import custom_graph_pass
 

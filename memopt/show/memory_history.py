@@ -58,7 +58,7 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Held:
-    """The blocks of one row that one line allocated, at the moment at which the most was held."""
+    """The blocks of one kind of memory that one line of code allocated, at the moment of the peak."""
 
     row: str
     place: str
@@ -69,7 +69,7 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """The memory of one device, in bytes."""
+    """The memory of one device at its peak, in bytes, by kind and line of code."""
 
     device: int
     reserved_bytes: int
@@ -89,8 +89,8 @@ class MemoryHistory:
 
     @property
     def rows(self) -> dict[str, int]:
-        """The bytes in use at the peak by kind (such as "activations"), the most first; also the gaps between blocks,
-        where they are large."""
+        """The bytes in use at the peak by kind (such as "activations"), the largest first; gaps between blocks are
+        included where they are large."""
         found: Counter[str] = Counter()
         for one in self.held:
             found[one.row] += one.nbytes
@@ -100,7 +100,7 @@ class MemoryHistory:
 
     @property
     def advice(self) -> dict[str, str]:
-        """For each row for which there is any, what memopt would do about it."""
+        """For each kind of memory that memopt can reduce, what it would do."""
         return {row: _ADVICE[row] for row in self.rows if row in _ADVICE}
 
 

@@ -97,7 +97,7 @@ def to_array(schedule: Schedule) -> Ints:
 
 
 def to_schedule(evaluations: Ints) -> Schedule:
-    """The schedule, without offloads, that runs the ops of `evaluations`, an array of op indices, in order."""
+    """The schedule without offloads of an array of op indices."""
     return Schedule(tuple(evaluations.tolist()))
 
 

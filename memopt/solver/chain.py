@@ -30,9 +30,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class Chain:
-    """The step cut into blocks, in the order of the forward; their backwards run in reverse order.
+    """Blocks in the order of the forward; their backwards run in reverse order.
 
-    Bytes count only storages that can be freed and recomputed ("movable"): all others are held in any case."""
+    Bytes count only storages that can be recomputed ("movable"): the others are held in any case.
+    """
 
     blocks: tuple[_Block, ...]
     extra_bytes: Ints

@@ -119,16 +119,14 @@ class OffloadSearch:
         """The length of all schedules into which offloads were placed: a measure of work, the same in every run."""
 
     def offer(self, plan: OffloadCandidate) -> bool:
-        """Make `plan`, which must fit the cap, the best schedule if it is faster than the best so far; returns whether
-        it was."""
+        """Make `plan`, which must fit, the best if it is faster than the best; returns whether it was."""
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
             return False
         self.best = plan
         return True
 
     def offer_again(self, plan: OffloadCandidate) -> bool:
-        """Offer a plan that another search found for a cap no larger than this one's; its time is computed anew for
-        this link."""
+        """Offer a plan that another search found for a cap no larger than this one's, timed over this link."""
         host_bytes = most_on_host(self._arrays, plan.evaluations, plan.offloads)
         if self._host_bytes is not None and host_bytes > self._host_bytes:
             return False
@@ -163,10 +161,10 @@ class OffloadSearch:
         return OffloadCandidate(method, evaluations, offloads, added_seconds(self._arrays, evaluations) + waiting)
 
     def drop(self, evaluations: int) -> None:
-        """Remove one recomputation at a time from the best plan, the slowest first, where more offloads can make up for
-        its memory.
+        """Remove one recomputation at a time from the best plan, the slowest first, if more offloads make up for it.
 
-        Ends when the schedules tried have about `evaluations` evaluations together."""
+        Ends when the schedules tried have about `evaluations` evaluations together.
+        """
         limit = self.spent + evaluations
         rank = 0
         while self.best is not None and self.spent < limit:

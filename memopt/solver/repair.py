@@ -130,8 +130,8 @@ def _need_op(replay: Replay, op: int, soonest: int) -> int:
 
 @native_part
 def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
-    """Update the replay after the eviction of `storage`: the inputs of its recomputation are now needed as soon as the
-    storage was, missing ones included."""
+    """After the eviction of `storage`: the inputs of its recomputation, missing ones included, are needed as soon as
+    the storage was."""
     pending = replay.pending
     pending[0] = _need_op(replay, arrays.producer[storage], replay.need[storage])
     count = 1

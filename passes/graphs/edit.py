@@ -82,11 +82,10 @@ def _of(node: Node) -> Any:
 
 def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
     """Returns the stored values that a graph would have if the nodes in `changes` had the values given there, which may
-    differ in strides: these, and those of all nodes behind them whose strides would change.
+    differ in strides: these, and those of all nodes that follow from them and whose strides would change.
 
     None where an operator does not take the new strides, as a view may not, where a value cannot be computed, or where
-    an output of the graph would change. Needs `on_stored_values`.
-    """
+    an output of the graph would change. Needs `on_stored_values`."""
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
     if not changed:
         return dict(changes)
@@ -144,13 +143,13 @@ def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs:
 
 
 def replace_node(node: Node, by: Node) -> None:
-    """Has all users of a node read another one, and erases it."""
+    """Makes all users of a node read `by` instead, and erases the node."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 
 
 def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erases those of the nodes that are pure and unread, and then their inputs that have become so."""
+    """Erases those of the nodes that are pure and unread, and then their inputs that have become unread."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:

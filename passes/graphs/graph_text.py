@@ -79,7 +79,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node: node.name) -> str:
-    """An argument as it stands in a call: nodes by name, dtypes short, nests in their own brackets."""
+    """An argument as it is written in a call: nodes by name, dtypes in short, nested tuples and lists in brackets."""
     if isinstance(argument, Node):
         return name_of(argument)
     if isinstance(argument, (tuple, list)):
