@@ -294,12 +294,11 @@ def status(model: nn.Module) -> Status:
 
 
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer with the levers around it that the plan of an optimised model uses.
+    """The optimizer, wrapped by the levers on the optimizer that the plan of an optimised model uses.
 
-    Where the plan uses none on the optimizer, it is returned as it is; with "bf16_parameters", the model's parameters
-    become bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError`
-    for a plain model, and for an optimizer that the levers do not fit.
-    """
+    If the plan uses none, `optimizer` itself is returned; with "bf16_parameters", the model's parameters become
+    bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError` for a
+    plain model, and for an optimizer that the levers do not fit."""
     session = _session(model)
     return apply_levers(session.chosen, session.model, optimizer)
 
@@ -322,8 +321,8 @@ def remove(model: Model) -> Model:
 
 
 def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch, by the `loss_fn` that the model was optimised with, as one region: a batch `(inputs,
-    targets)`, or what a `loss_fn` of the model and the batch takes."""
+    """The loss of a batch by the `loss_fn` that the model was optimised with, computed with the model as one planned
+    region. The batch is `(inputs, targets)`, or whatever a `loss_fn` that takes the model expects."""
     session = session_of(model)
     if session is None or session.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")
