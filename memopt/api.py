@@ -122,7 +122,10 @@ def optimize(
     bring_back(model)
     session = Session(model, replace(checked, to_train=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
-        raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
+        raise ValueError(
+            f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is: give "
+            f"example_inputs, or leave {named[0]!r} out of allow"
+        )
     with session.from_captures(session_of(model)):
         if example_inputs is not None:
             session.plan(example_inputs)

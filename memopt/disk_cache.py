@@ -93,7 +93,7 @@ def write_text(path: Path, text: str) -> None:
 def warn_not_kept(what: str, reason: str) -> None:
     """Warns that `what` could not be stored on disk, for `reason`; once per process for each reason."""
     warnings.warn(
-        f"{what} are not kept on disk ({reason}); name a folder that can be written to in MEMOPT_CACHE_DIR",
+        f"{what} are not stored on disk ({reason}); set MEMOPT_CACHE_DIR to a folder that can be written to",
         stacklevel=3,
     )
 

@@ -133,7 +133,10 @@ def _guessed(optimizer: OptimizerLike, trained: list[torch.Tensor], name: str, w
         held + math.ceil(copies * sum(further)),
         temporaries + SCALARS,
         f"{name} (guessed)",
-        guess=f"a step of {name} cannot be tried without values ({why}): its memory is an upper guess",
+        guess=(
+            f"memopt could not try a step of {name} without values ({why}), so its memory is guessed, rather too much "
+            "than too little; to count your own figure, give optimizer=None and a budget less that figure"
+        ),
     )
 
 
@@ -240,8 +243,8 @@ def refuse(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another, or plan "
-            "with optimizer=None and a budget less what it holds"
+            f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another optimizer, "
+            "or plan with optimizer=None and a budget less the memory that it holds"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(

@@ -229,7 +229,9 @@ def record_dry_run(
         if mode is None and not known and (in_forward or too_large):
             raise
         error = in_brief_with_line(failure)
-        where = "running past it on fakes failed" if mode else "running past it failed"
+        where = (
+            "running the forward beyond it on fake tensors failed" if mode else "running the forward beyond it failed"
+        )
         reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where}: {error}"
         if isinstance(failure, CrossedByDerivative):
             reasons = f"{reason}, and it {failure}"

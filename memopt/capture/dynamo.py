@@ -147,8 +147,8 @@ def _weak_backend(compilations: _Compilations) -> Backend:
                 return alive.regions[number](*args)
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
                 raise CaptureError(
-                    f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; keep what "
-                    "it names out of the capture by torch.compiler.disable"
+                    f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; exclude "
+                    "what it names from the capture with torch.compiler.disable"
                 ) from failure
 
         return region

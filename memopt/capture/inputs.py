@@ -30,9 +30,9 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     if with_targets:
         if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
             raise TypeError(
-                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; "
-                "put the inputs of the model into one tuple or dict, or name the first parameter of a loss_fn of the "
-                "model and the batch `model`"
+                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; put the "
+                "inputs of the model into one tuple or dict, or, if the loss_fn takes the model and the batch, name "
+                "its first parameter `model`"
             )
         return tuple(example_inputs), {}
     if isinstance(example_inputs, Mapping):
@@ -181,9 +181,9 @@ def check_kinds(call: Call, parts: Parts) -> None:
     (`special_kind`), which torch.compile does not capture."""
     for name, kind in special_tensors(call, parts).items():
         raise CaptureError(
-            f"{name} is a {kind} tensor, whose operators cannot be captured, and the plain step does not fit the "
-            "budget or was not asked for: give a budget in which the plain step fits and leave out example_inputs, or "
-            "compute with a tensor of the usual kind (to_dense(), dequantize(), padding)"
+            f"{name} is a {kind} tensor, whose operators cannot be captured, so that its steps can only run as the "
+            "plain model does: leave out example_inputs and give a budget in which the plain step fits, or compute "
+            "with a dense tensor (to_dense(), dequantize(), padding)"
         )
 
 

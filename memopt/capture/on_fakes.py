@@ -124,7 +124,7 @@ def capture_on_fakes(
         return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
-PASSED_OVER = "torch.compile passes it over"
+PASSED_OVER = "torch.compile does not compile its forward"
 
 
 def _capture_regions(

@@ -238,7 +238,10 @@ class RecordedRegion:
         Raises `Untraceable` where the graph would not have the region's meaning."""
         wrapped = next((value for value in self.inputs if is_wrapper(value)), None)
         if wrapped is not None:
-            raise Untraceable(f"it reads weights of the type {type(wrapped).__name__}, which hide their operators")
+            raise Untraceable(
+                f"it reads weights of the tensor subclass {type(wrapped).__name__}, whose operators do not show in "
+                "the graph"
+            )
         if self.takes_derivatives:
             raise Untraceable("it takes derivatives itself")
         key = planned_for, autocast_state()
@@ -256,8 +259,9 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor) and (kind := special_kind(value)):
             line = "; made by: " + node.meta["stack_trace"].strip().splitlines()[-1].strip() if node.stack_trace else ""
             raise CaptureError(
-                f"the forward has a {kind} tensor, whose operators cannot be planned, and the plain step does not fit "
-                f"the budget or was not asked for: give a budget in which it fits, without example_inputs{line}"
+                f"the forward has a {kind} tensor, whose operators cannot be planned, so that its steps can only run "
+                "as the plain model does: leave out example_inputs and give a budget in which the plain step "
+                f"fits{line}"
             )
 
 
@@ -385,7 +389,7 @@ class CapturedCall:
         """Notes on the capture for the plan."""
         if self.whole:
             deferred = self.runs[0].region.deferred
-            later = "of outputs beside the loss are computed when they are first looked at, and not held before"
+            later = "of outputs other than the loss are computed when they are first read, and not held before"
             return () if deferred is None else (f"{size(deferred.bytes)} {later}",)
         captured = f"captured in {len(self.runs)} regions"
         changing = sum(run.most != run.sizes or run.most != () for run in self.runs)

@@ -116,7 +116,10 @@ def _runs(
         beside = () if first is None else (first,)
         ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
     if first is None:
-        notes.append("the first run is not compared: with the first loss scale its gradients are not finite")
+        notes.append(
+            "the first run of the optimised model is not compared, since its gradients are not finite with the "
+            "initial loss scale"
+        )
     elif not _same(first, ours[0]):
         notes.append("the first run of the optimised model gives other values than the second one")
     with values_restored(tensors), containers_restored(call):

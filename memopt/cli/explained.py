@@ -61,7 +61,7 @@ def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
     would do about each kind."""
     end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
     if history.missing_bytes is not None:
-        end = f"it died for want of {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"
+        end = f"it ran out of memory for {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"
     whole = sum(history.rows.values()) or 1
     rows = new_table("What filled the card", "row", right=("bytes", "share"))
     for row, nbytes in history.rows.items():

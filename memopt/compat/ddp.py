@@ -66,7 +66,7 @@ def check_wrapper(wrapper: DistributedDataParallel) -> None:
     if anything._delay_all_reduce_all_params:
         raise ValueError(
             "DistributedDataParallel(delay_all_reduce_named_params=…) with all parameters runs the model's forward "
-            "past its plan; leave the option out"
+            "without its plan; leave the option out"
         )
     if anything._use_python_reducer:
         raise ValueError(

@@ -40,8 +40,9 @@ class Budgeted:
             return self.options["optimizer"]
         if len(optimizers) != 1:
             raise ValueError(
-                f"the planned net has {len(optimizers)} optimizers to choose from; give the only one that steps it, or "
-                "say what counts by the option optimizer=torch.optim.AdamW (None leaves it out of the budget)"
+                f"the training has {len(optimizers)} optimizers, and memopt counts the memory of one; use exactly "
+                "one, or name the class of the one that steps the planned net, such as optimizer=torch.optim.AdamW "
+                "(None leaves it out of the budget)"
             )
         return inner_optimizer(optimizers[0])
 

@@ -36,7 +36,7 @@ def optimize_schedule(schedule: Schedule, budget_gb: float, **options: Unpack[St
     """
     decided = sorted(set(options) & set(_BY_SCHEDULE))
     if decided:
-        raise ValueError(f"{decided[0]} is what the schedule decides; leave it out")
+        raise ValueError(f"{decided[0]} is decided by the schedule; leave the option out")
     given: dict[str, Any] = {"precision": "fp32", **options}
     PlannedSchedule(schedule, check_options(budget_gb, **given)).take_over()
     return schedule

@@ -99,7 +99,9 @@ class _Advice:
         piece = split(batch, samples)[0]
         call: Call = (piece, {}) if self.call[0] else ((), piece)
         nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), lean)
-        sentence = f"for TrainStep, in microbatches down to one of its {samples} samples,"
+        sentence = (
+            f"with TrainStep, which splits the batch into microbatches, of 1 of its {samples} samples at the smallest,"
+        )
         changes = (
             f"it splits a batch into as few parts as fit, down to one of its {samples} samples; equal but for rounding"
         )
@@ -127,7 +129,7 @@ class _Advice:
             yield Way(
                 allow_exactly({*self.options.allow, name}),
                 hosting.smallest()[0],
-                "frozen parameters lie in the host's memory, and are brought before each use; the same bits",
+                "frozen parameters are held in host memory, and copied to the device before each use; the same bits",
                 None,
                 f"with {name!r} in allow, which holds up to {size(lying)} of frozen parameters on the host,",
             )
@@ -150,7 +152,7 @@ class _Advice:
         """Suggests the fused kernels of the same optimiser, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
-            sentence = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
+            sentence = "with fused=True in the optimizer, whose step then needs no temporaries,"
             changes = "its step holds no temporaries; equal but for rounding"
             typed = f"{_name_of(self.options.optimizer)}(…, fused=True)"
             yield Way(typed, self.with_optimizer(other, lean), changes, 0.0, sentence)
@@ -158,10 +160,10 @@ class _Advice:
     def without_state(self, lean: Priced) -> Iterator[Way]:
         """Suggests an optimiser without state."""
         if lean.account.optimizer_state:
-            sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
+            sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which trains differently,"
             nbytes = self.with_optimizer(torch.optim.SGD, lean)
             yield Way(
-                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it learns otherwise", sentence=sentence
+                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it trains differently", sentence=sentence
             )
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:

@@ -242,8 +242,8 @@ class CallPlanner:
             narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())
         if is_tensor_parallel(self.terms.model):
             raise CaptureError(
-                f"{type(self.terms.model).__name__} is split by parallelize_module, and captured on values only; give "
-                "inputs with values, on the model's device"
+                f"{type(self.terms.model).__name__} is split by parallelize_module, and can only be captured on "
+                "tensors with values; give example inputs with values, on the model's device"
             )
         with stage("capturing"):
             return capture_on_fakes(

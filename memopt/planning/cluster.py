@@ -58,8 +58,8 @@ class ClusterOptions:
         ]
         if mesh.tp > 1:
             notes.append(
-                f"each of {mesh.tp} neighbours has its part of the heads, of the widths, and between layers of the "
-                "sequence; what they exchange is waited for"
+                f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
+                "and between layers a part of the sequence; compute waits for what they exchange"
             )
         return tuple(notes)
 
@@ -81,7 +81,7 @@ def check_cluster_options(
     cluster = check_cluster(mesh, interconnect)
     if cluster is None:
         if tp_plan is not None:
-            raise ValueError("tp_plan needs mesh beside it, such as mesh={'dp_shard': 8, 'tp': 8}")
+            raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
         return None
     if device in (None, HOST.type):
         raise ValueError(f"mesh is planned for cards by name; give device, such as device='h100', not {device!r}")

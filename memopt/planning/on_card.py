@@ -293,8 +293,8 @@ def free_budget(model: torch.nn.Module) -> _FreeBudget:
     free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
     if free is None:
         raise TypeError(
-            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, 8), "
-            "not None: only of a card it is known what is free"
+            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
+            "8), not None, since it is known only of a card how much of it is free"
         )
     card = kind.hardware(device) or kind.reported(device)
     margin = int(_MARGIN * card.memory_bytes)

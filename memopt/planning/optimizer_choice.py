@@ -164,8 +164,8 @@ class OptimizerChoice:
             narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.terms.model.parameters()
         ):
             raise ValueError(
-                "the plan counts on parameters in bf16, and they are not yet: memopt.wrap_optimizer(model, optimizer) "
-                "casts them; train with the optimizer that it returns"
+                "the plan assumes parameters in bf16, but they are not cast yet: memopt.wrap_optimizer(model, "
+                "optimizer) casts them; train with the optimizer that it returns"
             )
         if self.stepping is not None:
             self._check_stepping()

@@ -198,7 +198,7 @@ def _check_repr(name: str, value: object) -> None:
     if re.search(r" at 0x[0-9a-f]+", repr(value)):
         raise ValueError(
             f"{name} must have a repr that shows its options, as a frozen dataclass has, not {value!r}: plans are "
-            "kept under it"
+            "stored on disk under it"
         )
 
 

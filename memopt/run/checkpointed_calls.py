@@ -122,9 +122,12 @@ class CheckpointedCalls:
         if broken is None:
             return refused
         least = self._least(call, situation, moment, refused.smallest_bytes) or refused.smallest_bytes
-        further = [f"no plan frees what code between the regions of its forward holds, which breaks: {broken}"]
+        further = [
+            "its forward breaks into regions, and no plan can free what the code between them holds; the reason for "
+            f"the break: {broken}"
+        ]
         if least < refused.smallest_bytes:
-            further.append("with the smallest budget its modules run as activation checkpoints")
+            further.append("with that budget its modules run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
 
     def _least(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:

@@ -216,7 +216,7 @@ class Moment:
         if smallest <= refused.smallest_bytes:
             return refused
         more = size(smallest - refused.smallest_bytes)
-        words = f"{more} of it are for the largest batches seen, and beyond them where batches grow"
+        words = f"{more} of it are for the largest batches seen, with a margin where batches grow"
         return refused.adding(words, smallest_bytes=smallest)
 
     def may_hold(self, held_bytes: int) -> bool:

@@ -45,8 +45,9 @@ class Notice:
         nbytes = sum(result.numel() * result.element_size() for result in results)
         how = "by a second run of the forward" if again else "from the forward's last values"
         warnings.warn(
-            f"an output of the model was looked at: {size(nbytes)} (the first of shape {tuple(results[0].shape)}) are "
-            f"computed {how}, and held beside what the plan counts; this is said once",
+            f"an output of the model was read that the plan does not hold: {size(nbytes)} (the first of shape "
+            f"{tuple(results[0].shape)}) are computed {how}, in memory outside of the budget; to plan for all "
+            "outputs, give optimize outputs='all' (this warning comes once)",
             stacklevel=2,
         )
 

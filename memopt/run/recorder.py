@@ -231,7 +231,7 @@ class Recorder:
         except ValueError:  # ours, CaptureError among them
             raise
         except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
-            error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
+            error = f"{reason}; running the forward beyond it failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def capture_whole(self, call: Call) -> CapturedCall | None:

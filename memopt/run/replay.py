@@ -83,8 +83,8 @@ class Replay:
         self.noted()
         self.forward.replayed()
         warnings.warn(
-            f"{what}; that gradient is computed by a second run of the plain forward, beside the budget, and from the "
-            f"next call on all outputs are planned for; {mend} from the first call on",
+            f"{what}; that gradient is computed by a second run of the plain forward, in memory outside of the "
+            f"budget, and from the next call on all outputs are planned for; {mend} from the first call on",
             stacklevel=2,
         )
         return found
@@ -110,8 +110,8 @@ class Replay:
         found = self._second_forward(detach=False)
         self.forward.replaced()
         warnings.warn(
-            f"{DIFFERENTIATED}: a second run of the plain forward computes them, beside the budget, in each step that "
-            f"asks for them; to plan for them, {TAKEN_WITHIN}",
+            f"{DIFFERENTIATED}: a second run of the plain forward computes them, in memory outside of the budget, in "
+            f"each step that needs them; to plan for them, {TAKEN_WITHIN}",
             stacklevel=2,
         )
         return found
@@ -154,7 +154,10 @@ class Replay:
         (found,) = _gradients_of(outputs, given, [leaf])
         assert found is not None
         self.forward.replayed()
-        warnings.warn(f"{what}; it is computed by a second run of the plain forward, beside the budget", stacklevel=2)
+        warnings.warn(
+            f"{what}; it is computed by a second run of the plain forward, in memory outside of the budget",
+            stacklevel=2,
+        )
         return found
 
     def _check(self, what: str, mend: str) -> None:

@@ -284,7 +284,10 @@ class Road:
         # The smallest plans that are found need not hold more where more is to be left free.
         roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
-        words = "for gradients that are there when a forward begins, a loss outside of the model, and what appears"
+        words = (
+            "for gradients held when a forward begins, a loss outside of the model, and tensors that may appear "
+            "meanwhile"
+        )
         return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
 
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:

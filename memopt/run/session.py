@@ -343,7 +343,7 @@ class Session:
                 if not self._looked_for_writes and checkpoint_around() is not None:
                     self._note_written_once()
                 if calls.recorded.broken.ran_unplanned:
-                    self._run_unplanned_from_now("its forward takes another way than when it was planned")
+                    self._run_unplanned_from_now("its forward takes another control-flow path than when it was planned")
                 return result
             except BudgetError as error:
                 if self.sharded.settled:
@@ -381,7 +381,7 @@ class Session:
         checkpointed, fits = choice
         reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
         if plan is not None:
-            reason += "; a plan for these sizes takes longer to make than such calls have lost"
+            reason += "; a plan for these sizes takes longer to make than that has cost such calls so far"
             self._log.checkpointed(self.status.model, call, calls.road.planning_seconds)
         self._enter(State.CHECKPOINTED, reason)
         calls.planner.accounts.note_reached(fits.step.reached)

@@ -177,9 +177,9 @@ class UnplannedWatch(WatchingHook):
                 "on the submodules that are to stay in that mode (dropout, batch norm)"
             )
         return (
-            f"the forward of {name} ran past its planned call: by {name}.forward(…), by a method that calls submodules "
-            "(a training_step), or inside of a function or module that torch.compile compiles; call the model itself, "
-            "optimise the submodule that is called, or compile nothing around the model's call"
+            f"the forward of {name} ran without its planned call: by {name}.forward(…), by a method that calls "
+            "submodules (a training_step), or inside of a function or module that torch.compile compiles; call the "
+            "model itself, optimise the submodule that is called, or compile nothing around the model's call"
         )
 
 

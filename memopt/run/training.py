@@ -99,7 +99,10 @@ class TrainingCalls:
             # at its end, so that the generators are all there is to undo.
             set_generators(before.generators, before.device)
             self.forget()
-        raise CaptureError(f"{reason}, which was planned for this batch: not compiled, the code reads other numbers")
+        raise CaptureError(
+            f"{reason}, though it was planned for this very batch: in eager mode the code computes another size than "
+            "when it is compiled; call memopt.remove(model) to train it plain"
+        )
 
     def fitting_within_modes(
         self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
@@ -117,8 +120,10 @@ class TrainingCalls:
                 least = plain.needed_bytes(call, situation, moment, sys.maxsize)
         if fits is None and "plain" not in self.options.allow:
             if least is None:
-                raise CaptureError(f"{within}, and it is not known what its plain step holds; call it outside of it")
-            further = (f"{within}; outside of it the step is planned",)
+                raise CaptureError(
+                    f"{within}, and it cannot be counted what its plain step holds; call it outside of that mode"
+                )
+            further = (f"{within}; outside of that mode the step is planned",)
             raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
         if not self._within_modes:
             self._within_modes = True

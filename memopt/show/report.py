@@ -170,7 +170,10 @@ def _decisions_line(plan: Plan) -> str:
     paths = [path or "(model)" for path in dict.fromkeys(row.path for row in plan.decisions)]
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     saved = size(sum(row.saved_bytes for row in plan.decisions))
-    return f"never recomputed, since they decide: {named} in {paths[0]}{more}; {saved} of their results are saved"
+    return (
+        f"never recomputed, since they make discrete choices that rounding could change: {named} in {paths[0]}{more}; "
+        f"{saved} of their results are saved"
+    )
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:

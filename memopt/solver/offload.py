@@ -183,7 +183,9 @@ class OffloadPortfolio:
     def __init__(
         self, problem: RematProblem, portfolio: Portfolio | None = None, solvers: Sequence[Solver] = ()
     ) -> None:
-        assert portfolio is None or not solvers, "the solvers of a given portfolio are asked: give them to it"
+        assert portfolio is None or not solvers, (
+            "give solvers either here or to the portfolio, not both: those of the portfolio are used"
+        )
         self._problem = problem
         self._portfolio = portfolio or Portfolio(problem, solvers)
         self._arrays = arrays_of(problem)
