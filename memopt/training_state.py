@@ -85,7 +85,7 @@ class TrainingState:
         return gradients + [part for *_, values in self.buffers for parts in values.values() for part in parts]
 
     def gradients_now(self) -> Tensors:
-        """The model's current gradients by parameter name: moved to the CPU, or shared if they are there already."""
+        """The model's current gradients by parameter name: copied to the CPU, or shared if they are on it already."""
         named = self.model.named_parameters()
         return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
 
@@ -383,7 +383,7 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the forward of a model was seen to write to, as that of a momentum encoder does."""
+    """The parameters that the forward of a model was seen to write to, as a momentum encoder's forward does."""
     names = _written.get(model, ())
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 

@@ -25,9 +25,9 @@ aten = torch.ops.aten
 class TileRows(Pass):
     """Runs each of some segments in tiles: on a part of the rows, then on the next, with the results put together.
 
-    The operators remain the same ones, on fewer rows. What a segment reads without rows, such as a weight, all tiles
-    read: its gradient is the sum of theirs. Each tile casts a weight itself, so that this sum is in the weight's dtype.
-    `find_row_segments` returns the segments that a graph has.
+    The operators remain the same ones, on fewer rows. All tiles read the segment's operands that have no rows, such as
+    a weight, whose gradient is the sum over tiles. Each tile casts a weight itself, so that this sum is in the weight's
+    dtype. `find_row_segments` returns the segments that a graph has.
 
     Before:
         linear: f32[6, 8] = aten.linear(x, weight)

@@ -173,8 +173,8 @@ def stand_in(
     region: fx.GraphModule, forward: Callable[..., Any], between: Between, number: int, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run a region on `arguments` as one opaque autograd function, and return its outputs, which `forward` computes.
-    `number` is that of the run. Of all that its forward and backward allocate, `between` counts only the gradients that
-    are passed on to other code."""
+    `number` is the number of the run. Of all that its forward and backward allocate, `between` counts only the
+    gradients that are passed on to other code."""
     run: Any = _StandIn.apply
     return run(region, forward, between, number, *arguments)
 

@@ -46,11 +46,10 @@ class DryRun:
 
     Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
     gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are. With
-    `forward_of`, the values of a region come from the forward that it returns. A plan may compute other values than
-    Dynamo's graph, and the model's Python code branches by those of the plan.
+    `forward_of`, a region's values come from the forward that this returns instead: a plan may compute other values
+    than Dynamo's graph, and the model's Python code branches on the plan's.
 
-    `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`.
-    """
+    `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`."""
 
     def __init__(
         self,

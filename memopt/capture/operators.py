@@ -122,7 +122,7 @@ class Operators:
 
     @property
     def exact(self) -> frozenset[str]:
-        """The names of the nodes whose dtypes the user or the author asked for, in any decision."""
+        """The names of the nodes whose dtypes the user or the author has set, in any decision."""
         return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property

@@ -245,12 +245,12 @@ def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[i
 
 
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
-    """The bytes of eager code around each run that has a joint graph, which include those around the runs without one.
+    """The bytes that eager code before, during and after each run with a joint graph holds; those of runs without one
+    are included.
 
     The last entry is for the end of the step. Its `before` is the most after the last backward, `during` what is held
     after the forward, and `before_backward` the most between the last region with a joint graph and the end of the
-    forward.
-    """
+    forward."""
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerBytes] = []
     skipped = EagerBytes()

@@ -116,7 +116,7 @@ def capture_settings() -> Iterator[None]:
     the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
-    itself it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
+    default it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
     3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient."""
     import torch._dynamo.config as dynamo_config
 

@@ -122,7 +122,7 @@ def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
 
 
 def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor:
-    """A fake tensor with the shape, dtype and device of the fake `like`, which lies in this storage."""
+    """A fake tensor in this storage, with the shape, dtype and device of the fake `like`."""
     assert isinstance(like, FakeTensor)
     meta = torch.empty(0, dtype=like.dtype, device="meta")
     meta.set_(storage, like.storage_offset(), like.shape, like.stride())

@@ -32,7 +32,7 @@ HOST = torch.device("cpu")
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in the host's memory."""
+    """Whether a tensor is in the host's memory."""
     return tensor.device.type == HOST.type
 
 

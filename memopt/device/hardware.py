@@ -95,7 +95,7 @@ class Hardware:
 
 def assumed_context(major: int) -> int:
     """Bytes of a context that is not measured, by the major version of the compute capability. An H100 held 619 MB once
-    the context was there, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
+    the context existed, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
     return _HOPPER_CONTEXT if major >= 9 else Hardware.context_bytes
 
 

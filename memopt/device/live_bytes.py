@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
     Storages that existed before do not count, except states of the CPU's random generator and what `torch.tensor` makes
-    from numbers. Subclasses say how an operator is run (`run`) and what its kernel holds beside its arguments and
+    from numbers. Subclasses define how an operator is run (`run`) and what its kernel holds besides its arguments and
     results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose

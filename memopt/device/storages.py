@@ -56,7 +56,7 @@ def find_storages(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Returns whether the node's result lies in the memory of one of its arguments."""
+    """Returns whether the node's result shares the memory of one of its arguments."""
     return viewed_argument(node) is not None
 
 

@@ -45,9 +45,8 @@ class Emitted:
 def partition(
     joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region. Operands are overwritten where the graph says so
-    (`JointGraph.reuses`). With `accumulation`, gradients are added to `.grad` in place, and parameters are stepped
-    where the schedule says so."""
+    """The forward and backward modules of a region. Results are written over operands as `JointGraph.reuses` says. With
+    `accumulation`, gradients are added to `.grad` in place, and parameters are stepped as the schedule says."""
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols, objects = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, objects, joint.forward_outputs)
@@ -99,8 +98,8 @@ def nodes_before_steps(
     backward's nodes that must run before: the one that makes the gradient, and those that read the storage of either
     through any alias, recomputed nodes included.
 
-    `numbers` are those of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The names
-    come from that graph alone, so that an error of the planner cannot go unnoticed."""
+    `numbers` are the numbers of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The
+    names come from that graph alone, so that an error of the planner cannot go unnoticed."""
     if not numbers:
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}

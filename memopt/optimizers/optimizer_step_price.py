@@ -115,7 +115,7 @@ def prices_of_each(
     wraps: Wraps = (),
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The prices of stepping each parameter alone, in the dtype given for it, with `wraps` around the optimizer.
+    """The prices of stepping each parameter alone, in the dtype given for it, with the optimizer wrapped by `wraps`.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     with equal group, shape, strides and dtype, only one is tried. `device` is the type of device whose kernels run, by

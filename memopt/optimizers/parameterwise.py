@@ -31,8 +31,8 @@ class Parameterwise(optim.Optimizer):
     that `inner` has. `state_dict` is that of `inner`, with values in the form in which this optimizer stores them, and
     a further key "proposal".
 
-    Subclasses say in which form parameters and state are kept between steps: `_open` converts them for `inner`, and
-    `_close…` methods convert them back."""
+    Subclasses define in which form parameters and state are stored between steps: `_open` converts them for `inner`,
+    and `_close…` methods convert them back."""
 
     title: ClassVar[str]
     """The name in errors and in `state_dict`, which is also the lever's."""

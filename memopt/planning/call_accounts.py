@@ -65,7 +65,8 @@ class Looks(Protocol):
 
 
 class CallAccounts:
-    """Makes the accounts of a model's training calls, with what lies elsewhere on its device in a row of its own."""
+    """Makes the accounts of a model's training calls; what is on the device and no part of the step has a row of its
+    own."""
 
     def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
         self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside

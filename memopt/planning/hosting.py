@@ -13,7 +13,8 @@ _SHARES = 8
 
 
 def lacking(step: PricedStep) -> tuple[str, ...]:
-    """A note that the host has no room for all frozen parameters that may lie there; an empty tuple where it has."""
+    """A note for the plan where host memory has no room for all frozen parameters that may be stored there; else an
+    empty tuple."""
     total, link = sum(step.hostable.values()), step.settings.link
     room = None if link is None else link.host_bytes
     if room is None or total <= room:

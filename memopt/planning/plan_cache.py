@@ -144,7 +144,7 @@ def keep(key: str | None, kept: Kept) -> None:
 
 def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
     """The key that `note` last stored under `sketch` (see `Job.sketch`), and the plan stored under that key; None for
-    what is not there."""
+    what is not stored."""
     key = _read(sketch, _key_of)
     return key, find(key)
 

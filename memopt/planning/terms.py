@@ -99,8 +99,8 @@ class ModelTerms:
 
     @cached_property
     def card(self) -> Hardware:
-        """The hardware that the step is planned for, the card that `device` names or the device at hand, with the bytes
-        that offloads may take on the host."""
+        """The hardware that the step is planned for, the card that `device` names or else this machine's device, with
+        the bytes that offloads may take on the host."""
         card, room = self._card, self.options.host_bytes
         if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
             free = device_of(HOST).free_bytes(HOST)

@@ -100,9 +100,8 @@ class Rules:
     """Dtypes by pattern, in the user's order.
 
     A pattern is the name of a node, of an operator (`softmax`, `aten.softmax`), or of a module with all that is in it
-    (`lm_head`, `layers.0`, `layers.*.mlp`). If several match, the name of the node goes before that of the operator,
-    and that before the longest module pattern.
-    """
+    (`lm_head`, `layers.0`, `layers.*.mlp`). If several match, a node's name takes precedence over an operator's name,
+    and that over the longest module pattern."""
 
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
 

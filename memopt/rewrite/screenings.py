@@ -63,7 +63,7 @@ class Screenings:
         that was done for a call like it.
 
         It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
-        `room_bytes` (None: any) beside the model and the call. If it would hold more, if there are no values, or if it
+        `room_bytes` (None: any) besides the model and the call. If it would hold more, if there are no values, or if it
         fails, the plan says why fp16 was not screened. `differentiate_all` is as for `RecordedRegion.record`."""
         signature = f"{call_signature(call)} {autocast_state()}"
         if signature in self._looked:

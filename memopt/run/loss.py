@@ -18,9 +18,9 @@ LossFunction = Callable[..., Any]
 def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
     """The mean loss of `batch`, a scalar with its graph.
 
-    With a loss function (the one that the model was optimised with, else `loss_fn`) the batch is the pair
-    `(inputs, targets)`, or whatever the loss function takes beside the model. Without one the batch is the model's
-    input, and the model returns the loss.
+    With a loss function (the one that the model was optimised with, else `loss_fn`) the batch is the pair `(inputs,
+    targets)`, or whatever a loss function that takes the model expects. Without one the batch is the model's input, and
+    the model returns the loss.
 
     Raises:
         TypeError: the batch is no pair, or the model's output has no loss.

@@ -204,7 +204,7 @@ class RecordedCalls:
             self.paths.planned(captured, call, situation, plan)
 
     def forget(self) -> None:
-        """Drop all plans and emitted code, so that every call is planned again; recorded regions are kept."""
+        """Drop all plans and emitted code, so that every call is planned again; captured regions stay."""
         self.forget_plans(but=None)
         self._emitted.clear()
 

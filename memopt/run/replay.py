@@ -38,7 +38,7 @@ class Replay:
     plan does not compute.
 
     `prevented` says in words why a second forward cannot give them, and is empty if it can. `noted` is called once a
-    second forward has given such gradients; `forward` is told of each second forward."""
+    second forward has given such gradients; `forward` is notified of each second forward."""
 
     def __init__(
         self,

@@ -50,9 +50,8 @@ def page(
 ) -> str:
     """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs.
 
-    `cards` are those of `Plan.cards`. `recipes` are those of checkpointing by hand on the same step. If a `frontier` is
-    given, its curve is shown, with its own recipes.
-    """
+    `cards` and `recipes` are what `Plan.cards` and `Plan.recipes` return. If a `frontier` is given, its curve is shown,
+    with its own recipes."""
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     texts: _Texts = defaultdict()
     texts.default_factory = texts.__len__

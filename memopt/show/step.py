@@ -132,8 +132,8 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The first moment at which the most is held; that of the optimizer's step only if it holds more than any
-        other."""
+        """The first moment with the most bytes; the optimizer's step is returned only if it holds more than any other
+        moment."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)
 
     @property

@@ -279,7 +279,7 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
 def warm_up() -> None:
     """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used.
 
-    Warns if neither the extension nor numba is there, so that the kernels run as plain Python.
+    Warns if neither the extension nor numba is installed, so that the kernels run as plain Python.
 
     With numba this takes about 12 seconds the first time on a machine; later processes read the machine code from disk.
     """

@@ -100,7 +100,7 @@ class RematProblem:
 
     @cached_property
     def home_bytes(self) -> int:
-        """The bytes of the storages that lie on the host for the whole step."""
+        """The bytes of the storages that are on the host for the whole step."""
         return sum(storage.bytes for storage in self.storages if storage.home)
 
     @cached_property

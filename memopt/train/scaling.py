@@ -107,9 +107,8 @@ class Scaling:
         """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
         0.0.
 
-        It is skipped if `finite` is false or any gradient of any optimizer is not finite. GradScaler by itself decides
-        for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all.
-        """
+        It is skipped if `finite` is false or any gradient of any optimizer is not finite. A `GradScaler` decides for
+        each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all."""
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
@@ -124,7 +123,7 @@ class Scaling:
         return skipped
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> _Verdict:
-        """Step all optimizers, or none if `skipped`, the result of `unscale`, says so."""
+        """Step all optimizers, or none if `skipped`, the result of `unscale`, is 1.0."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
             return _Verdict(skipped)

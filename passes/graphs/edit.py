@@ -49,10 +49,10 @@ def propagating(mode: Any) -> Iterator[None]:
 
 
 def refresh(node: Node) -> None:
-    """Sets a call's stored value to what its operator returns for those of its arguments; needs `on_stored_values`.
+    """Sets a call's stored value to what its operator returns for its arguments' stored values; needs
+    `on_stored_values`.
 
-    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument.
-    """
+    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument."""
     if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
         return
     node.meta["val"] = result_of(node)
@@ -131,10 +131,9 @@ _ORIGIN = (
 def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs: Any) -> Node:
     """Returns a new call of an operator, made at the insertion point of `like`'s graph.
 
-    Module, line of code and the tag of forward or backward in its metadata are those of `like`. Its stored value is
-    computed from those of its arguments, which needs `on_stored_values` around it. It gets a name like `node_name`, by
-    default that of the operator without its overload.
-    """
+    Module, line of code and the tag of forward or backward in its metadata are copied from `like`. Its stored value is
+    computed from its arguments' stored values, so it must be called within `on_stored_values`. It gets a name like
+    `node_name`, by default that of the operator without its overload."""
     name = node_name or target.__name__.partition(".")[0]
     node = like.graph.create_node("call_function", target, args, kwargs, name=name)
     node.meta.update({key: like.meta[key] for key in _ORIGIN if key in like.meta})

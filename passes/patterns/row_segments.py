@@ -57,8 +57,8 @@ class RowSegment:
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
     """Returns the segments of an operator graph that are worth running in `tiles` tiles, in order; none overlap.
 
-    Only calls that depend on a parameter are looked at; `parameters` has the numbers of these among the graph's inputs.
-    """
+    Only calls that depend on a parameter are considered; `parameters` has the numbers of these among the graph's
+    inputs."""
     finder = _Finder(graph_module.graph, tiles, parameters)
     found = list(finder.segments())
     largest = max((segment.inside_bytes for segment in found), default=0)
