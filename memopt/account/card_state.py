@@ -20,7 +20,7 @@ a workspace that cuBLAS keeps; all else."""
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A segment, or a mapped part of an expandable one, with its blocks in order: the kind and the bytes of each."""
+    """A segment of the allocator, or a mapped part of an expandable one: the kind and bytes of its blocks, in order."""
 
     small: bool
     """Whether it belongs to the pool for blocks of up to 1 MB."""

@@ -116,10 +116,9 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
 
 
 def inline_guarded_numbers(graph_module: fx.GraphModule) -> None:
-    """Replace the nodes that read a number on whose value Dynamo guards by that value.
+    """Replace each `item()` of a number input by the number, where Dynamo has a guard on its value.
 
-    Edits the graph. The tracer that follows does not know the value, and would fail at the comparison.
-    """
+    Edits the graph. The tracer that runs after it does not know the value, and would fail at a comparison with it."""
     for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
         changed = False
         for node in inner.graph.find_nodes(op="call_method", target="item"):

@@ -128,7 +128,9 @@ class _Interpreter(fx.Interpreter):
             own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
             return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
         if autocast_is_on():
-            raise Untraceable(f"{target} runs under autocast, whose casts inside of it cannot be written out")
+            raise Untraceable(
+                f"{target} runs under autocast, and the casts that autocast adds inside of it cannot be captured"
+            )
         if not torch.is_grad_enabled():
             raise Untraceable(f"{target} runs under no_grad")
         if str(target) == _REGISTER_HOOK:

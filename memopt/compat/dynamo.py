@@ -171,11 +171,10 @@ def is_exporting() -> bool:
 
 
 def keep_nodes(graph_module: fx.GraphModule) -> None:
-    """Keep the nodes of the graph that Dynamo passes to a backend after the compilation, also where the backend raises
-    an error.
+    """Prevent Dynamo from erasing the nodes of the graph that it passed to a backend once the compilation is over, also
+    where the backend raises an error.
 
-    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again.
-    """
+    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again."""
     vars(graph_module.graph)["_clear_nodes"] = _clear_nothing
 
 

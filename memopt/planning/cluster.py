@@ -44,8 +44,8 @@ class ClusterOptions:
         dtype = str(self.dtype).removeprefix("torch.")
         links = [joined.within] + ([joined.between] if joined.between else [])
         rates = "; ".join(
-            f"{link.source}, of which {link.efficiency:.0%} are reached, {1e6 * link.step_seconds:g} µs for a step of "
-            "a ring"
+            f"{link.source}, of which {link.efficiency:.0%} is assumed to be reached, and "
+            f"{1e6 * link.step_seconds:g} µs for each step of a ring collective"
             for link in links
         )
         notes = [

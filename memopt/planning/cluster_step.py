@@ -48,7 +48,7 @@ class ClusterStep:
 
     @property
     def bound(self) -> str:
-        """What bounds most of the step."""
+        """What bounds the largest part of the step's seconds: a name of `bounds`."""
         return self.bounds[0][0]
 
 

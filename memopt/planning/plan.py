@@ -201,8 +201,8 @@ class Plan(PlanViews):
         """The graphs of each stage, one module per region; their `print_readable` shows code.
 
         "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
-        graphs before and after them, of the regions that have one. Raises `ValueError` if loaded.
-        """
+        graphs before and after them, of the regions that have one. Raises `ValueError` for a plan that was loaded from
+        a file."""
         return stage_graphs(self._source().priced.traced, self.regions)
 
     @overload
@@ -213,14 +213,14 @@ class Plan(PlanViews):
         """The changes that the plan makes, by module, for readers; or those of one stage to its graphs, line by line.
 
         Args:
-            stage: None: everything that the plan changes in the meaning of the captured step, and why. Another plan,
-                for another budget or of another version of the model: the changes that only one of them makes. A
-                name: "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
+            stage: None: everything that the plan changes in the captured step, and why. Another plan, for another
+                budget or of another version of the model: the changes that only one of them makes. A name:
+                "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
                 "operators": all passes on the joint and on the operator graphs; "precision": the dtype of each
                 operator, with the reasons; or one pass, or one labelled pipeline.
             order: show nodes that only moved, and renamed temporaries, too.
 
-        Raises `ValueError` for another name, or if loaded.
+        Raises `ValueError` for another name, and for a plan that was loaded from a file.
         """
         captured = self._source().priced.traced
         if isinstance(stage, Plan):
@@ -231,14 +231,13 @@ class Plan(PlanViews):
         return stage_diff(captured, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
-        """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each
-        node that reads it.
+        """The captured joint graph as a `networkx.DiGraph`; an edge leads from a node to each node that reads it.
 
         Nodes are named as in `graphs["captured"]`, in a plan of several regions with the region's number before
         ("1.addmm"). Attributes of each node:
 
         - "region", "kind" (of the fx node: "placeholder", "get_attr" or "call_function"; "account" for what takes
-          memory beside the graph's nodes, such as a generator's state), "operator", "half" ("input", "forward",
+          memory but is no node of the graph, such as a generator's state), "operator", "half" ("input", "forward",
           "backward"), "module" (path, "" if unknown) and "source" ("file:line" of the call, or None).
         - "bytes": memory that the node makes; 0 for a view. "seconds": one run of it, by the time model.
         - "recomputed": how often it runs beyond the first time. "held_bytes": the part of "bytes" that the forward
@@ -247,30 +246,30 @@ class Plan(PlanViews):
           (dies within its half), "alias" of another node's memory, "fused" into the nodes that read it, or "input".
 
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
-        "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
+        "recomputed" to `diff().recomputed`. Raises `ValueError` for a plan that was loaded from a file.
         """
         step, schedule = self.solved
         return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
-        """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.
+        """The plan of the same captured step for another budget in GB of 1024³ bytes, by default with the effort of
+        this one.
 
-        Raises `BudgetError` where none fits, and `ValueError` if loaded.
-        """
+        Raises `BudgetError` where none fits, and `ValueError` for a plan that was loaded from a file."""
         chosen = self._effort(effort, limit_seconds)
         return self._source().at(self, budget_bytes(budget_gb), chosen)
 
     def frontier(
         self, points: int = 40, *, effort: EffortName | None = None, limit_seconds: float | None = None
     ) -> Frontier[Plan]:
-        """The whole curve of the same captured step: see `memopt.frontier`. Raises `ValueError` if loaded."""
+        """The least added time of the same captured step for each of `points` budgets: see `memopt.frontier`. Raises
+        `ValueError` for a plan that was loaded from a file."""
         return self._source().frontier(self, check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
         """The peaks and times of the recipes of checkpointing by hand on the same captured step, by simulation.
 
-        Raises `ValueError` if loaded.
-        """
+        Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().recipes(self)
 
     def cards(self) -> tuple[OnCard, ...]:
@@ -291,7 +290,8 @@ class Plan(PlanViews):
         return self.smallest_bytes() / GIB
 
     def smallest_bytes(self) -> int:
-        """The smallest budget in bytes that works for this step. Raises `ValueError` if loaded."""
+        """The smallest budget in bytes that works for this step. Raises `ValueError` for a plan that was loaded from a
+        file."""
         return self._source().smallest_bytes(self)
 
     def table(self) -> str:

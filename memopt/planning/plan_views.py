@@ -176,7 +176,7 @@ class PlanViews:
             format: "snapshot" (.pickle) for pytorch.org/memory_viz; "trace" (.json) for ui.perfetto.dev and
                 chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph with the fate of each node.
 
-        Raises `ValueError` for another format, or if loaded.
+        Raises `ValueError` for another format, and for a plan that was loaded from a file.
         """
         shown("views").export(self, Path(path), format)
 
@@ -185,7 +185,7 @@ class PlanViews:
         into a file too: .svg, .png or .pdf.
 
         Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
-        of file, or if loaded.
+        of file, and for a plan that was loaded from a file.
         """
         return shown("views").timeline(self, path)
 

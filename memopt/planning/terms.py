@@ -43,7 +43,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Situation:
-    """The circumstances of a training call when its forward begins."""
+    """The circumstances of a training call when its forward begins, by which its plan is chosen."""
 
     gradients_held: bool = False
     """Gradients are there before the step: gradient accumulation."""

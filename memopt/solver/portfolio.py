@@ -46,11 +46,10 @@ class Portfolio:
     A solution fits its budget, adds no more seconds than any baseline or plan of the hull that fits, and no more than
     any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
-    `solvers` are a user's own. Each `solve` asks them once after the built-in solvers, so no solution gets slower by
-    them. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with
+    `solvers` are a user's own. Each `solve` calls them once after the built-in solvers, so they make no solution
+    slower. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with
     the solver's name in `Solution.method`. Schedules with offloads are left to `OffloadPortfolio`. If a solver fails,
-    `SolverError` is raised.
-    """
+    `SolverError` is raised."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self._problem = problem

@@ -249,8 +249,7 @@ def _segment_starts(problem: RematProblem) -> list[int]:
 class SaveAll:
     """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
 
-    `solvers` are a user's own, which `OffloadPortfolio` asks; without offloads there is nothing for them to choose.
-    """
+    `solvers` are a user's own, which `OffloadPortfolio` calls; without offloads there is nothing for them to choose."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self.users = UserSolvers(problem, solvers)

@@ -181,7 +181,7 @@ def of_statistics(node: Node) -> Variance | None:
 
 
 def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
-    """Returns x if a node is x - mean(x), else None."""
+    """Returns x if a node is x - mean(x) over `dims`, else None."""
     if not isinstance(node, Node) or op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
         return None
     value, mean = (same_value(argument) for argument in node.args)
@@ -227,7 +227,7 @@ def same_value(node: Any) -> Any:
 
 
 def is_idle(node: Node) -> bool:
-    """Returns whether a call returns its argument unchanged."""
+    """Returns whether a call is a cast or alias that leaves its argument's dtype and values as they are."""
     source: Any = node.args[0] if node.args else None
     idle = is_cast(node) or op_name(node) in ("alias", "type_as")
     return idle and source.meta["val"].dtype == node.meta["val"].dtype
