@@ -72,7 +72,9 @@ def _check(graph: Graph, segment: RowSegment) -> None:
         (node,) = named_nodes(graph, [name])
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
-            raise VerifyError(name, "it does not compute its rows apart", "give what find_row_segments finds")
+            raise VerifyError(
+                name, "it does not compute each row from that row alone", "give what find_row_segments finds"
+            )
 
 
 class _Tiling:

@@ -108,7 +108,7 @@ def plain_loss_call(
 
 
 _NO_GRADIENT = "One of the differentiated Tensors does not require grad"
-_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model does: it may not where it is compiled"
+_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is called: code that is compiled may not"
 
 
 class GraphBreak(CaptureError):

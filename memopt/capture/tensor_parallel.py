@@ -262,7 +262,7 @@ def _with_first(
     if first is None:
         raise ValueError(
             f"'tp' in mesh splits the sequence that {type(module).__name__} is given, and its call has no "
-            "floating-point tensor; give tp_plan, with styles for layers that are given hidden states"
+            "floating-point tensor to split; give a tp_plan with such styles only for layers that get hidden states"
         )
     named[first] = change(named[first])
     return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}

@@ -260,7 +260,7 @@ def _message(
     nearest = last_read(model, plan, wrong)
     if wrong:
         name, place = nearest or (max(wrong, key=lambda one: wrong[one]), "")
-        of = f"of {len(wrong)} parameters, nearest to the loss that of {name}"
+        of = f"of {len(wrong)} parameters, of which {name} is nearest to the loss"
         parts.append(f"the gradients {of}, by {wrong[name]:.1e}{place}")
     if buffers:
         parts.append(f"the buffers {', '.join(buffers[:3])}")

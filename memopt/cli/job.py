@@ -84,8 +84,8 @@ _ARGUMENTS = (
     ),
     click.option(
         "--host-gb", metavar="GB",
-        help="Host memory that the plan may use. Frozen parameters may lie there, too, unless --allow says otherwise, "
-        "which takes plain operators (--backend aten).",
+        help="GB of host memory that the plan may use. Without --allow it may hold frozen "
+        "parameters too (offload_parameters), with the backend aten.",
     ),
     click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
     click.option(

@@ -128,8 +128,8 @@ def refuse_what_needs_all_gradients(
         )
     if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
         raise ValueError(
-            "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward others are used "
-            "before that is known; train in bfloat16 without a scaler, or leave this lever out"
+            "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward the first are "
+            "used before that is known; train in bfloat16 without a scaler, or leave this lever out"
         )
     if accumulate != 1:
         raise ValueError(

@@ -203,7 +203,8 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
         if any(member is parameter for member in group["params"]):
             return number
     raise ValueError(
-        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer given; give it those of it"
+        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer that was given; build it from "
+        "the parameters of this model"
     )
 
 

@@ -84,11 +84,11 @@ def check_cluster_options(
             raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
         return None
     if device in (None, HOST.type):
-        raise ValueError(f"mesh is planned for cards by name; give device, such as device='h100', not {device!r}")
+        raise ValueError(f"a plan with mesh is for a card named by device, such as device='h100', not {device!r}")
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(map(repr, DTYPES))
         raise ValueError(
-            f"with mesh, precision must be one of {known}, the dtype of gathered parameters: {precision!r}"
+            f"with mesh, precision must be one of {known}, the dtype of gathered parameters, not {precision!r}"
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(

@@ -294,7 +294,7 @@ def free_budget(model: torch.nn.Module) -> _FreeBudget:
     if free is None:
         raise TypeError(
             f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
-            "8), not None, since it is known only of a card how much of it is free"
+            "8), not None, since free memory is a budget only on a CUDA card"
         )
     card = kind.hardware(device) or kind.reported(device)
     margin = int(_MARGIN * card.memory_bytes)

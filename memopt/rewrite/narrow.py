@@ -169,7 +169,7 @@ class DecideFp8:
             return Decision(Pipeline((), label=self.lever), notes=notes)
         by = self._scaling
         passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
-        units = "" if self._quick else f"; {self.card.name} multiplies wider copies of them"
+        units = "" if self._quick else f"; {self.card.name} has no 8-bit units for it and multiplies wider copies"
         done = (
             f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
             f"{self.scaling} scaling{units}"

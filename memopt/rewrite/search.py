@@ -88,7 +88,9 @@ class SearchPrecision:
         after = terms.terms.total(found)
         rounding = (after.error / before.error) ** 0.5 if before.error else 1.0
         gains = _gains(before - after)
-        note = f"search: the cut saves {gains} beside the default choices, at {rounding:.2f} of their rounding"
+        note = (
+            f"search: against the default choices the cut saves {gains}, with {rounding:.2f} times their rounding error"
+        )
         return PrecisionPlan(plan.low, choices, (*plan.notes, note))
 
 

@@ -1,4 +1,4 @@
-"""Outputs on demand: tensors with the sizes of a model's outputs, which are computed when they are first looked at."""
+"""Outputs on demand: tensors with the sizes of a model's outputs, which are computed when they are first read."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ class _OfGroup(Later):
         that is read was changed since the forward."""
         if self.is_stale:
             raise StaleOutputError(
-                f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first looked at, but "
-                "the weights or inputs that it takes have changed since its forward; look at it before "
+                f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first read, but the "
+                "weights or inputs that it is computed from have changed since its forward; read it before "
                 "optimizer.step(), or optimise with outputs='all'"
             )
         results = self._results()

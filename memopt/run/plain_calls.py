@@ -70,13 +70,13 @@ _LEAVES = (torch.Tensor, *_PLAIN)
 Sizes: TypeAlias = tuple[int, ...]
 
 RUNS_PLAIN = (
-    "the calls of this model run as the plain model does, since its step fits the budget; shown is the plan that such "
-    "a call would run by otherwise, made when it was asked for"
+    "the calls of this model run as the plain model does, since its step fits the budget; the plan shown here was "
+    "made only to be shown, and is the one that such a call would use otherwise"
 )
 
 NOT_SHOWN = (
     "the calls of this model run as the plain model does, since its step fits the budget, and the plan that they would "
-    "run by otherwise cannot be shown"
+    "use otherwise cannot be shown"
 )
 
 

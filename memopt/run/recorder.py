@@ -291,7 +291,10 @@ class Recorder:
                 self._fix(call, {at: line for at, line in insists_on.items() if at in self.size_bounds.changed})
             return result
         name = type(self.model).__name__
-        raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")
+        raise CaptureError(
+            f"{name} was captured for exactly {_shapes(call)}, and yet the capture is not valid for them; "
+            "report it with these shapes"
+        )
 
     def _recording_for(self, call: Call) -> RecordedCalls:
         """The recording that serves a call in one region."""
@@ -322,9 +325,9 @@ class Recorder:
             self.size_bounds.fixed.add(place)
             name = f"{leaf_name(call, place[0])}.shape[{place[1]}]"
             warnings.warn(
-                f"{type(self.model).__name__} insists on {name} at {lines[place]}: each value of it is captured and "
-                f"planned by itself, and the {_MOST_VALUES} used last are kept; pad batches to few sizes, or make that "
-                "line independent of the size",
+                f"{type(self.model).__name__} needs {name} to be a constant at {lines[place]}: each value of it is "
+                f"captured and planned separately, and the {_MOST_VALUES} used last are kept; pad batches to few "
+                "sizes, or make that line independent of the size",
                 stacklevel=2,
             )
 

@@ -381,7 +381,7 @@ class Session:
         checkpointed, fits = choice
         reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
         if plan is not None:
-            reason += "; a plan for these sizes takes longer to make than that has cost such calls so far"
+            reason += "; a plan for these sizes is made once such runs have cost more time than making it takes"
             self._log.checkpointed(self.status.model, call, calls.road.planning_seconds)
         self._enter(State.CHECKPOINTED, reason)
         calls.planner.accounts.note_reached(fits.step.reached)

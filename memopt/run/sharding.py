@@ -108,8 +108,8 @@ class Sharded:
             least, most = self._ranks.settle(None, exchanges)
             if least != most:
                 raise RankError(
-                    f"the ranks would exchange values in other orders in the step of {type(self.model).__name__}, and "
-                    "all of them stop; give all ranks batches of the same shapes"
+                    f"the ranks would exchange values in different orders in the step of {type(self.model).__name__}, "
+                    "and all of them stop; give all ranks batches of the same shapes"
                 )
         self._begun = True
 

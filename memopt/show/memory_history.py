@@ -40,14 +40,14 @@ _SIGNS = (
 )
 _ADVICE = {
     ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
-    "(chunked_loss), and writes dead results over (reinplace): all on by default",
+    "(chunked_loss), and overwrites results that nothing reads any more (reinplace): all on by default",
     BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
     'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; temporaries are part of every plan',
     STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
     STEP: "fused=True in AdamW and its kin takes no temporaries for all parameters at once",
     PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
-    BEFORE: "parameters and what else there was: call torch.cuda.memory._record_memory_history() before the model is "
-    "built to see which",
+    BEFORE: "parameters and all else that was allocated before the recording: call "
+    "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer; a plan counts what is left of them",
 }
 

@@ -252,7 +252,8 @@ def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) 
     modules = dict(model.named_modules())
     if unknown := sorted(state.keys() - modules.keys()):
         raise ValueError(
-            f"the 8-bit histories are of {unknown[0]!r}, which this model has not; build it as it was at saving"
+            f"the state has 8-bit scaling histories of {unknown[0]!r}, a module that this model lacks; "
+            "build the model as it was at saving"
         )
     for path, module in modules.items():
         if path in state or module in _of_model:

@@ -91,7 +91,7 @@ def why_not(
     if a == b == E5M2:
         return "e5m2 by e5m2 has no kernel"
     if (a_tile, b_tile) not in _KERNELS:
-        return f"tiles of {a_tile or 'all'} by {b_tile or 'all'} have no kernel"
+        return f"no kernel multiplies values scaled in tiles of {a_tile or 'all'} by {b_tile or 'all'}"
     multiple = max(alignment(a_tile), alignment(b_tile))
     for size, what in ((rows, "rows"), (inner, "columns of its input"), (columns, "columns of its result")):
         if not isinstance(size, int):
