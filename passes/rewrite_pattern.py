@@ -108,7 +108,7 @@ def judged(
 def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str, mend: str) -> None:
     """Raises `VerifyError` for a name that is not in `reasons`, or for which `reasons` has a reason not to replace it.
 
-    `unknown` says what is wrong with a name that is not there, and `mend` how to mend both."""
+    In the message, `unknown` says what is wrong with a name that is not there, and `mend` what to do in either case."""
     for name in sorted(names):
         if reason := reasons.get(name, unknown):
             raise VerifyError(name, reason, mend)

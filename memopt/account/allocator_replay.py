@@ -197,8 +197,8 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin: the fraction `share / whole` of the allocator's limit that stays free for what no replay
-    knows."""
+    """A safety margin: the fraction `share / whole` of the allocator's limit that stays free for memory that no replay
+    shows."""
 
     share: int
     whole: int = 1000

@@ -39,7 +39,7 @@ class HeldSegment:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes from the card."""
+        """The bytes of the card's memory that the segment takes."""
         return sum(nbytes for _, nbytes in self.blocks)
 
 

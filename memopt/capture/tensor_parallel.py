@@ -84,7 +84,7 @@ def is_exchange(node: fx.Node) -> bool:
 
 
 def exchange_seconds(node: fx.Node, ring: Ring) -> float:
-    """Seconds of an exchange over a ring of cards."""
+    """Seconds that the exchange of `node` (see `is_exchange`) takes over a ring of cards."""
     (given,) = node.all_input_nodes
     if node.target == SUM_SHARDS.default:
         return ring.sum_seconds(storage_bytes(node.meta["val"]))

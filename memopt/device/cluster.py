@@ -159,24 +159,25 @@ class Ring:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A mesh of equal cards and what joins them. Neighbours in a node are those of `tp`, then those of `dp_shard`."""
+    """A mesh of equal cards and its interconnect. Nodes are filled with the cards of one `tp` group first, then with
+    those of one `dp_shard` group."""
 
     mesh: _Mesh
     interconnect: _Interconnect
 
     @property
     def tp(self) -> Ring:
-        """The cards that split one copy of the layers."""
+        """The ring of cards that split the layers of one copy of the model (tensor parallelism)."""
         return self._ring(self.mesh.tp, 1)
 
     @property
     def dp_shard(self) -> Ring:
-        """The cards over which parameters are sharded."""
+        """The ring of cards over which parameters are sharded."""
         return self._ring(self.mesh.dp_shard, self.mesh.tp)
 
     @property
     def dp_replicate(self) -> Ring:
-        """The cards that hold the same shards."""
+        """The ring of cards that hold the same shards."""
         return self._ring(self.mesh.dp_replicate, self.mesh.tp * self.mesh.dp_shard)
 
     def _ring(self, cards: int, stride: int) -> Ring:

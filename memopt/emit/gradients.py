@@ -269,7 +269,7 @@ def _is_chained(node: fx.Node) -> bool:
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:
-    """Whether the running backward comes through any of the outputs `tangents` of the region, counted among its
+    """Whether the running backward passes through any of the outputs `tangents` of the region, counted among its
     `number` outputs that have a gradient. True where autograd's graph does not show it, since the region returns views
     of its inputs."""
     reached = reached_outputs()
@@ -277,8 +277,8 @@ def is_reached(tangents: Collection[int], number: int) -> bool:
 
 
 def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, with None in place of each gradient that comes only from outputs which the
-    running backward does not come through."""
+    """`backward`, a compiled backward, with None in place of each gradient that comes only from outputs through which
+    the running backward does not pass."""
     partial = joint.partial_gradients
     if not partial:
         return backward

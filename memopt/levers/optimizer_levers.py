@@ -118,11 +118,10 @@ def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
 
 
 def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Put levers around an optimizer, in the order given, and change the parameters of `model` where they do; returns
-    the outermost optimizer.
+    """Wrap an optimizer by levers, in the order given, and change the parameters of `model` where a lever does so;
+    returns the outermost optimizer.
 
-    Raises `TypeError` or `ValueError` where a lever does not fit the optimizer, and then changes nothing.
-    """
+    Raises `TypeError` or `ValueError` where a lever does not fit the optimizer, and then changes nothing."""
     if levers:
         check_inner(optimizer, levers[0].name)
     for change in changes_of(levers):

@@ -210,7 +210,7 @@ class Plan(PlanViews):
     @overload
     def diff(self, stage: str, *, order: bool = False) -> StageDiff: ...
     def diff(self, stage: Plan | str | None = None, *, order: bool = False) -> PlanDiff | StageDiff:
-        """The changes that the plan makes, by module, for readers; or those of one stage to its graphs, line by line.
+        """The changes that the plan makes, by module; or those of one stage to its graphs, line by line.
 
         Args:
             stage: None: everything that the plan changes in the captured step, and why. Another plan, for another
@@ -277,8 +277,9 @@ class Plan(PlanViews):
         it takes, and about how many times larger the batch (the first dimension of the inputs) could be. The latter is
         extrapolated from the smallest budgets of two larger batches.
 
-        It traces the step and these batches under all levers, and solves for each card in up to some seconds. Empty for
-        a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made."""
+        It traces the step and these batches under all levers, and solves for each card, which takes up to some
+        seconds each. Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has
+        not made."""
         return self._source().cards(self)
 
     def smallest_gb(self) -> float:

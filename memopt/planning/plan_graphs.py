@@ -130,7 +130,8 @@ def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
 
 @dataclass(frozen=True, repr=False)
 class PlanDiff:
-    """The changes of a plan by operator. `str` shows them by module, folded; rich prints them in colours."""
+    """The changes of a plan by operator. `str` shows them by module, with like changes of several blocks on one line;
+    rich prints them in colours."""
 
     title: str
     changes: tuple[Change, ...]

@@ -228,7 +228,7 @@ class Entry:
 
     @property
     def notable_bytes(self) -> int:
-        """The change in bytes held outside of the step from which on they are counted again."""
+        """The smallest change in the bytes held outside of the step for which they are counted again."""
         return self.tolerance_bytes // 2
 
     @property

@@ -41,7 +41,7 @@ class CallInProgress:
 
     @property
     def crowded(self) -> Situation:
-        """The same situation, with the bytes of forwards that wait for their backward counted."""
+        """The call's situation, with the bytes counted that forwards waiting for their backward hold."""
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
@@ -126,7 +126,7 @@ class _Stopped(Exception):
 
 
 class Recorded(_Stopped):
-    """Ends a call that was run only to be captured; has the captured region and its inputs."""
+    """The exception that ends a call which was run only to be captured; it has the captured region and its inputs."""
 
     def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class Recorded(_Stopped):
 
 
 class Insists(_Stopped):
-    """Ends a call whose sizes the captured graphs are not valid for; has, for each such size, the line of the model
-    that requires another value."""
+    """The exception that ends a call for whose sizes the captured graphs are not valid; it has, for each such size, the
+    line of the model that requires another value."""
 
     def __init__(self, lines: dict[Place, str]) -> None:
         super().__init__()

@@ -332,8 +332,8 @@ class Ledger(ModelsOnDevice):
         """What lies elsewhere now; an upper bound on it where a search would take too much of the training time.
         `planning`: the search is part of planning, so that its time does not count.
 
-        Growth is believed only after garbage has been collected; while searches have used up their share of the time,
-        growth within the noise of `malloc` is ignored."""
+        Growth counts only if it is still there after Python's garbage has been collected; while searches have used up
+        their share of the time, growth within the noise of `malloc` is ignored."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Found(entry.fixed_bytes)

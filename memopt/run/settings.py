@@ -25,9 +25,9 @@ _Table: TypeAlias = dict[str, Any]
 
 
 class Settings:
-    """Numbers the states of a model's modules: equal code and settings have the same number, and each change another.
-    Settings are attributes of plain types, such as `training`, a dropout's probability or whether activations are
-    checkpointed, also of `config` objects where modules have them."""
+    """Gives each state of a model's modules a number: the same one for equal code and settings, another one after each
+    change. Settings are attributes of plain types, such as `training`, a dropout's probability or whether activations
+    are checkpointed, also of `config` objects where modules have them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -48,7 +48,7 @@ class Settings:
         """The number of the current state: equal for two moments only if code and settings are the same. `modules` are
         the model's, if the caller has them already (`modules_of`).
 
-        It takes 0.1 ms for a model of 12 layers, since it is called at every step."""
+        It is called at every step, and takes 0.1 ms for a model of 12 layers."""
         modules = modules_of(self.model) if modules is None else list(modules)
         if modules != self._modules:
             self._watch(modules)

@@ -85,8 +85,8 @@ class Share:
 
     @property
     def gradients_may_stay(self) -> bool:
-        """Whether parameters may still hold gradients when a later forward begins. False once a forward has begun
-        without any after a backward, and none has begun with some."""
+        """Whether parameters may still hold gradients when a later forward begins. False once a forward after a
+        backward has begun without any, and none has begun with some."""
         return self.entry.gradients_stay is not False
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:

@@ -48,8 +48,8 @@ def band_of(row: str) -> str:
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The seconds at which each moment of the step begins. The last two are the beginning of the optimizer's step and
-    the end at which it is drawn."""
+    """The seconds at which each moment of the step begins. The last two are the beginning of the optimizer's step, and
+    its end in the drawing."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 

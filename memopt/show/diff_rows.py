@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """Several entries that are shown on one line."""
+    """One line of a plan's diff: the entries (changes) that it shows together."""
 
     section: str
     inner: str

@@ -122,11 +122,11 @@ class RematProblem:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Two queues, one for each direction (PCIe and NVLink are full duplex), that move one storage at a time.
+    """The link to the host's memory as two queues, one for each direction (PCIe and NVLink are full duplex), each of
+    which moves one storage at a time.
 
     Transfers run in parallel to compute. With a bandwidth of 0 nothing can be offloaded; with an infinite one a
-    transfer takes the latency only.
-    """
+    transfer takes the latency only."""
 
     bytes_per_second: float
     """Bandwidth of each direction."""
@@ -174,8 +174,8 @@ class Schedule:
 
     First evaluations are in program order. Backward ops are evaluated once; forward ops may be recomputed anywhere
     after their first evaluation. Each evaluation makes a new version of the storages that its op makes. A read binds to
-    the latest version, and a version is live until its last read (the first version of a kept storage: until the end).
-    """
+    the latest version, and a version is live until its last read (the first version of a `Storage.kept` storage: until
+    the end)."""
 
     evaluations: tuple[int, ...]
     offloads: tuple[Offload, ...] = ()

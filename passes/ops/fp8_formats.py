@@ -240,7 +240,8 @@ def histories_of(model: object) -> Histories:
 
 
 def histories_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Returns the magnitudes stored for a model and its submodules, by path of the module, then by name."""
+    """Returns the largest magnitudes of the latest steps (see `Histories`) that are stored for a model and its
+    submodules, by path of the module, then by name."""
     known = {path: _of_model[module] for path, module in model.named_modules() if module in _of_model}
     return {path: histories.magnitudes for path, histories in known.items() if histories.magnitudes}
 
