@@ -46,68 +46,69 @@ def optimize(
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
-    if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they come.
-    Without `example_inputs`, a call whose plain step fits the budget runs plain, unless a plan is to do more than save
-    memory: a precision other than "auto" and "fp32", passes, inductor (the default backend on CUDA), calibration,
-    levers on the optimizer. Called again with another budget and otherwise the same options, it plans from the graphs
-    that are captured already.
+    if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they occur.
+    Without `example_inputs`, a call whose plain step fits the budget runs plain, unless the options ask for more than
+    saving memory: a precision other than "auto" and "fp32", passes, inductor (the default backend on CUDA),
+    calibration, levers on the optimizer. Called again with another budget and otherwise the same options, it plans from
+    the graphs that are captured already.
 
     Args:
-        budget_gb: GB of 1024³ bytes for everything that the step holds on the device. Without it, what the model's card
-            has free now and what this process holds there already, less a margin of 2% of the card, which the log and
-            the plan's notes say; on a CPU it must be given.
+        budget_gb: GB of 1024³ bytes for everything that the step holds on the device. By default, what the model's
+            card has free now plus what this process holds there already, less a margin of 2% of the card; the log
+            and the plan's notes show the figure. On a CPU it must be given.
         example_inputs: a tuple (positional) or dict (keywords) of tensors on any device, meta and fake included; with
             `loss_fn`, a pair `(inputs, targets)`.
         loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
-            model returns the loss, or an object that holds it. A function whose first parameter is named `model` gets
-            the model and the batch instead, whatever that is, and may take derivatives by itself.
+            model returns the loss, or an object that holds it. A function whose first parameter is named `model`
+            gets the model and the batch instead, and may compute derivatives itself.
         optimizer: the optimizer that will step (default AdamW): a class, an instance, a name, or None to leave it out
             of the account.
         precision: "auto" (default): bf16 where the device computes in it, fp16 where it has only that (train with a
             loss scale: `TrainStep` has one), else fp32, for the calls that are planned; "fp32": bitwise the plain
-            model's numbers; "bf16" or "fp16": each operator gets the dtype that suits it, and parameters stay in fp32;
-            "search": starts from the choices of bf16 (fp16 where the device has only that) and improves them by a
-            minimum cut over time, saved bytes, casts and rounding; or rules, a dtype by operator, module or node name:
-            `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. What the model returns has the plain model's
-            dtypes in all of them. Within the caller's own `torch.autocast`, "auto" and "fp32" leave dtypes to it; all
-            others replace it.
-        allow: the levers that a plan may use, by name or as values of your own, `memopt.DEFAULT_LEVERS` unless told
-            otherwise; to add to them, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` says of each what
-            it does, how exact it is, what it costs and what tries it. The default ones are bitwise exact, or exact but
-            for rounding; with `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the
-            plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the optimizer are used where
-            nothing else makes the step fit, and need `example_inputs` and an optimizer from `wrap_optimizer`; "plain"
-            runs a model unplanned that cannot be captured.
-        backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
+            model's numbers; "bf16" or "fp16": each operator gets the dtype that suits it, and parameters stay in
+            fp32; "search": starts from the choices of bf16 (fp16 where the device has only that) and improves them
+            by a minimum cut over time, saved bytes, casts and rounding; or rules, a dtype by operator, module or
+            node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Outputs of the model have the
+            plain model's dtypes in all cases. Within the caller's own `torch.autocast`, "auto" and "fp32" leave
+            dtypes to it; all others replace it.
+        allow: the levers that a plan may use, by name or as values of your own; by default `memopt.DEFAULT_LEVERS`.
+            To add to these, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` describes each: what it
+            does, how exact it is, what it costs and when it is tried. The default ones are bitwise exact, or exact
+            but for rounding; with `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are
+            bitwise the plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the optimizer
+            are used where nothing else makes the step fit, and need `example_inputs` and an optimizer from
+            `wrap_optimizer`; "plain" lets a model that cannot be captured run without a plan.
+        backend: "aten": planned graphs run as ATen operators, bitwise as in the plain model; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
-        outputs: "loss" (default): of a model that returns its loss only that is differentiated; a scalar that is not
-            computed from all parameters of the other outputs (a learned temperature, a commitment loss) is no loss, and
-            all outputs are differentiated then. What only the loss needs of the other outputs (logits) is not held: it
-            comes back as a tensor that is computed when it is first looked at, with the plain model's value, beside the
-            budget; look at it before `optimizer.step()`, or it raises `StaleOutputError`. Sizes and dtype can be read
-            at any time. The first gradient into such an output is computed by a second forward, beside the budget, and
-            later calls are planned as with "all"; where that is impossible it raises `UnplannedGradientError`. "all":
-            all outputs are differentiated, and held; "loss_only" is an older name of "loss".
-        dynamic: sizes that change from batch to batch, nested like the batch as in `torch.export`: `{"input_ids": {1:
-            Dim("length", max=2048)}}`. The call is then captured once and planned for the largest sizes; smaller ones
-            run by the same plan, or by one of a few for smaller batches. Without it, a size becomes such a one when a
-            second value of it is seen, and is planned for up to what was seen and a quarter more.
-        passes: your own passes (`passes.Pass`), run on the graphs that they ask for, checked and priced.
-        solvers: your own solvers, with a `name` and `candidates(problem, budget_bytes)`; the simulator judges their
-            schedules beside those of memopt's own.
-        elsewhere_gb: GB on the device beside the step: other models, averages of the parameters, cached tensors. By
-            default they are found when a plan is made, and when they have grown (on the CPU among Python's tensors, on
-            CUDA also from the allocator); a number takes their place, 0 leaves them out of the budget. A plan for
-            another device counts none unless told.
+        outputs: "loss" (default): of the outputs of a model that returns its loss, only the loss is differentiated.
+            A scalar that is not computed from all parameters of the other outputs (a learned temperature, a
+            commitment loss) is no loss, and all outputs are differentiated then. Other outputs, such as logits, are
+            not held: each is returned as a tensor that is computed when it is first read, with the plain model's
+            value, in memory outside of the budget; read it before `optimizer.step()`, or it raises
+            `StaleOutputError`. Its sizes and dtype can be read at any time. The first gradient into such an output
+            is computed by a second forward, outside of the budget, and later calls are planned as with "all"; where
+            that is impossible it raises `UnplannedGradientError`. "all": all outputs are differentiated, and held;
+            "loss_only" is an older name of "loss".
+        dynamic: sizes that change from batch to batch, nested like the batch as in `torch.export`: `{"input_ids":
+            {1: Dim("length", max=2048)}}`. The call is then captured once and planned for the largest sizes; smaller
+            ones run by the same plan, or by one of a few for smaller batches. Without it, a size counts as changing
+            once a second value of it is seen, and plans are made for up to a quarter more than was seen.
+        passes: your own passes (`passes.Pass`), run on the kind of graphs that each is for, checked and priced.
+        solvers: your own solvers, with a `name` and `candidates(problem, budget_bytes)`; their schedules compete
+            with those of memopt's own solvers, judged by the simulator.
+        elsewhere_gb: GB on the device that are no part of the step: other models, averages of the parameters, cached
+            tensors. By default they are found when a plan is made, and when they have grown (on the CPU among
+            Python's tensors, on CUDA also from the allocator); a number takes their place, 0 leaves them out of the
+            budget. A plan for another device counts none by default.
         host_gb: the most of the host's memory, in GB, that offloaded activations and parameters may take; by default
             twice the card's memory, or 90% of what the host has free where that is less.
         forwards: the number of forwards of the model that run before the first backward, 1 by default. More are
-            noticed by themselves (two views, chosen and rejected answers) and planned for from the next step on; where
-            the budget is tight the first such step is refused unless the number is given.
+            noticed automatically (two views, chosen and rejected answers) and planned for from the next step on;
+            where the budget is tight the first such step is refused unless the number is given.
         calibrate: time the device, and the operators that make up most of the step, for a few seconds, instead of
-            trusting its data sheet. The times are kept on disk for the card, its driver and this version of torch, in
-            `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
+            trusting its data sheet. The times are stored on disk for the card, its driver and this version of torch,
+            in `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
         effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": improves
             the plan of "default" until it meets the lower bound or the time is over; the first two are deterministic.
         limit_seconds: wall time of each search with `effort="best"`, 60 if not given; not for the other efforts.
@@ -122,7 +123,10 @@ def optimize(
     bring_back(model)
     session = Session(model, replace(checked, to_train=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
-        raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
+        raise ValueError(
+            f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is: give "
+            f"example_inputs, or leave {named[0]!r} out of allow"
+        )
     with session.from_captures(session_of(model)):
         if example_inputs is not None:
             session.plan(example_inputs)
@@ -294,12 +298,11 @@ def status(model: nn.Module) -> Status:
 
 
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer with the levers around it that the plan of an optimised model uses.
+    """The optimizer, wrapped by the levers on the optimizer that the plan of an optimised model uses.
 
-    Where the plan uses none on the optimizer, it is returned as it is; with "bf16_parameters", the model's parameters
-    become bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError`
-    for a plain model, and for an optimizer that the levers do not fit.
-    """
+    If the plan uses none, `optimizer` itself is returned; with "bf16_parameters", the model's parameters become
+    bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError` for a
+    plain model, and for an optimizer that the levers do not fit."""
     session = _session(model)
     return apply_levers(session.chosen, session.model, optimizer)
 
@@ -322,8 +325,8 @@ def remove(model: Model) -> Model:
 
 
 def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch, by the `loss_fn` that the model was optimised with, as one region: a batch `(inputs,
-    targets)`, or what a `loss_fn` of the model and the batch takes."""
+    """The loss of a batch by the `loss_fn` that the model was optimised with, computed with the model as one planned
+    region. The batch is `(inputs, targets)`, or whatever a `loss_fn` that takes the model expects."""
     session = session_of(model)
     if session is None or session.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")

@@ -91,9 +91,9 @@ def write_text(path: Path, text: str) -> None:
 
 @lru_cache(maxsize=64)
 def warn_not_kept(what: str, reason: str) -> None:
-    """Warns that `what` is not kept on disk: once in a process for the same reason."""
+    """Warns that `what` could not be stored on disk, for `reason`; once per process for each reason."""
     warnings.warn(
-        f"{what} are not kept on disk ({reason}); name a folder that can be written to in MEMOPT_CACHE_DIR",
+        f"{what} are not stored on disk ({reason}); set MEMOPT_CACHE_DIR to a folder that can be written to",
         stacklevel=3,
     )
 
@@ -107,7 +107,8 @@ ValueT = TypeVar("ValueT")
 
 
 def as_json(value: DataclassInstance) -> dict[str, Any]:
-    """The fields of a frozen dataclass as values for JSON, without those that are `LIVE`."""
+    """The fields of a frozen dataclass as values for JSON, without fields that are marked `LIVE` (objects of this
+    process)."""
     return {field.name: _plain(getattr(value, field.name)) for field in _saved(type(value))}
 
 
@@ -120,12 +121,12 @@ def _plain(value: Any) -> Any:
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with a digest of them, by which `opened` notices that a file was changed or cut off."""
+    """The values with a digest of them added, by which `opened` detects that a file was changed or cut off."""
     return {**values, DIGEST: _digest(values)}
 
 
 def opened(values: Any) -> dict[str, Any]:
-    """The values that were given to `sealed`. Raises `ValueError` if the digest is missing or does not fit them."""
+    """The values that were given to `sealed`. Raises `ValueError` if the digest is missing or does not match them."""
     if not isinstance(values, dict):
         raise ValueError(f"a table of names and values is expected, not {type(values).__name__}")
     own = {name: value for name, value in values.items() if name != DIGEST}
@@ -142,9 +143,8 @@ def value_from(kind: type[ValueT], value: Any) -> ValueT:
     """`value`, which was read from JSON, as a value of the type `kind`: a dataclass whose fields are numbers, texts,
     dataclasses, literals, and tuples or mappings of these.
 
-    Types are taken strictly: True is no number, and a number is finite. Fields for which a dataclass has a default may
-    be missing. Raises `ValueError` that names the place of the first value of another type.
-    """
+    Types are checked strictly: True is no number, and numbers must be finite. Fields for which a dataclass has a
+    default may be missing. Raises `ValueError`, with the path within `value`, at the first value of another type."""
     result: ValueT = _read(kind, value, kind.__name__)
     return result
 

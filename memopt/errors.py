@@ -17,7 +17,8 @@ Refusal = TypeVar("Refusal", bound=BaseException)
 
 @dataclass(frozen=True)
 class Way:
-    """A change of options or settings with which a refused step fits."""
+    """One way out of a refusal: a change of options or settings with which the step fits, with the peak in bytes that
+    it gives."""
 
     type: str
     """What to type or set, as users write it."""
@@ -43,7 +44,7 @@ class BudgetError(ValueError):
     that explain more, and a table of the ways out.
 
     Attributes:
-        budget_gb: the budget that was asked for, in GB of 1024³ bytes.
+        budget_gb: the budget that was given, in GB of 1024³ bytes.
         smallest_gb: the smallest budget that works with the allowed levers, in GB of 1024³ bytes; if that is not known
             (`least=False`), a budget that certainly works.
         dominated_by: the largest part of the memory at that budget.
@@ -52,10 +53,10 @@ class BudgetError(ValueError):
         notes: sentences about what else the step needs or what was not tried.
         further: the notes, and the ways as sentences.
         proposals: combinations of names for `allow` that would make this budget work, the fastest first.
-        least: whether `smallest_gb` is the smallest budget that works.
+        least: whether `smallest_gb` is known to be the smallest budget that works.
         untried: changes that may help and were not tried, since that takes too long while planning: what to type.
-        smallest_with: the smallest budget in bytes for each combination of levers on the optimizer that was looked at:
-            none, the allowed ones, and ones that might have helped.
+        smallest_with: the smallest budget in bytes for each combination of levers on the optimizer that was tried:
+            none, the allowed ones, and others that might have helped.
     """
 
     def __init__(
@@ -164,13 +165,13 @@ class GradientMismatchError(ValueError):
 
 
 class StaleOutputError(ValueError):
-    """An output that is computed when it is first looked at was looked at too late: what it is computed from has
-    changed, as parameters do in `optimizer.step()`."""
+    """An output that is computed when it is first read was read too late: what it is computed from has changed, as
+    parameters do in `optimizer.step()`."""
 
 
 def without_frames(error: Refusal) -> Refusal:
-    """The error without its traceback and those of the errors that caused it: their frames keep the tensors of a
-    forward alive."""
+    """The error without its traceback, and without those of the errors that caused it: their frames would keep the
+    tensors of a forward alive."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None
@@ -179,22 +180,21 @@ def without_frames(error: Refusal) -> Refusal:
 
 
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
-    """The words that follow a change with which a step needs `needed_bytes`, which are within the budget.
+    """The end of a sentence about a change with which a step needs `needed_bytes`, which fits `budget_bytes`.
 
-    They name no smaller budget, since nobody asked for one; the share to spare is rounded down.
-    """
+    It names no smaller budget, since the user did not ask for one; the spare share is rounded down."""
     return (
         f"this budget would do, with {max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10:.1f}% to spare"
     )
 
 
 def round_up(gb: float) -> str:
-    """The value with six significant digits, rounded up, so that the text works as a budget."""
+    """A budget in GB as text with six significant digits, rounded up, so that the text itself works as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)
 
 
 def as_text_has_it(nbytes: int) -> int:
-    """The bytes of the budget that a message names for `nbytes`: at least as many, as `round_up` gives the figure that
+    """The bytes of the budget that a message shows for `nbytes`: at least as many, since `round_up` rounds up what
     users type."""
     return int(float(round_up(nbytes / GIB)) * GIB)
 

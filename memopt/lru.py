@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 class LruCache(OrderedDict[Key, Value]):
-    """The `most` values that were used last: a further one replaces the one not used for longest. Not to be iterated
-    over, since reading a value changes the order."""
+    """A dict of at most `most` values, in which a further value replaces the least recently used one. Not to be
+    iterated over, since reading a value changes the order."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class LruCache(OrderedDict[Key, Value]):
             del self[next(iter(self))]
 
     def get(self, key: Key, default: Value | None = None) -> Value | None:  # type: ignore[override]
-        """The value of a key, which is a use of it; `default` if there is none."""
+        """The value of a key, which counts as a use of it; `default` if there is none."""
         if key not in self:
             return default
         return self[key]

@@ -71,8 +71,8 @@ class PeakMeter:
         return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
     def held_bytes(self) -> int:
-        """The bytes that are allocated now, within the block of a meter of the CPU. In a backward, and where torch has
-        only kineto's profiler, the events since the latest call are not known: these are then the bytes of that call,
+        """The bytes that are allocated now, inside the block of a meter of the CPU. In a backward, and where torch has
+        only kineto's profiler, events are not known before the block ends: the result is then that of the latest call,
         or of the entry."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())

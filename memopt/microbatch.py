@@ -77,7 +77,7 @@ def samples_of(batch: Any) -> int:
 
 
 def is_series(batch: Any) -> bool:
-    """Whether `batch` is a list or an iterator of microbatches, not one batch."""
+    """Whether `batch` is a list or an iterator of microbatches, rather than one batch."""
     if isinstance(batch, list):
         return not any(isinstance(element, torch.Tensor) for element in batch)
     return isinstance(batch, Iterator)

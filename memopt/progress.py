@@ -53,13 +53,12 @@ _line_of: list[Callable[[str], None]] = []
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Context of a stage of long work; its value is a function that reports how far the stage has come.
+    """Context for a stage of long work; it yields a function that reports how far the stage has come, as text.
 
-    On a terminal the outermost running stage and the innermost one share a line with the seconds so far. When a stage
-    ends after a second or more, a line with its seconds is written: to the log "memopt" for each stage, at level INFO
-    (shorter ones at DEBUG), and to a terminal for the outermost one only, with the seconds of the stages within it.
-    What a stage reports is in the log at most every ten seconds.
-    """
+    On a terminal the outermost running stage and the innermost one share a line with the seconds so far. A stage
+    that took a second or more is written with its seconds when it ends: to the log "memopt" at level INFO (shorter
+    ones at DEBUG), and on a terminal for the outermost stage only. Reports within a stage are logged at most every
+    ten seconds."""
     now = time.perf_counter()
     running = _Stage(name, now, now)
     _own.stages.append(running)

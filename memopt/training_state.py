@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The gradients, buffers and random states of a model at one moment. Its parameters are not saved (see
+    """The gradients, buffers and random states of a model at one moment. Parameters are not saved (see
     `parameters_restored`)."""
 
     model: nn.Module
@@ -80,12 +80,12 @@ class TrainingState:
             parameter.grad = gradient
 
     def kept(self) -> list[torch.Tensor]:
-        """The tensors that this state keeps in memory: its gradients, and its copies of the buffers."""
+        """The tensors that this state holds in memory: the gradients, and the copies of buffers."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
         return gradients + [part for *_, values in self.buffers for parts in values.values() for part in parts]
 
     def gradients_now(self) -> Tensors:
-        """The model's current gradients by parameter name: moved to the CPU, or shared if they are there already."""
+        """The model's current gradients by parameter name: copied to the CPU, or shared if they are on it already."""
         named = self.model.named_parameters()
         return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
 
@@ -104,12 +104,10 @@ def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 class Attributes:
-    """The attributes of all modules of a model, to be restored after others were set. That includes the elements of the
-    modules' dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random
-    generators.
+    """The attributes of all modules of a model, so that they can be restored. Included are the elements of the modules'
+    dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators.
 
-    Other values that are written to in place are not restored; the block `values_restored` does so for `tensors`.
-    """
+    Other values that are changed in place are not restored; `values_restored` does that for `tensors`."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(vars(one)): vars(one) for one in model.modules()}
@@ -152,8 +150,8 @@ Contents: TypeAlias = list[tuple[Any, Any]]
 
 
 def contents_of(value: Any) -> Contents:
-    """The dicts, lists, sets and queues within nested containers, such as the batch of a call, each with what it holds
-    now."""
+    """The dicts, lists, sets and queues within nested containers, such as the batch of a call, each with a copy of its
+    contents."""
     if isinstance(value, UserDict):
         return contents_of(value.data)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -162,7 +160,7 @@ def contents_of(value: Any) -> Contents:
 
 
 def refill(contents: Contents) -> None:
-    """Have all containers hold again what their copies hold."""
+    """Restore the contents of all containers from their copies."""
     for container, values in contents:
         container.clear()
         container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
@@ -170,7 +168,8 @@ def refill(contents: Contents) -> None:
 
 @contextmanager
 def containers_restored(call: Any) -> Iterator[None]:
-    """A block after which the dictionaries and lists of a call hold what they held before it."""
+    """A block after which the dictionaries and lists among a call's arguments have the contents that they had before
+    it."""
     contents = contents_of(call)
     try:
         yield
@@ -253,9 +252,8 @@ class ForwardState:
     """The attributes, buffers and random states of a model before a forward, and the values of its inputs, to be
     restored if the forward is abandoned.
 
-    Tensors above `_COPIED_BYTES` are not copied, except inputs and parameters that are known to be written to: a
-    forward that writes to another large one cannot be undone.
-    """
+    Large tensors are not copied, except inputs and parameters that are known to be written to: a forward that writes to
+    another large one cannot be undone."""
 
     model: nn.Module
     device: torch.device
@@ -268,8 +266,8 @@ class ForwardState:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
-        """The current state of `model` and its inputs. The inputs at the positions `written` are known to be written
-        to."""
+        """The current state of `model` and its inputs. `written` has the positions of the inputs that the forward is
+        known to write to."""
         attributes = Attributes(model)
         found = [(one, _set_aside(one)) for one in (*model.buffers(), *filter(_has_version, attributes.tensors()))]
         found += [(one, _apart(one)) for one in written_parameters(model)]
@@ -280,7 +278,7 @@ class ForwardState:
         return cls(model, device, attributes, _Values.of(found), generator_states(device), histories_state(model))
 
     def can_be_undone(self) -> bool:
-        """Whether every one of these tensors that was written to since this state was taken has a copy."""
+        """Whether every tensor that was written to since this state was taken has a copy to be restored from."""
         return self.values.can_be_undone()
 
     def undo(self) -> None:
@@ -307,8 +305,8 @@ class CallState:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], *, copying: bool = True) -> CallState:
-        """The current state of `model` before a call with these tensors as inputs. Without `copying`, a call that has
-        written to a buffer cannot be undone either."""
+        """The state of `model` before a call with these tensors as inputs. Without `copying`, buffers are not copied,
+        so that a call that has written to one cannot be undone."""
         found = [(one, _set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
@@ -319,19 +317,19 @@ class CallState:
 
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
-        """The copies that lie on a device other than the CPU, of all states of `model` that are still alive."""
+        """The copies on devices other than the CPU that belong to any state of `model` that is still alive."""
         states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
-        """Set these tensors and generators back to this state; returns False where a tensor was written to that has no
-        copy."""
+        """Restore these tensors and generators; returns False where a tensor was written to that has no copy."""
         set_generators(self.generators, self.device)
         return self.values.undo()
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
-    """The bytes that the copies in a `CallState` take on a device, each in blocks of `block_bytes`."""
+    """The bytes that the copies in a model's `CallState` take on its device, each rounded up to blocks of
+    `block_bytes`."""
     copied = [one.nbytes for one in _beside_parameters(model) if one.nbytes <= _COPIED_BYTES]
     return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
 
@@ -368,8 +366,8 @@ _COPIED_BYTES = 64 * 1024
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A block after which those plain tensors that were written to in it have their old values again. Their positions
-    are added to `written`. Copies of all of them are kept in host memory during the block."""
+    """A block after which those of the plain tensors that were written to in it have their old values again; their
+    positions are added to `written`. Copies of all of them are held in host memory during the block."""
     numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
     before = _Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
     try:
@@ -385,7 +383,7 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the forward of a model was seen to write to, as that of a momentum encoder does."""
+    """The parameters that the forward of a model was seen to write to, as a momentum encoder's forward does."""
     names = _written.get(model, ())
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
@@ -457,8 +455,8 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:
-    """The states of generators that `before` has, where it is known and of this device; else those of now. They are
-    read once a call by that, which takes longer than all else of a deferred output."""
+    """The generator states in `before`, if it is given and of this device; else the current ones. Reading them takes
+    longer than the rest of a deferred output, so they are read once per call."""
     return before.generators if before is not None and before.device == device else generator_states(device)
 
 

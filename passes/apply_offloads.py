@@ -36,7 +36,8 @@ class HostStay:
 class ApplyOffloads(ApplySchedule):
     """Writes a schedule as `ApplySchedule` does, and offloads values to the host as `stays` says.
 
-    At position `boundary`, the first of the backward, freeing is part of the forward, and fetching of the backward.
+    `boundary` is the position of the backward's first evaluation: values freed there are freed in the forward, values
+    fetched there are fetched in the backward.
 
     Before:
         relu = aten.relu(addmm)

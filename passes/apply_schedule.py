@@ -75,12 +75,11 @@ class ApplySchedule(Pass):
 
 
 class Rewriter:
-    """One walk over the schedule, which writes a new graph.
+    """Writes a new graph in one walk over the schedule.
 
     `latest` maps each node of the old graph to the newest node that computes it in the new one, and `inputs` the old
     placeholders to the new ones. Subclasses override `before` and `after`, called at every evaluation, and
-    `end_forward`.
-    """
+    `end_forward`."""
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
         self.schedule = schedule
@@ -148,17 +147,17 @@ class Rewriter:
         self.take_out_elements(node)
 
     def take_out_elements(self, node: fx.Node) -> None:
-        """Takes the elements out of a tuple, and out of lists in it, right after the call that returns it.
+        """Inserts getitems for all elements of a tuple, and of lists in it, right after the call that returns it.
 
-        The tuple would keep all of them alive.
-        """
+        Otherwise the tuple would keep all of them alive."""
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
                 self.bind(user)
                 self.take_out_elements(user)
 
     def bind(self, value: Argument) -> Argument:
-        """Returns an argument of the old graph as one of the new graph, with the newest node for each node in it."""
+        """Returns an argument of the old graph for use in the new one: each node in it is replaced by the newest node
+        of the new graph that computes it."""
         return fx.map_arg(value, self.newest)
 
     def newest(self, node: fx.Node) -> fx.Node:
@@ -172,10 +171,9 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops the views and elements that were made of `source` so far (None: of every node).
+        """Drops the views and elements that were made from `source` so far (None: from every node).
 
-        The next call that reads one makes it again, from the latest evaluation of `source`.
-        """
+        The next call that reads one makes it again, from the latest evaluation of `source`."""
         if source is None:
             self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
             return

@@ -18,7 +18,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class CastSaved(Pass):
-    """Has the backward of a joint graph read the named values rounded to `dtype`.
+    """Makes the backward of a joint graph read the named values rounded to `dtype`.
 
     They are rounded where the forward makes them, and widened where the backward first reads them. If the forward has a
     rounded copy, that is saved. Kernels that promote their operands to the wider dtype read the rounded copy.

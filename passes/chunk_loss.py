@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A loss in a graph, and whether `ChunkLoss` can rewrite it."""
+    """A loss in a graph, and why `ChunkLoss` cannot rewrite it, if so."""
 
     name: str
     """The name of its node; of the first of its nodes where several calls read the same logits."""

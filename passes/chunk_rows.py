@@ -21,7 +21,8 @@ aten = torch.ops.aten
 
 
 def rewrite_rows(region: Region, programs: Collection[RowProgram], rows: int) -> None:
-    """Replaces the results of a region by those of its programs, with `rows` in a chunk, and erases what is unread."""
+    """Replaces the results of a region by those of its programs, which run `rows` rows at a time, and erases calls that
+    nothing reads any more."""
     for node, class_dim in region.inside.items():
         for reader in [user for user in node.users if op_name(user) == "sym_size"]:
             _measure(region, node, class_dim, reader)

@@ -17,7 +17,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Private:
-    """A private name of torch, or of another library whose code is replaced."""
+    """A private name of torch, or of another library whose code is replaced, with the versions that have it."""
 
     module: str
     attributes: str
@@ -44,9 +44,8 @@ def private(
     until: tuple[int, int] = (999, 0),
     needed: bool = True,
 ) -> tuple[Private, ...]:
-    """The names of one module, one or several in a text with spaces between them, declared alike. Attributes that only
-    the instances of a class have are declared with `needed=False`: a class need not show them, so that not finding them
-    proves nothing."""
+    """Declares names of one module, given in one or several texts separated by spaces. Attributes that only instances
+    of a class have are declared with `needed=False`, since they cannot be looked up on the class."""
     return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
 
 
@@ -56,7 +55,8 @@ Replacement: TypeAlias = tuple[Any, Any, Any]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which an attribute of an object has another value. Afterwards it has the one that it had before."""
+    """Context in which the attribute `name` of an object has another value; afterwards the previous value is
+    restored."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -109,31 +109,31 @@ def overload_name(operator: Any) -> str:
 
 
 def forget_erased(graph: fx.Graph) -> None:
-    """Frees the nodes that were erased from a graph, with their metadata: its table of names keeps them as long as the
-    graph lives, and of a graph with symbolic sizes they are the larger part. Their names stay taken."""
+    """Frees the nodes that were erased from a graph, with their metadata: the graph's table of names keeps them alive,
+    and with symbolic sizes they are the larger part of it. Their names stay taken."""
     names: dict[Any, str] = graph._graph_namespace._obj_to_name
     for node in [named for named in names if isinstance(named, fx.Node) and named._erased]:
         del names[node]
 
 
 def enable_python_dispatcher() -> contextlib.AbstractContextManager[None]:
-    """A context in which operators run by torch's Python implementation of them where they have one, as `make_fx` runs
-    them. Some operators take symbolic sizes only in that implementation."""
+    """Context in which operators run by torch's Python implementation where they have one, as under `make_fx`. Some
+    operators accept symbolic sizes only in that implementation."""
     from torch._dispatch.python import enable_python_dispatcher as enable
 
     return enable()
 
 
 def erase_all(graph: fx.Graph) -> None:
-    """Erases all nodes of a graph of which only the generated code is needed any more."""
+    """Erases all nodes of a graph of which only the generated code is still needed."""
     for node in reversed(graph.nodes):
         graph.erase_node(node)
     forget_erased(graph)
 
 
 def size_seen(size: Any) -> int | None:
-    """The value that a size, or a number computed from sizes, had where the graph was captured; None where it depends
-    on data."""
+    """The value that a size, or a number computed from sizes, had when the graph was captured; None where it depends on
+    data."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None
@@ -156,7 +156,7 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
 
 
 def depends_on_data(error: Exception) -> bool:
-    """Whether an operator failed on fake tensors because it asked for a size that only real data can tell."""
+    """Whether an operator failed on fake tensors because it needed a size that depends on data."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)

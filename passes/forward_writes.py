@@ -17,11 +17,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ForwardWrites(Pass):
-    """Has what reads a part of a buffer read the value that was written there; bit for bit the same numbers.
+    """Makes calls that read a part of a buffer read the value that was written there; bit for bit the same numbers.
 
     Code that writes tiles to a buffer becomes functional as copies of the whole buffer. A copy that nothing reads any
-    more is not made. A value is read in place of a part only if it lies in memory as the part does; or, where the
-    part has gaps between its rows, if what reads it gives the same bits without them.
+    more is not made. A value is read in place of a part only if it has the part's memory layout; or, where the part has
+    gaps between its rows, if what reads it gives the same bits without them.
 
     Before:
         slice_1: f32[4, 3] = aten.slice(buffer, 1, 0, 3)

@@ -21,7 +21,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FoundLinear:
-    """A linear layer in an operator graph, and whether `Fp8Linears` can rewrite it."""
+    """A linear layer in an operator graph, and why `Fp8Linears` cannot rewrite it, if so."""
 
     name: str
     """The name of its node."""
@@ -83,7 +83,7 @@ def _found(match: _Match, tiles: tuple[str, str]) -> FoundLinear:
 
 @dataclass(frozen=True)
 class Fp8Linears(RewritePattern[_Match]):
-    """Has the named linear layers compute from 8-bit copies of input and weight, and save those for the backward.
+    """Makes the named linear layers compute from 8-bit copies of input and weight, and save those for the backward.
 
     A weight that is cast for the layer is quantised from its value before the cast. Layers whose sizes 8-bit kernels do
     not take are refused: see `find_fp8_linears`. Results and gradients differ by the rounding to 8 bits.

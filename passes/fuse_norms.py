@@ -47,7 +47,7 @@ def find_norms(graph_module: GraphModule) -> tuple[Found, ...]:
 class FuseNorms(Pass):
     """Replaces (x - mean) / sqrt(variance + eps) · weight + bias, over the last dimensions, by `layer_norm`.
 
-    Weight and bias of another dtype or shape stay separate calls behind it. Norms of which something else reads a part
+    Weight and bias of another dtype or shape stay separate calls after it. Norms of which something else reads a part
     are left alone, and so is RMSNorm: `rms_norm` is traced into the same calls (torch 2.13) and would save nothing. See
     `find_norms`. Results differ by rounding.
 

@@ -28,7 +28,8 @@ decided which values are saved and which are recomputed.
 
 
 class PassError(ValueError):
-    """A pass cannot take a graph, or has made one that contradicts itself: the pass, the node, and how to mend it."""
+    """A pass cannot take a graph, or has made an inconsistent one; the message names the pass, the node, and what to
+    do."""
 
     def __init__(self, pass_name: str, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""
@@ -104,7 +105,7 @@ class Pass(abc.ABC):
             check_signature(before, after)
 
     def as_fx_pass(self) -> Callable[[GraphModule], PassResult]:
-        """This pass as torch.fx's `PassManager` takes it: a function that also says whether it modified the graph."""
+        """This pass for torch.fx's `PassManager`: a function that returns the graph and whether it was modified."""
 
         def run(graph_module: GraphModule) -> PassResult:
             after = self(graph_module)

@@ -10,7 +10,7 @@ from passes.graph_pass import Pass
 
 @dataclass(frozen=True)
 class HoistGetitems(Pass):
-    """Moves every getitem directly behind the call whose tuple it reads, so that unused outputs are freed at once.
+    """Moves every getitem directly after the call whose tuple it reads, so that unused outputs are freed at once.
 
     Before:
         split: (f32[2], f32[2]) = aten.split.Tensor(primals_1, 2)

@@ -23,7 +23,8 @@ _TILE = "1x128"
 
 @dataclass(frozen=True)
 class QuantizeSaved(Pass):
-    """Has the backward of a joint graph read the named values from 8-bit copies, with a scale for each 128 of a row.
+    """Makes the backward of a joint graph read the named values from 8-bit copies, with a scale for each 128 values of
+    a row.
 
     They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer
     has made an 8-bit copy of a value, that is saved.

@@ -16,7 +16,7 @@ from passes.graphs.verify import VerifyError, named_nodes
 
 @dataclass(frozen=True)
 class FoundReuse:
-    """A call whose result can be written over an operand."""
+    """A call whose result can be written over an operand, and that operand."""
 
     name: str
     operand: str
@@ -36,9 +36,10 @@ def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None
 
 @dataclass(frozen=True)
 class Reinplace(Pass):
-    """Has elementwise calls write their result over an operand that dies there, by their in-place or `out=` variant.
+    """Makes elementwise calls write their result over an operand that is not read later, by their in-place or `out=`
+    variant.
 
-    For graphs that run as they are, after all other passes: a forward or a backward that is not differentiated. The
+    For forward and backward graphs that run as they are and are not differentiated, after all other passes. The
     operand's memory is made in the graph by a call that is known to make new memory, has the size and layout of the
     result, and is not read later under any name. Inputs and outputs are never written over. Results are the same bit
     for bit, and no more memory is held at any time. `reuses` names the calls to rewrite; None: all that can be.

@@ -21,7 +21,8 @@ class RemoveDetach(RewritePattern[Node]):
     """Replaces detach, alias and lift_fresh by their input: after differentiation they compute nothing.
 
     One that is returned, itself or by a view, is kept if its input is returned, an input of the graph, or a view: they
-    must remain two tensors. Autograd takes a view of a returned tensor that requires gradients to require them, too.
+    must remain two tensors. (Autograd treats a view of a returned tensor that requires gradients as requiring them
+    too.)
 
     Before:
         tanh: f32[4] = aten.tanh(primals_1)

@@ -24,12 +24,13 @@ Match = TypeVar("Match")
 
 
 class NoMatch(Exception):
-    """A part of a graph is not the pattern that a pass looks for; the message continues `cross_entropy_loss: `."""
+    """A part of a graph is not the pattern that a pass looks for. The message is the reason, to be put after the name
+    of a call and a colon."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A call of a graph that looks like the pattern of a pass, and whether the pass can rewrite it."""
+    """A call of a graph that looks like the pattern of a pass, and why the pass cannot rewrite it, if so."""
 
     name: str
     """The name of its node: attention's softmax, the root that a norm divides by, an activation's tanh or erf."""
@@ -66,8 +67,7 @@ class RewritePattern(Pass, Generic[Data]):
     def replace(self, node: Node, found: Data) -> Node:
         """Returns the node whose value all users of `node` read from now on; or `node` itself, which may be changed.
 
-        `found` is what `match` returned. New calls are inserted in front of `node`, and `new_call` makes them.
-        """
+        `found` is what `match` returned. New calls are made by `new_call` and inserted before `node`."""
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
@@ -93,9 +93,8 @@ def judged(
 ) -> Iterator[tuple[Node, Match | None, str]]:
     """Yields each node whose name is in `names` (None: each node) with its match, or with None and the reason.
 
-    The reason is the message of `NoMatch`, and "" where nothing looks like the pattern. Nodes are matched one after the
-    other, so that the graph may be rewritten in between.
-    """
+    The reason is the message of `NoMatch`, and "" where nothing looks like the pattern. Each node is matched when it is
+    requested, so that the graph may be rewritten in between."""
     for node in list(nodes):
         if names is None or node.name in names:
             found, reason = None, ""
@@ -107,10 +106,9 @@ def judged(
 
 
 def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str, mend: str) -> None:
-    """Raises `VerifyError` for a name that is not in `reasons`, or that has a reason there not to be replaced.
+    """Raises `VerifyError` for a name that is not in `reasons`, or for which `reasons` has a reason not to replace it.
 
-    `unknown` says what is wrong with a name that is not there, and `mend` how to mend both.
-    """
+    In the message, `unknown` says what is wrong with a name that is not there, and `mend` what to do in either case."""
     for name in sorted(names):
         if reason := reasons.get(name, unknown):
             raise VerifyError(name, reason, mend)
@@ -133,10 +131,9 @@ def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like:
 def check_unwritten(
     values: Collection[Node], first: Node, last: Node, what: str = "what it is computed from before its end"
 ) -> None:
-    """Raises `NoMatch` where a call behind `first`, up to `last`, writes to the memory of one of the values.
+    """Raises `NoMatch` where a call after `first`, up to `last`, writes to the memory of one of the values.
 
-    `what` names the values in the message.
-    """
+    `what` names the values in the message."""
     held = frozenset[Any]().union(*(storages(value) for value in values))
     node = first
     while node is not last:
@@ -146,7 +143,7 @@ def check_unwritten(
 
 
 def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Returns `new_call(like, target, ...)`, made in front of `place`."""
+    """Returns `new_call(like, target, ...)`, inserted before `place`."""
     with place.graph.inserting_before(place):
         return new_call(like, target, *args, **kwargs)
 
@@ -179,10 +176,9 @@ def _is_scalar(node: Node) -> bool:
 def erase_up_to(
     stop: Collection[Node], node: Node, follows: Callable[[Node, Node], bool] = lambda node, source: True
 ) -> None:
-    """Erases a call that nothing reads, unless it is in `stop`, and then its inputs that have become so.
+    """Erases a call that nothing reads, unless it is in `stop`, and then its inputs that have become unread.
 
-    `follows` says of a call and one of its inputs whether that may go with it.
-    """
+    `follows(call, input)` says whether the input may be erased too."""
     if node.users or node.op != "call_function" or node in stop:
         return
     sources = node.all_input_nodes

@@ -16,7 +16,7 @@ _SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})
 
 @dataclass(frozen=True)
 class SumInFp32(RewritePattern[list[Node]]):
-    """Has a sum of 16-bit values that is only cast to fp32, perhaps behind views, return fp32.
+    """Makes a sum of 16-bit values that is only cast to fp32, perhaps after views, return fp32.
 
     Kernels sum in fp32 anyway, so that this saves a rounding and a cast. The gradients of biases are such sums.
 

@@ -25,9 +25,9 @@ aten = torch.ops.aten
 class TileRows(Pass):
     """Runs each of some segments in tiles: on a part of the rows, then on the next, with the results put together.
 
-    The operators remain the same ones, on fewer rows. What a segment reads without rows, such as a weight, all tiles
-    read: its gradient is the sum of theirs. Each tile casts a weight itself, so that this sum is in the weight's dtype.
-    Which segments there are says `find_row_segments`.
+    The operators remain the same ones, on fewer rows. All tiles read the segment's operands that have no rows, such as
+    a weight, whose gradient is the sum over tiles. Each tile casts a weight itself, so that this sum is in the weight's
+    dtype. `find_row_segments` returns the segments that a graph has.
 
     Before:
         linear: f32[6, 8] = aten.linear(x, weight)
@@ -72,7 +72,9 @@ def _check(graph: Graph, segment: RowSegment) -> None:
         (node,) = named_nodes(graph, [name])
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
-            raise VerifyError(name, "it does not compute its rows apart", "give what find_row_segments finds")
+            raise VerifyError(
+                name, "it does not compute each row from that row alone", "give what find_row_segments finds"
+            )
 
 
 class _Tiling:

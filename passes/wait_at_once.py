@@ -10,7 +10,7 @@ from passes.graphs.aliases import WAIT
 
 @dataclass(frozen=True)
 class WaitAtOnce(Pass):
-    """Moves every wait directly behind the collective that it waits for.
+    """Moves every wait directly after the collective that it waits for.
 
     What a collective reads and writes is in use until its wait: nothing may be written over it, and it takes memory.
 

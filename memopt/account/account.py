@@ -25,7 +25,8 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes that a step holds whatever its schedule, and bytes that the optimiser adds after the backward."""
+    """The bytes that a step holds whatever its schedule, row by row, and those that the optimizer adds after the
+    backward."""
 
     parameters: int
     buffers: int
@@ -94,17 +95,18 @@ class Account:
 
     @property
     def caching(self) -> bool:
-        """Whether torch's caching allocator gives out the step's memory (`Device.caching`). A replay of its calls then
-        finds what it needs beyond the bytes asked for. Only devices with such an allocator have a `context`."""
+        """Whether torch's caching allocator manages the step's memory (`Device.caching`), so that a replay of its calls
+        shows what it needs beyond the bytes requested. Only devices with such an allocator have a `context`."""
         return self.context > 0
 
     @property
     def uncounted_bytes(self) -> int:
-        """Bytes of the account that `torch.cuda.max_memory_allocated` does not count."""
+        """The bytes of the account that `torch.cuda.max_memory_allocated` does not include."""
         return self.context + self.fragmentation
 
     def optimizer_step_bytes(self, outputs: int) -> int:
-        """The peak of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs` bytes."""
+        """The peak in bytes of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs`
+        bytes."""
         left = self.gradients - self.into_buckets
         resident = replace(
             self, gradients=left, gradients_held=True, lowering=0, gathered=0, kept=0, exchange=0
@@ -131,13 +133,12 @@ def account_of(
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
     `trains` says which trainable parameters get a gradient in this step. `steps` says which may have one when the
-    optimiser steps, from this call or another; by default the same. For the others an instance counts with the state
-    that it has already, and a class with none. `live` describes the optimiser of that class that will step the
-    parameters, if it exists already. `count` counts what an optimiser holds.
+    optimiser steps, from this call or another; by default the same. For all other parameters, an optimizer instance
+    counts with the state that it has already, a class with none. `live` describes the optimizer of that class that will
+    step the parameters, if it exists already. `count` returns the bytes that an optimizer holds.
 
-    Tensors count in the device's blocks, on CUDA of 512 bytes. The allocator's rounding and fragmentation are 0 here:
-    they are known once there is a schedule (`memopt.planning.on_card`).
-    """
+    Sizes are rounded up to the device's blocks, on CUDA of 512 bytes. The allocator's further rounding and
+    fragmentation are 0 here; they follow from a schedule (`memopt.planning.on_card`)."""
     device = device_of(card)
     block = device.block_bytes
     parameters = list(model.parameters())
@@ -173,7 +174,7 @@ def _reserve(card: Hardware) -> tuple[int, int]:
 
 
 def for_card(account: Account, card: Hardware) -> Account:
-    """The account of the same step on another card of the same kind, with nothing beside it there; the allocator's
+    """The account of the same step on another card of the same kind, with nothing else on that card; the allocator's
     overhead is 0, as in `account_of`."""
     alone = replace(account, elsewhere=0, tolerance=0, unforeseen=0, rounding=0, fragmentation=0, card_state=None)
     reserve, context = _reserve(card)
@@ -196,8 +197,8 @@ def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
-    """Bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`. A wrapper
-    counts as the tensors inside it, a sparse tensor as its indices and values."""
+    """The bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`. A tensor
+    subclass counts as the tensors inside it, a sparse tensor as its indices and values."""
     sizes: dict[int, int] = {}
     for tensor in with_memory(tensors):
         if has_no_storage(tensor):

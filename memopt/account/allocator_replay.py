@@ -16,10 +16,11 @@ from memopt.solver.simulator import lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The allocator's calls of `step_calls` for each way in which the caller may treat the forward's results: it keeps
-    them until the optimiser is done, or drops them before the backward, as `model(**batch).loss.backward()` drops all
-    but the loss. What is freed earlier leaves other gaps, so a step may run out of memory in one way and not in the
-    other. Results of up to `SMALL_BYTES` lie apart from all else: if all are so small, only the first is returned."""
+    """The allocator's calls of `step_calls` for each way in which the caller may treat the forward's results: holding
+    them until the optimizer has stepped, or dropping them before the backward, as `model(**batch).loss.backward()`
+    drops all but the loss. Earlier frees leave other gaps, so a step may run out of memory in one way and not in the
+    other. Results of up to `SMALL_BYTES` are in segments of their own: if all are so small, only the first way is
+    returned."""
     kept = step_calls(problem, schedule)
     if all(problem.storages[result].bytes <= SMALL_BYTES for result in problem.results):
         return (kept,)
@@ -130,8 +131,8 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The blocks on the card beside those that a forward and backward make: what is there already, and the bytes of
-    each that is still to come, in the order in which they are allocated."""
+    """The allocator's blocks that do not come from forward and backward: those on the card already, and the bytes of
+    each that is still to be allocated, in order."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
@@ -147,7 +148,8 @@ class StepBlocks:
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """The most bytes that the allocator hands out, rounded as it does, and the most that it holds."""
+    """The most bytes that the allocator has allocated at once, rounded up to blocks, and the most that it has
+    reserved."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -163,13 +165,12 @@ def replay(
     limit_bytes: int | None = None,
     rising: bool = False,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator over several training steps. It may hold `limit_bytes`; None: any amount. Steps run
-    until one leaves the same blocks as the one before, and at most `_STEPS`. `calls` are those of one forward and
-    backward; the blocks that they leave allocated live until the optimiser is done. `rising` is as for
+    """The peaks of the allocator over several training steps. It may reserve `limit_bytes`; None: any amount. Steps are
+    replayed until one leaves the same blocks as the one before, or a fixed number of times. `calls` are those of one
+    forward and backward; the blocks that they leave allocated live until the optimiser is done. `rising` is as for
     `CachingAllocator`.
 
-    Raises `CardFullError` where the limit is too low.
-    """
+    Raises `CardFullError` where the limit is too low."""
     allocator = CachingAllocator(
         expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there, rising=rising
     )
@@ -196,17 +197,18 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin: the part `share / whole` of the allocator's bytes that is left free for what no replay knows."""
+    """A safety margin: the fraction `share / whole` of the allocator's limit that stays free for memory that no replay
+    shows."""
 
     share: int
     whole: int = 1000
 
     def added_to(self, nbytes: int) -> int:
-        """The smallest limit that leaves `nbytes` once the margin is taken from it: the inverse of `taken_from`."""
+        """The smallest limit of which `nbytes` are left after the margin is subtracted: the inverse of `taken_from`."""
         return -(-nbytes * (self.whole + self.share) // self.whole)
 
     def taken_from(self, nbytes: int) -> int:
-        """The bytes of a limit `nbytes` that are left once the margin is taken from it."""
+        """The bytes of the limit `nbytes` that are left after the margin is subtracted."""
         return nbytes * self.whole // (self.whole + self.share)
 
 
@@ -218,15 +220,15 @@ def replay_with_spare(
     expandable_segments: bool,
     limit_bytes: int,
 ) -> AllocatorPeaks:
-    """The peaks under the limit less the spare: the largest over all `ways` in which a step may make its calls. The
-    replay must also pass with half of the spare, and with the whole limit. With the whole limit it must pass with
-    copies of the inputs, which a region's first run makes, and without, and for either place of new addresses
-    (`rising`).
+    """The peaks under the limit less the margin `spare`: the largest over all `ways` in which a step may call the
+    allocator. The replay must also pass with half of the margin, and with the whole limit; with the whole limit also
+    with and without copies of the inputs, as a region's first run makes them, and with new addresses above or below
+    others (`rising`).
 
-    The limit decides when the allocator returns segments, and with it where its blocks lie: a process may run out of
-    memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
-    was asked for, so the bytes allocated are the most of all replays. Raises `CardFullError` where a limit is too low.
-    """
+    All this is tried because the limit decides when the allocator returns segments, and so where blocks lie: a process
+    may run out of memory with a larger limit and not with a smaller one. It also decides which blocks are a little
+    larger than requested, so the bytes allocated are the most of all replays. Raises `CardFullError` where a limit is
+    too low."""
     least = spare.taken_from(limit_bytes)
     bare = replace(blocks, copies=())
     runs = [
@@ -249,8 +251,7 @@ def replay_with_spare(
 def peaks_without_limit(
     ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, *, expandable_segments: bool
 ) -> AllocatorPeaks:
-    """The peaks where the allocator may hold any amount: the largest over all `ways` in which a step may make its
-    calls."""
+    """The peaks of an allocator without a limit: the largest over all `ways` in which a step may call it."""
     return _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
 
 

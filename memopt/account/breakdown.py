@@ -37,10 +37,9 @@ class Breakdown:
 
 
 def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Breakdown:
-    """The rows of the step's peak, which is in the forward and backward or in the optimiser's step.
+    """The rows of memory at the step's peak, which is in the forward and backward or in the optimizer's step.
 
-    `problem.resident_bytes` is ignored: resident bytes come from `account`.
-    """
+    Resident bytes come from `account`; `problem.resident_bytes` is ignored."""
     simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
     graph_peak = account.resident_bytes + moving
@@ -115,8 +114,8 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 
 
 def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) -> str:
-    """The name of the breakdown's row in which a live storage counts. `first`: its contents are those of the first
-    evaluation of its producer, not of a recomputation. `fetched`: they were copied back from the host."""
+    """The row of the breakdown in which a live storage counts. `first`: its contents come from the first evaluation of
+    its producer, not from a recomputation. `fetched`: they were copied back from the host."""
     maker = problem.producer[storage]
     if problem.ops[maker].name == EAGER:
         return BETWEEN_REGIONS
@@ -133,8 +132,8 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
-    """The storages alive while evaluation `position` runs. Each comes with the position of the evaluation that made its
-    present contents, or before which their fetch from the host begins."""
+    """The storages alive while evaluation `position` runs, each with the position of the evaluation that made its
+    current contents, or before which their fetch from the host began."""
     made_at: dict[int, int] = {}
     live_until: dict[tuple[int, int], int] = {}
     end = len(schedule.evaluations)
@@ -160,7 +159,7 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
 
 
 def by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
-    """The offloads of a schedule, grouped by the position in their field of the name `field`."""
+    """The offloads of a schedule, grouped by the position in their field called `field`."""
     found: dict[int, list[Offload]] = {}
     for offload in schedule.offloads:
         found.setdefault(getattr(offload, field), []).append(offload)

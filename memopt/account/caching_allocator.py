@@ -171,13 +171,13 @@ class _Block:
 
 
 class CachingAllocator:
-    """Blocks in segments; `malloc` returns an address and `free` takes it.
+    """Simulates the allocator's blocks and segments; `malloc` returns an address, which `free` takes.
 
     Args:
         expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
-        limit_bytes: the bytes that it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any
-            amount.
-        state: the blocks that are there when it begins: the free ones may be handed out, the others are never freed.
+        limit_bytes: the bytes that it may reserve, as `torch.cuda.set_per_process_memory_fraction` sets it; None:
+            any amount.
+        state: the blocks that exist at the start: free ones may be allocated, the others are never freed.
         rising: whether new ranges of addresses lie above all others, and not at the highest place that is free.
 
     Raises `CardFullError` where the state is above the limit.

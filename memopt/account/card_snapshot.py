@@ -24,8 +24,8 @@ _DEFAULT_POOL = 0, 0
 def card_state(
     model: nn.Module, inputs: Iterable[torch.Tensor], libraries: Sequence[int], device: torch.device
 ) -> CardState | None:
-    """The blocks of torch's caching allocator on a device now; None where it cannot be asked (`Device.segments`). Free
-    segments are given back to the card first.
+    """The blocks of torch's caching allocator on a device now; None for a device that cannot list its segments
+    (`Device.segments`). Free segments are returned to the card first.
 
     Args:
         inputs: those of the call that is planned.
@@ -65,7 +65,8 @@ class _Owners:
 
 
 def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
-    """The memory on a device of a model, its gradients, its optimisers' state and the inputs of its call."""
+    """The addresses of the memory on a device that a model, its gradients, its optimizers' state and the inputs of its
+    call take."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
     own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
@@ -85,8 +86,8 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
 def state_of(
     segments: Iterable[Mapping[str, Any]], owners: _Owners, libraries: Sequence[int], stream: int
 ) -> CardState:
-    """The state that a snapshot of torch's allocator shows, for a step on a stream; `segments` are as
-    `torch.cuda.memory_snapshot` returns them."""
+    """The state of torch's allocator, for a step on one stream, from `segments` as `torch.cuda.memory_snapshot` returns
+    them."""
     held: list[HeldSegment] = []
     counts: Counter[Kind] = Counter()
     missing, found = Counter(map(rounded_bytes, libraries)), []

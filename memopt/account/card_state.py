@@ -20,7 +20,7 @@ a workspace that cuBLAS keeps; all else."""
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A segment, or a mapped part of an expandable one, with the kinds and the bytes of its blocks in order."""
+    """A segment of the allocator, or a mapped part of an expandable one: the kind and bytes of its blocks, in order."""
 
     small: bool
     """Whether it belongs to the pool for blocks of up to 1 MB."""
@@ -39,7 +39,7 @@ class HeldSegment:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes from the card."""
+        """The bytes of the card's memory that the segment takes."""
         return sum(nbytes for _, nbytes in self.blocks)
 
 
@@ -47,8 +47,8 @@ class HeldSegment:
 class CardState:
     """What the allocator of a process holds, in the order of addresses; empty in a process that has just begun.
 
-    Whole free segments are not in it: the allocator gives them back to the card before it runs out of memory.
-    """
+    Segments that are entirely free are not included: the allocator returns them to the card before it runs out of
+    memory."""
 
     segments: tuple[HeldSegment, ...] = ()
     given_bytes: int = 0
@@ -66,12 +66,12 @@ class CardState:
 
     @cached_property
     def other_bytes(self) -> int:
-        """The allocated bytes of the kind "other", with those of other streams and pools."""
+        """The allocated bytes of blocks of the kind "other", including those of other streams and pools."""
         blocks = (block for segment in self.segments for block in segment.blocks)
         return self.apart_allocated_bytes + sum(nbytes for kind, nbytes in blocks if kind == "other")
 
     def without(self, kinds: Collection[Kind]) -> CardState:
-        """The state once the blocks of these kinds are freed; the kinds of the others are no longer told apart."""
+        """The state after the blocks of these kinds are freed; all remaining blocks get one kind."""
 
         def later(segment: HeldSegment) -> HeldSegment:
             blocks: Iterable[tuple[Kind, int]] = (
@@ -83,6 +83,6 @@ class CardState:
 
 
 def merged(blocks: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
-    """The blocks with neighbours of one kind as one block."""
+    """The blocks, with adjacent blocks of one kind merged into one."""
     runs = groupby(blocks, key=lambda block: block[0])
     return tuple((kind, sum(nbytes for _, nbytes in run)) for kind, run in runs)

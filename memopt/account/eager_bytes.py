@@ -25,13 +25,11 @@ from memopt.device.workspace_rules import SCALARS
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, whatever for.
+    """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, for any purpose.
 
-    On CUDA they are those that were asked for: blocks that the allocator does not split are up to a megabyte larger,
-    which is in the account's row for the rounding of blocks. On the CPU only differences are of use, and a few kB of
-    them are Python's own. None where it is not known: with another C library than glibc 2.33 or later, and on other
-    devices.
-    """
+    On CUDA they are the bytes requested: blocks that the allocator does not split are up to a megabyte larger, which is
+    in the account's row for the rounding of blocks. On the CPU only differences are of use, and a few kB of them are
+    Python's own. None where it is not known: with another C library than glibc 2.33 or later, and on other devices."""
     kind = device_of(device)
     if kind.caching:
         return kind.requested_bytes(device)
@@ -45,10 +43,9 @@ class AllocationLimit:
     """An upper bound of the bytes that the tensors of this process hold, read in a hundredth of the time of
     `allocated_bytes`.
 
-    At the first reading `malloc` says what it can allocate before it maps more memory. Later the process can have
-    allocated no more than that and what it has mapped since. Shared memory, which `malloc` does not know, counts with
-    its resident pages.
-    """
+    The first reading asks `malloc` how much it can allocate before it maps more memory. Later the process cannot have
+    allocated more than that plus what it has mapped since. Shared memory, which `malloc` does not know, counts with its
+    resident pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,8 +53,8 @@ class AllocationLimit:
         """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
 
     def bytes(self) -> int | None:
-        """No less than all that is allocated now, mostly far more; None where that is not known, and on other devices
-        than the CPU."""
+        """An upper bound, mostly far above it, on the bytes allocated now; None where it is not known, and on other
+        devices than the CPU."""
         if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
@@ -126,18 +123,19 @@ _BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 
 
 class ValueIsRead(Exception):
-    """Code that runs on fake tensors depends on a value, or a kernel makes bytes that its fake results do not tell."""
+    """Code that runs on fake tensors depends on a value, or a kernel allocates bytes that do not follow from its fake
+    results."""
 
 
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts storages on devices of the type `home`, as the allocator of `device_type` hands them out, and the
-    workspace of that device's kernels.
+    """Counts the storages that operators make on devices of the type `home`, in the block sizes of the allocator of
+    `device_type`, and the workspace of that device's kernels.
 
     For use inside of a fake mode with `allow_non_fake_inputs`. Tensors of one element in the host's memory stay real:
     optimisers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
-    that are read as numbers are stand-ins; without, reading one, or a random number, raises `ValueIsRead`. Where the
-    peak exceeds `most_bytes`, `_TooManyBytes` is raised, and after `most_calls` operators `ValueIsRead`, for loops that
-    end by a value.
+    that are read as numbers are made up; without, reading one, or a random number, raises `ValueIsRead`. Where the peak
+    exceeds `most_bytes`, `_TooManyBytes` is raised, and after `most_calls` operators `ValueIsRead`, for loops that end
+    by a value.
     """
 
     def __init__(
@@ -160,12 +158,12 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result: a real one for numbers in the host's memory, a stand-in for a fake that is read as a
+        """The operator's result: real for numbers in the host's memory, made up for a fake tensor that is read as a
         number. Raises `ValueIsRead` as the class says."""
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise ValueIsRead("it has a loop that ends by a value")
+            raise ValueIsRead("it has a loop whose end depends on the value of a tensor")
         self.left_out |= makes_unknown_bytes(func)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
@@ -184,13 +182,13 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Leave fakes that were there before out of the count. Real tensors are not left out: each was counted when it
-        was made, or the fake mode copies it and the copy counts."""
+        """Do not count fake tensors that existed before. Real tensors are still counted: either when they were made, or
+        as the copy that the fake mode makes."""
         super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the operator's workspace: an upper bound by rule; on the CPU, where that bound would raise the
-        peak, what a run of the kernel takes."""
+        """The bytes of the operator's workspace: an upper bound from a rule; on the CPU, where that bound would raise
+        the peak, the bytes measured in a run of the kernel."""
         if next(tensors_in(result), None) is None:
             return 0
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
@@ -213,18 +211,19 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does, of plain tensors in place of fakes."""
+    """Counts as `EagerBytes` does, for plain tensors instead of fake ones."""
 
     def exclude(self, tensors: Any) -> None:
-        """Leave tensors out of the count that were there before it began."""
+        """Do not count tensors that existed before counting began."""
         LiveBytes.exclude(self, tensors)
 
 
 class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does while operators run on real tensors. One whose results and workspace would exceed
-    `most_bytes` does not run. Kernels whose workspace has to be measured run a second time for it, when the tensors of
-    the step are freed: it is left to `measure`, and where it decides whether the operator may run, `WorkspaceUnknown`
-    is raised."""
+    """Counts as `EagerBytes` does while operators run on real tensors. An operator whose results and workspace would
+    exceed `most_bytes` does not run.
+
+    Kernels whose workspace has to be measured run once more for that in `measure`, when the tensors of the step are
+    freed. Where the measurement decides whether the operator may run, `WorkspaceUnknown` is raised."""
 
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
@@ -253,7 +252,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def note_read(self) -> None:
-        """Note that code reads a value without the dispatcher."""
+        """Record that code reads a value without calling an operator."""
         self.depends_on_values = True
 
     def _expected(self, func: Any, args: Any, kwargs: Any) -> tuple[int, OpCall | None]:
@@ -271,8 +270,8 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return self._runs[call]
 
     def eager_workspace(self, call: OpCall) -> int:
-        """An upper bound by rule. On the CPU, where that would raise the peak, what was measured; 0 where the kernel is
-        left to `measure`."""
+        """An upper bound from a rule on the workspace of the kernel of `call`, in bytes. On the CPU, where that would
+        raise the peak, the measured bytes; 0 where the kernel is left to `measure`."""
         bound = estimate_workspace(call, self._kernels_of)
         if self.live_bytes + bound <= self.peak_bytes:
             return bound
@@ -282,24 +281,24 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return 0
 
     def measure(self) -> None:
-        """Raise the peak to what was held together with the workspaces that `eager_workspace` left out, for which
-        their kernels run again. Raises `_TooManyBytes` where the peak exceeds `most_bytes`."""
+        """Run the kernels whose workspace `eager_workspace` left out, and raise the peak to what was held while they
+        ran plus that workspace. Raises `_TooManyBytes` where the peak exceeds `most_bytes`."""
         for call, live_bytes in self._unmeasured.items():
             self.live_bytes = live_bytes
             self.raise_peak(eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - live_bytes))
 
 
 class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts tensors on "meta" as `EagerBytes` counts fakes of the CPU, in a part of the time. It is for code that does
-    not ask for their device."""
+    """Counts tensors on "meta" as `EagerBytes` counts fake tensors of the CPU, but faster; for code that does not read
+    their device."""
 
     def __init__(self) -> None:
         super().__init__(HOST.type, "meta")
         self._device_type = None  # numbers in the host's memory count too
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. An operator that writes to its first argument, element by element, is not run: on
-        "meta" it would change nothing that could be seen."""
+        """The operator's result. An elementwise operator that writes to its first argument is not run: on "meta" it
+        would have no effect."""
         in_place = torch.Tag.pointwise in func.tags and schema_of(func).name.endswith("_")
         if in_place and args[0].is_meta:
             self.kernels.add(schema_of(func).name)
@@ -312,12 +311,12 @@ class _TooManyBytes(Exception):
 
 
 class WorkspaceUnknown(Exception):
-    """Whether an operator may run depends on the workspace of its kernel, which was not measured yet. The only argument
+    """Whether an operator may run depends on the workspace of its kernel, which is not measured yet. The only argument
     is the operator's `OpCall`."""
 
 
 class TensorsTooLarge(_TooManyBytes):
-    """Operators hold more than they may in tensors alone."""
+    """The tensors of a step exceed `most_bytes` even without any workspace."""
 
 
 def _sizes_of_special(values: Any) -> set[tuple[int, ...]]:

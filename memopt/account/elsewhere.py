@@ -25,7 +25,7 @@ _STEPS = 128
 
 @dataclass(frozen=True)
 class Found:
-    """The bytes beside a training step that a walk over Python's objects found."""
+    """The bytes on a device that do not belong to a training step, as a search through Python's objects found them."""
 
     other: int = 0
     """Tensors that belong to neither the model nor its optimisers, inputs or outputs."""
@@ -43,8 +43,8 @@ class Found:
     """Whether a walk found the bytes; else they are those that the user gave, or a limit."""
 
     def beside(self, account: Account) -> int:
-        """The bytes beside a step with this account: `other`, and what optimiser state and gradients take beyond the
-        bytes that the account has for them. 0 where the account's row for scalars covers all of it."""
+        """The bytes outside of a step with this account: `other`, and optimizer state and gradients beyond what the
+        account counts. 0 where they are few enough for the account's row for scalars."""
         beside = self.other + max(0, self.state - account.optimizer_state) + max(0, self.gradients - account.gradients)
         return beside if beside > BOOKKEEPING_BYTES else 0
 
@@ -62,20 +62,20 @@ def look(
     buckets: frozenset[int] = frozenset(),
     libraries: int = 0,
 ) -> Found:
-    """Look for tensors on a device beside a model, its gradients, its optimisers' state and its present call.
+    """Search a device for tensors that are not those of a model, its gradients, its optimizers' state and its current
+    call.
 
-    They are found among Python's objects, which takes about 0.2 seconds for half a million of them. Memory that only
-    C++ holds is not seen on the CPU. Of the activations that a plain model saved, those are seen that its modules
-    handed on. On CUDA the allocator counts all.
+    They are found among Python's objects, which takes about 0.2 seconds for half a million of them. On CUDA the
+    allocator's count includes all memory. On the CPU, memory that only C++ holds is missed; of the activations that a
+    plain model saved, only those are found that its modules passed on.
 
     Args:
-        own: further tensors that the account of the step has: the call's inputs, and copies to undo it.
-        named: the addresses of memory that is counted otherwise, such as what forwards hold that wait for their
-            backward.
-        waiting_bytes: what such forwards of this model hold. The allocator's count includes it.
-        others_bytes: what such forwards of other models hold, which lies elsewhere.
-        plain_bytes: what such forwards of any model hold where they ran without a plan. The addresses of those bytes
-            are not known, so that as many bytes of tensors with a `grad_fn`, at most, are taken for theirs.
+        own: further tensors that the account of the step includes: the call's inputs, and copies to undo it.
+        named: the addresses of memory that is counted already, such as what waiting forwards hold.
+        waiting_bytes: held by forwards of this model that wait for their backward; the allocator's count includes it.
+        others_bytes: held by waiting forwards of other models; it counts as elsewhere.
+        plain_bytes: held by waiting forwards of any model that ran without a plan. Their addresses are not known, so as
+            many bytes of tensors with a `grad_fn`, at most, are taken to be theirs.
         bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.
         buckets: the addresses of those buckets that are known.
         libraries: the workspaces of libraries, which the allocator's count includes and the account has in its reserve.
@@ -130,7 +130,8 @@ def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device
 
 
 def in_steps(nbytes: int, budget_bytes: int) -> int:
-    """The bytes rounded up to a multiple of a small part of the budget, so that plans differ for few values only."""
+    """The bytes rounded up to a multiple of a small fraction of the budget, so that plans depend on few distinct
+    values."""
     step = max(1, budget_bytes // _STEPS)
     return -(-nbytes // step) * step
 

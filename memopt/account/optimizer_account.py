@@ -41,7 +41,7 @@ _SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.R
 
 @dataclass(frozen=True)
 class OptimizerAccount:
-    """The bytes that an optimiser holds beside parameters and gradients."""
+    """The bytes that an optimizer holds besides parameters and gradients: its state, and the temporaries of a step."""
 
     state_bytes: int
     """Held from the first step on, also between steps."""
@@ -63,10 +63,11 @@ def optimizer_account(
 ) -> OptimizerAccount:
     """Find the bytes that an optimiser holds by running three of its steps on fake tensors.
 
-    Any optimiser written with torch's operators will do. Whether it loops over the parameters or takes all at once
-    (foreach, fused) is torch's choice for the device. Where a step cannot be tried, the bytes are an upper guess
-    (`guess`): of state as much for each element as an instance holds already where it has stepped, or else two copies
-    in fp32, as Adam has; of temporaries one such copy of all parameters, and no less than four of the largest.
+    Any optimizer written with torch's operators can be counted. Whether it loops over the parameters or takes all at
+    once (foreach, fused) is torch's choice for the device. Where a step cannot be tried, the bytes are guessed from
+    above, and `guess` says so: state as large per element as an instance that has stepped holds already, else two fp32
+    copies, as Adam has; temporaries as large as one fp32 copy of all parameters, and at least four copies of the
+    largest.
 
     Args:
         optimizer: a class (its defaults), an instance (with its groups, options and state; it is not changed), a
@@ -132,7 +133,10 @@ def _guessed(optimizer: OptimizerLike, trained: list[torch.Tensor], name: str, w
         held + math.ceil(copies * sum(further)),
         temporaries + SCALARS,
         f"{name} (guessed)",
-        guess=f"a step of {name} cannot be tried without values ({why}): its memory is an upper guess",
+        guess=(
+            f"memopt could not try a step of {name} without values ({why}), so its memory is guessed, rather too much "
+            "than too little; to count your own figure, give optimizer=None and a budget less that figure"
+        ),
     )
 
 
@@ -234,12 +238,13 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an optimiser of torch that evaluates the model many times, or takes sparse gradients."""
+    """Raise `ValueError` for an optimizer that evaluates the model many times (LBFGS) or takes sparse gradients
+    (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another, or plan "
-            "with optimizer=None and a budget less what it holds"
+            f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another optimizer, "
+            "or plan with optimizer=None and a budget less the memory that it holds"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(

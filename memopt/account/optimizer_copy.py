@@ -34,8 +34,8 @@ _WHOLE = (type, Enum, types.ModuleType, torch.dtype, torch.device, torch.Size, s
 
 
 def bare_copy(value: T) -> T:
-    """A new object of the same class that shares all attributes. It does not use the class's own rules for copies: by
-    those of `Optimizer` a copy has three attributes only."""
+    """A shallow copy: a new object of the same class with the same attributes. It bypasses the class's own copying,
+    since `Optimizer` copies three attributes only."""
     same = object.__new__(type(value))
     for name, held in attributes_of(value):
         object.__setattr__(same, name, held)
@@ -58,10 +58,9 @@ class OptimizerCopy:
     change nothing outside of it.
 
     Tensors become fakes on `device`; single numbers in the host's memory, as step numbers and some learning rates are,
-    become real copies: their values decide what a step does. Groups have those parameters that have a stand-in.
-    Functions are copied where they keep the optimiser or its tensors. Hooks and the wrapper that a scheduler puts
-    around `step` are left out.
-    """
+    become real copies: their values decide what a step does. Its parameter groups contain the stand-ins of parameters;
+    parameters without one are left out. Functions are copied where they refer to the optimizer or its tensors. Hooks
+    and the wrapper that a scheduler puts around `step` are left out."""
 
     def __init__(self, fakes: Fakes, device: torch.device) -> None:
         self.fakes, self.device = fakes, device
@@ -75,7 +74,7 @@ class OptimizerCopy:
         self._home, self._addresses = device.type, set[int]()
 
     def of(self, optimizer: Optimizer) -> Optimizer:
-        """The copy of an optimiser, or of one that it holds."""
+        """The copy of an optimizer, or of another optimizer that it holds."""
         same = self._note(optimizer, object.__new__(type(optimizer)))
         self.copied.append(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -212,8 +211,8 @@ class OptimizerCopy:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A block in which the originals that were copied have no parameters and no state, so that code which reaches
-        them from the copy steps nothing."""
+        """A block in which the copied originals have no parameters and no state, so that code which reaches them
+        through the copy steps nothing."""
         own = [(vars(one), {name: vars(one)[name] for name in _EMPTY if name in vars(one)}) for one in self.copied]
         for attributes, held in own:
             attributes.update({name: empty() for name, empty in _EMPTY.items() if name in held})

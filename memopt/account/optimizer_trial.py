@@ -38,15 +38,14 @@ def optimizer_on_fakes(
     foreach: bool,
     idle: Iterable[torch.Tensor] = (),
 ) -> Iterator[Optimizer]:
-    """A block that gives the optimiser over fakes of `parameters` on the device `home`, so that its steps may be tried.
-    On "meta" the fakes are plain tensors of that device.
+    """A block that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
+    steps can be tried. On "meta" these are plain tensors of that device.
 
-    `count` counts the state that an instance has already, or what making the optimiser allocates. `foreach` is whether
-    torch would take all parameters at once, and `idle` are parameters of an instance that have no gradient when it
-    steps. Functions of the optimiser that `torch.compile` has wrapped run uncompiled.
+    `count` counts the state that an instance has already, or what making the optimiser allocates. `foreach`: torch
+    would step all parameters at once; `idle` are parameters of an instance that have no gradient when it steps.
+    Functions of the optimiser that `torch.compile` has wrapped run uncompiled.
 
-    Raises `ValueError` as `trial` does.
-    """
+    Raises `ValueError` as `trial` does."""
     mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     with plain_tensors(), mode, eager_optimizers(foreach=foreach):
         device = torch.device(home)
@@ -65,10 +64,10 @@ def optimizer_on_fakes(
 
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
-    """The optimiser that `optimizer` (class, instance, function or name) gives over the stand-ins `fakes`.
+    """The optimizer that `optimizer` (class, instance, function or name) makes with the stand-ins `fakes` as its
+    parameters.
 
-    Raises `ValueError` where `optimizer` gives no optimiser, or cannot be made from the parameters alone.
-    """
+    Raises `ValueError` where `optimizer` makes no optimizer, or cannot be made from the parameters alone."""
     if isinstance(optimizer, Optimizer):
         return OptimizerCopy(fakes, device).of(optimizer)
     make: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
@@ -116,7 +115,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values that stands for a trained parameter."""
+    """A tensor on "meta" that stands for a trained parameter."""
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_()
 
 
@@ -131,8 +130,8 @@ def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = Tru
 
 
 def step(on_fakes: Any) -> None:
-    """Run a step of an optimiser on fakes. One that needs a closure gets one, after which the gradients are those that
-    were there."""
+    """Step an optimizer whose parameters are fake tensors. One that needs a closure gets one, after which the gradients
+    are restored."""
     gradients = [(parameter, parameter.grad) for parameter in parameters_of(on_fakes)]
 
     def closure() -> torch.Tensor:
@@ -174,7 +173,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 @contextmanager
 def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
     """A block after which the parameters, the state and the options of an optimiser are as they were before it, in the
-    same tensor objects; meanwhile a copy of the values lies in the host's memory."""
+    same tensor objects; a copy of the values takes host memory meanwhile."""
     written = {id(tensor): tensor for tensor in [*parameters_of(optimizer), *state_tensors(optimizer)]}
     values = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()]
     state = {key: _same_tensors(value) for key, value in optimizer.state.items()}
@@ -199,7 +198,8 @@ def _same_tensors(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """The facts of an optimiser, beside the defaults of its class, on which the bytes of its step depend."""
+    """What the bytes of an existing optimizer's step depend on besides its class: the order of its parameters, and
+    fused kernels."""
 
     kind: type[Optimizer]
     order: tuple[int, ...]
@@ -210,25 +210,25 @@ class LiveOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> LiveOptimizer:
-        """Describe an optimiser, without holding it or its parameters."""
+        """The description of an optimizer, which keeps neither the optimizer nor its parameters alive."""
         order = tuple(map(id, parameters_of(optimizer)))
         return cls(type(optimizer), order, all(group.get("fused") is True for group in optimizer.param_groups))
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
-        """The class `optimizer`, with fused kernels where this one uses them."""
+        """`optimizer`, which is a class, with fused kernels where this live optimizer uses them."""
         if not self.fused:
             return optimizer
         make: Any = self.kind
         return partial(make, fused=True)
 
     def in_order(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters in the order in which they are stepped; those that it does not step are last."""
+        """The parameters in the order in which this optimizer steps them; those that it does not step come last."""
         places = {parameter: place for place, parameter in enumerate(self.order)}
         return sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
 
     def departure(self, parameters: Iterable[torch.Tensor]) -> str:
-        """How this optimiser differs from one with its class's defaults that steps `parameters` in their order: fused
-        kernels, and another order. The text is the same in all processes, and empty where nothing differs."""
+        """A text on how this optimizer differs from one with its class's defaults that steps `parameters` in their
+        order: by fused kernels, or another order. It is equal in all processes, and empty where nothing differs."""
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         order = [numbers[parameter] for parameter in self.order if parameter in numbers]
         return f"{'fused ' if self.fused else ''}{order if order != sorted(order) else ''}"
@@ -241,8 +241,8 @@ def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
 
 
 def live_optimizer_of(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
-    """The live optimiser whose class is `optimizer`, a class or its name, where there is exactly one. None else, and
-    where `optimizer` is an instance or a function that makes one."""
+    """The only optimizer in `live` whose class is `optimizer`, a class or its name. None if there is not exactly one,
+    and where `optimizer` is an instance or a function."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     found = [one for one in live if one.kind is optimizer or one.kind.__name__.lower() == name]
     return found[0] if len(found) == 1 else None

@@ -51,8 +51,8 @@ _MOST_RUNS = 24
 
 @dataclass(frozen=True)
 class PlainStep:
-    """The bytes that forward and backward of the plain model hold beside what is resident: parameters, buffers, inputs,
-    optimiser state, and gradients that were there before."""
+    """The bytes that forward and backward of the plain model hold beyond what is resident: parameters, buffers, inputs,
+    optimizer state, and gradients that existed before."""
 
     peak_bytes: int
     held_bytes: int
@@ -94,11 +94,10 @@ def count_plain_step(
     `closely`: kernels whose workspace would be the step's peak are measured, which takes longer; else only where their
     upper bounds exceed `most_bytes`.
 
-    None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
-    scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
-    hooks of the user's that would see tensors without values: forward hooks of modules, and backward hooks of leaves
-    that are no parameters of the model. Raises `ValueIsRead` where the code branches on values.
-    """
+    None where the step holds more than `most_bytes`, at which counting stops, or where its bytes cannot be known: `run`
+    returns no scalar that requires a gradient, the backward goes on into an earlier graph, or user hooks would see
+    tensors without values (forward hooks of modules, backward hooks of leaves that are no parameters of the model).
+    Raises `ValueIsRead` where the code branches on values."""
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
     how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "graph": graph}
@@ -206,11 +205,10 @@ def count_on_values(
     `count_plain_step`. `checkpoints`: modules run a second time in the backward. Leaves that the forward makes are then
     not taken for the step's own, since the second run makes others: the result is None if there are any.
 
-    None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
-    beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
-    which have gradients of their own. Where only the workspace of a kernel tells whether that may run, this is measured
-    with all tensors of the step freed, and the step begins again.
-    """
+    None where the step holds more than `most_bytes`, at which it stops, where it cannot be run, or where its backward
+    goes beyond the model's parameters and the inputs. It runs on copies of the inputs, which it may write to. Where
+    only a kernel's workspace decides whether it may run, that is measured after all tensors of the step are freed, and
+    the step is run again."""
     for _ in range(_MOST_RUNS):
         unknown = None
         try:

@@ -22,7 +22,8 @@ REDUCED = torch.float32
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are gathered and whose gradients are reduced together: those of a block, or all others."""
+    """Parameters that FSDP2 gathers together and whose gradients it reduces together: those of one block, or all
+    outside of blocks."""
 
     name: str
     """The path of the block; "" for the group of all parameters outside of blocks, which belongs to the root."""
@@ -40,8 +41,7 @@ class ParameterGroup:
 class Sharding:
     """The parameters of a model as FSDP2 spreads them over `dp_shard` of a cluster, a group for each block.
 
-    The model has the local shapes of tensor parallelism already.
-    """
+    The parameters already have their local shapes of tensor parallelism."""
 
     cluster: Cluster
     dtype: torch.dtype
@@ -52,7 +52,8 @@ class Sharding:
 
     @classmethod
     def of(cls, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> Sharding:
-        """The groups of a model's parameters. Parameters with several names belong to the group of the first."""
+        """The sharding of a model's parameters, in groups. A parameter with several names belongs to the group of the
+        first."""
         members: dict[str, list[torch.Tensor]] = {"": []}
         for name, parameter in model.named_parameters():
             members.setdefault(block_of(name), []).append(parameter)
@@ -61,7 +62,7 @@ class Sharding:
         return cls(cluster, dtype, tuple(model.parameters()), groups)
 
     def over(self, cluster: Cluster) -> Sharding:
-        """The same groups on another cluster with as many cards in "tp"."""
+        """The same sharding on another cluster, whose "tp" size is the same."""
         members = ((group.name, [one for one in self.parameters if id(one) in group.numbers]) for group in self.groups)
         cards = cluster.mesh.dp_shard
         groups = tuple(_group(name, parameters, cards, self.dtype) for name, parameters in members)
@@ -79,32 +80,33 @@ class Sharding:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Whole parameters at any time of the step: the root's, those of one block, and the next block's, which are
-        gathered into a buffer meanwhile."""
+        """The most bytes of gathered (unsharded) parameters at once: the root's, those of one block, and the next
+        block's, which is prefetched."""
         root = self.root.gathered_bytes if self.root else 0
         return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
 
     def kept_bytes(self, count: int) -> int:
-        """The bytes beyond `gathered_bytes` if the last `count` blocks stay gathered until their backward: all of them
-        are there at once, beside a buffer into which one block is gathered."""
+        """The further bytes, beyond `gathered_bytes`, if the last `count` blocks stay gathered until their backward:
+        all of them exist at once, besides a buffer into which one block is gathered."""
         kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
         largest = max((group.gathered_bytes for group in self.blocks), default=0)
         return max(0, sum(kept) - largest)
 
     @cached_property
     def exchange_bytes(self) -> int:
-        """The buffer from which one block's gradients are reduced while the next block's are computed."""
+        """The bytes of the buffer from which one block's gradients are reduced while the next block's are computed."""
         return max((group.reduced_bytes for group in self.blocks), default=0)
 
     def shards(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """One card's shares of the parameters, without memory: those of the first card, whose shares are largest."""
+        """Tensors on "meta" with the shapes of one card's shards of the parameters: the first card's, which are the
+        largest."""
         return [_shard(parameter, self.cluster.mesh.dp_shard) for parameter in parameters]
 
     def account(
         self, account: Account, optimizer: Any, card: Hardware, trains: Callable[[torch.Tensor], bool]
     ) -> Account:
         """The account of one card, from that of the whole step: shards in place of whole parameters, gradients and
-        optimiser state, and what is gathered and exchanged."""
+        optimiser state, and rows for gathered parameters and for the buffers of exchanges."""
         trained = self.shards(one for one in self.parameters if one.requires_grad and trains(one))
         state = optimizer_account(optimizer, trained, card.device_type)
         return replace(

@@ -23,14 +23,12 @@ _COMPUTED_BYTES = 1024**2
 
 
 class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does on fakes of the CPU, in a small part of the time: operators do not run. Their results
-    are tensors for which nothing is allocated, with the layouts that the operator's have on "meta". Of equal calls only
-    the first is examined.
+    """Counts as `EagerBytes` does on fake tensors of the CPU, but much faster: operators do not run. Their results are
+    tensors without memory, with the layouts that they have on "meta". Of equal calls only the first is examined.
 
-    Small integers and masks are computed, as code often asks whether a mask is of any use: `reads` says whether a value
-    was read. Reading others raises `ValueIsRead`, and an operator whose results depend on values in their sizes raises
-    whatever it does without memory. No tensor that was there before is written to.
-    """
+    Small integer tensors and masks are computed, as code often tests whether a mask is all true; `reads` tells whether
+    a value was read. Reading other values raises `ValueIsRead`; an operator whose result sizes depend on values raises
+    an error of its own. Existing tensors are not written to."""
 
     def __init__(self, most_bytes: float) -> None:
         super().__init__(HOST.type, HOST.type, stand_ins=False, most_bytes=most_bytes)
@@ -41,16 +39,16 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._uncomputed: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A leaf of the same layout, to be left out of the count: a copy of small integers and masks, zeros where those
-        are on "meta", and an uncomputed tensor for others."""
+        """A leaf tensor with the same layout that is not counted: for small integers and masks a copy (zeros if they
+        are on "meta"), for others a tensor without memory."""
         if _is_known_kind(tensor):
             return protected(torch.zeros_like(tensor, device=HOST) if tensor.is_meta else tensor.clone())
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator's result, computed only as the class says. Raises `ValueIsRead` where it would read values that
-        are not computed, or its kernel makes bytes that fake results do not tell, and `TensorsTooLarge` where tensors
-        alone would exceed `most_bytes`."""
+        are not computed, or its kernel allocates bytes that do not follow from its results, and `TensorsTooLarge` where
+        tensors alone would exceed `most_bytes`."""
         self._workspace_bytes = 0
         if makes_unknown_bytes(func):
             raise ValueIsRead
@@ -77,7 +75,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound, by rule, of the bytes that the kernel of the operator which ran last takes for itself."""
+        """An upper bound, from a rule, on the bytes of workspace that the kernel of the latest operator takes."""
         return self._workspace_bytes
 
     def _kernel(self, call: OpCall) -> _Kernel:

@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 
 class Untraceable(Exception):
-    """A region cannot be traced as an operator graph without a change of its meaning. It stays Dynamo's graph, which
-    passes do not rewrite. The message is a reason that completes "since …"."""
+    """A region cannot be traced as an operator graph without a change of its meaning. It then stays Dynamo's graph,
+    which passes do not rewrite. The message is a reason that completes a sentence beginning with "since"."""
 
 
 class AuthorModes:
@@ -77,8 +77,8 @@ class AuthorModes:
             self.leave_autocast()
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle one operator call and return its result. `trace(func, args, kwargs)` records a call in the graph;
-        under the context `within`, the calls that a kernel makes come back to this method."""
+        """Handle the call of the operator `func` and return its result. `trace(func, args, kwargs)` records a call in
+        the graph; under the context `within`, the calls that a kernel makes come back to this method."""
         if not torch.is_grad_enabled():
             args, kwargs = self._without_gradients(trace, func, args, kwargs)
         device = _autocast_device(args, kwargs)
@@ -208,7 +208,7 @@ def _storage(value: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Whether autocast is on for each device type, in which dtype, and with its cache, as read by `now`."""
+    """Whether autocast is on for each device type, with which dtype, and with or without its cache of casts."""
 
     types: tuple[tuple[str, torch.dtype], ...]
     """The device types for which autocast is on, each with its dtype."""

@@ -24,7 +24,7 @@ from memopt.errors import CaptureError
 
 @dataclass(frozen=True)
 class EagerBytes:
-    """The bytes that eager code holds around one run of a region."""
+    """The bytes that eager code before, during and after one run of a region holds."""
 
     before: int = 0
     """The most held between the previous run of a region, or the beginning of the forward, and this one."""
@@ -45,11 +45,11 @@ class EagerBytes:
 
 
 class EagerCodeTooLargeError(CaptureError):
-    """Code between regions holds more bytes than a step may."""
+    """Eager code between regions holds more bytes than a step may."""
 
 
 class CrossedByDerivative(CaptureError):
-    """Code between regions takes a derivative through a region, whose backward cannot be differentiated again."""
+    """Eager code between regions takes a derivative through a region, whose backward cannot be differentiated again."""
 
 
 CROSSED = "takes a derivative through that break"
@@ -57,8 +57,8 @@ CROSSED = "takes a derivative through that break"
 
 @dataclass(frozen=True)
 class Passed:
-    """What one region hands to the code around it and to other regions within a step: which of its outputs and input
-    gradients are freed before the step ends, and which of its inputs are outputs of an earlier run."""
+    """What a region exchanges with eager code and other regions within a step: which of its outputs and input gradients
+    are freed before the step ends, and which of its inputs are outputs of an earlier run."""
 
     outputs: frozenset[int] = frozenset()
     """Positions of outputs that nobody holds any more once the region's backward begins."""
@@ -77,7 +77,7 @@ class Passed:
         return Passed(self.outputs & other.outputs, self.gradients & other.gradients)
 
     def without_runs(self) -> Passed:
-        """A copy without references to other runs by number."""
+        """A copy without the fields that refer to other runs by number."""
         return Passed(self.outputs, self.gradients)
 
 
@@ -99,7 +99,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         """For each run of a region that has begun, the bytes around it."""
 
     def begin_run(self) -> int:
-        """Note that a run of a region begins; returns its number."""
+        """Record that a run of a region begins; returns the run's number."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
         self.runs.append(EagerBytes(peak, self.live_bytes))
@@ -107,8 +107,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return len(self.runs) - 1
 
     def begin_backward(self, number: int, gradients: Any) -> None:
-        """Note that the backward of the run `number` begins with these gradients of its outputs. The plan of the region
-        accounts for them, so that they do not count as held by eager code."""
+        """Record that the backward of run `number` begins with these gradients of its outputs. They are not counted as
+        held by eager code, since the plan of the region includes them."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
         held = self.live_bytes - self.bytes_among(gradients)
@@ -117,7 +117,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def planned(self) -> Iterator[None]:
-        """A block whose operators make storages that a region's plan accounts for; they are not counted here."""
+        """A block whose operators make storages that are part of a region's plan, so that they are not counted here."""
         self._planned += 1
         try:
             yield
@@ -139,9 +139,9 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             raise EagerCodeTooLargeError("code between the regions of the forward holds more than the budget leaves")
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """Bytes that the operator's kernel may hold beside its arguments and results; 0 in `planned()` blocks. They
-        follow from rules, or from a run of the kernel by itself: with some kernels they depend on values, and the
-        gradients that regions pass on have arbitrary ones here."""
+        """The bytes that the operator's kernel may hold besides its arguments and results; 0 in `planned()` blocks.
+        They come from rules, or from a run of the kernel alone on values of its own: those of this run are arbitrary,
+        and some kernels' workspace depends on values."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
         if self._planned or func.is_view or not tensors or any(map(_is_of_several, tensors)):
             return 0
@@ -149,13 +149,15 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return eager_workspace_bytes(call, device_type_of(tensors[0]), self.peak_bytes - self.live_bytes)
 
     def passes_on(self, value: Any) -> bool:
-        """Whether the gradient of a region's input is handed to other code: that which computed it, or reduces it."""
+        """Whether the gradient of a region's input goes to other code: the code that computed the input, or that
+        reduces the gradient over ranks."""
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
         return not value.is_leaf or value in self.gathered
 
     def count(self, tensors: Any) -> None:
-        """Count the new storages of these tensors, or leave them out inside of a `planned()` block."""
+        """Count the storages of these tensors that are new; inside of a `planned()` block, mark them as not to be
+        counted."""
         if self._planned:
             self.exclude(tensors)
         else:
@@ -171,8 +173,8 @@ def stand_in(
     region: fx.GraphModule, forward: Callable[..., Any], between: Between, number: int, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run a region on `arguments` as one opaque autograd function, and return its outputs, which `forward` computes.
-    `number` is that of the run. Of all that its forward and backward allocate, `between` counts only the gradients that
-    are passed on to other code."""
+    `number` is the number of the run. Of all that its forward and backward allocate, `between` counts only the
+    gradients that are passed on to other code."""
     run: Any = _StandIn.apply
     return run(region, forward, between, number, *arguments)
 

@@ -53,7 +53,7 @@ class Run:
 
     @property
     def standing(self) -> tuple[int, ...]:
-        """The numbers of the blocks that are traced: all others."""
+        """The numbers of the blocks that are traced: all that are not `missing`."""
         return (*range(FIRST), *range(self.missing.stop, len(self.blocks)))
 
 

@@ -49,11 +49,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Values of a graph's symbols by name: `seen` holds those of the batch at hand, `allowed` the upper limits that the
-    plan accounts for.
+    """Values of a graph's symbolic sizes by symbol name: `seen` has those of the current batch, `allowed` the upper
+    limits that the plan has room for.
 
-    Data-dependent symbols in neither mapping count as their largest possible value.
-    """
+    Data-dependent symbols in neither mapping count as their largest possible value."""
 
     seen: Mapping[str, int] = field(default_factory=dict)
     allowed: Mapping[str, int] = field(default_factory=dict)
@@ -62,7 +61,7 @@ class DataSizes:
 
     @classmethod
     def of(cls, seen: Mapping[str, int], before: DataSizes | None = None) -> DataSizes:
-        """Sizes with a margin above those seen now, and limits at least as high as those in `before`."""
+        """The sizes in `seen`, with limits a margin above them and at least as high as those in `before`."""
         least = before.allowed if before else {}
         return cls(seen, {name: max(math.ceil(size * MARGIN), least.get(name, 0)) for name, size in seen.items()})
 
@@ -73,7 +72,7 @@ class DataSizes:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Notes for the plan about the sizes that it allows for; empty where all are fixed."""
+        """Notes for the plan about the largest sizes that it has room for; empty where all sizes are fixed."""
         return (
             *self._note("sizes of the inputs that change between batches", changing=True),
             *self._note("sizes that depend on data", changing=False),
@@ -147,7 +146,7 @@ def _zeros(
 
 
 def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:
-    """For each call the larger of its results in two runs; None where the runs called different operators."""
+    """For each call the larger of the results in the two runs; None where the runs called different operators."""
     if [call.op for call in one] != [call.op for call in other]:
         return None
     pairs = zip(one, other, strict=True)
@@ -197,14 +196,14 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has data: it is neither fake nor on "meta", and its memory is there."""
+    """Whether a tensor has values in memory: it is neither fake nor on "meta", and its storage has not been freed."""
     there = not tensor.is_meta and not isinstance(tensor, FakeTensor)
     in_storage = there and tensor.layout is torch.strided and not has_no_storage(tensor)
     return there and (not in_storage or tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
 
 
 def without_limit(graph: fx.Graph) -> frozenset[str]:
-    """The data-dependent symbols of a graph for which nothing limits the size or number that they stand for."""
+    """The data-dependent symbols of a graph whose values have no known upper limit."""
     found: set[str] = set()
     for node, symbols in new_symbols(graph):
         value = node.meta["val"]

@@ -28,7 +28,7 @@ _MOST_NODES = 16
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A piece of a region's recorded forward that computes outputs which the region does not return."""
+    """A piece of a region's forward graph that computes, on demand, outputs which the region does not return."""
 
     graph: fx.Graph = field(repr=False)
     """Takes the region's inputs `inputs`, then the value `taken` if there is one, and returns the outputs."""
@@ -46,8 +46,8 @@ class Piece:
         return self.taken is None
 
     def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs, computed from the values of `inputs` and then that of `taken`, which may be in another dtype
-        than in the plain forward."""
+        """The outputs, computed from the values of `inputs` followed by the value of `taken`, which may have another
+        dtype than in the plain forward."""
         given = list(arguments)
         if self.taken is not None:
             given[-1] = given[-1].to(_example(self.taken).dtype)
@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Outputs that are computed together, when one of them is looked at."""
+    """Outputs that are computed together when one of them is first read."""
 
     positions: tuple[int, ...]
     """Their positions among the outputs of the model's call."""
@@ -75,14 +75,14 @@ class Group:
 
     @cached_property
     def is_static(self) -> bool:
-        """Whether the sizes of its results are numbers."""
+        """Whether the sizes of its outputs are plain numbers, not symbols."""
         sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
         return all(isinstance(number, int) for number in sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredOutputs:
-    """The outputs that a region does not return."""
+    """The outputs that a region does not return but computes on demand, and the values that it returns instead."""
 
     groups: tuple[Group, ...]
     returned: tuple[int, ...]
@@ -92,8 +92,8 @@ class DeferredOutputs:
 
     @property
     def released(self) -> frozenset[int]:
-        """The positions, among the region's results, of the values of `taken` that are freed when the backward begins,
-        since a second forward can compute their outputs as well."""
+        """The positions, among the region's results, of the values in `taken` that are freed when the backward begins;
+        after that, a second forward computes the outputs that need them."""
         needed = {group.head.taken for group in self.groups if group.head and not group.forward}
         first = len(self.returned)
         return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)
@@ -105,14 +105,13 @@ class DeferredOutputs:
 
 
 def defer_outputs(graph_module: fx.GraphModule, detached: Collection[int]) -> DeferredOutputs | None:
-    """Have a region's graph return, instead of large outputs, the smaller values that they are computed from.
+    """Change a region's graph to return, instead of large outputs, the smaller values that they can be computed from.
 
-    `detached` holds the positions of the outputs that may be deferred, each of them a call of `detach`. An output is
-    deferred where few operators compute it from a value of at most half of its bytes (the logits of a language model
-    from its hidden states and its head's weight). All others are deferred together where they are many and a second run
-    of the forward gives them (keys and values of a cache). Edits the graph; returns None, and leaves it as it is, where
-    it returns everything.
-    """
+    `detached` has the positions of the outputs that may be deferred; each is a call of `detach`. An output is deferred
+    alone where few operators compute it from a value of at most half of its bytes (logits of a language model, from
+    hidden states and the head's weight). The others are deferred together where they are many and a second forward
+    gives them (keys and values of a cache). Edits the graph; returns None, with the graph unchanged, where nothing is
+    deferred."""
     output = graph_module.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     large = {

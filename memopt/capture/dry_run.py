@@ -46,11 +46,10 @@ class DryRun:
 
     Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
     gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are. With
-    `forward_of`, the values of a region come from the forward that it returns. A plan may compute other values than
-    Dynamo's graph, and the model's Python code branches by those of the plan.
+    `forward_of`, a region's values come from the forward that this returns instead: a plan may compute other values
+    than Dynamo's graph, and the model's Python code branches on the plan's.
 
-    `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`.
-    """
+    `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class DryRun:
         return {at: place for at, place in found if place is not None}
 
     def captured(self, reason: str) -> CapturedCall:
-        """The call that was recorded; to be asked for after `differentiate`."""
+        """The captured call; available after `differentiate`."""
         around = zip(self.runs, self.between.runs, self._values, strict=True)
         runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
         return CapturedCall(
@@ -121,8 +120,8 @@ class DryRun:
         )
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
-        """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
-        changes, and no hook that waits for one is called. Only where FSDP2 gathers parameters, their `.grad` is set."""
+        """Run the backward from the call's outputs to `parameters`, since eager code holds memory there too. It changes
+        no `.grad` and calls no hook that waits for one, except where FSDP2 gathers parameters, whose `.grad` is set."""
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
@@ -205,14 +204,13 @@ def record_dry_run(
     reason: str,
     mode: AbstractContextManager[Any] | None = None,
 ) -> CapturedCall:
-    """Capture a call of `model` in several regions by calling `run()` once: those that it passes through. Whenever it
-    comes to a region, it must hand that to a method of `dry_run`.
+    """Capture the regions that a call of `model` runs through, by calling `run()` once, which must run each region by
+    `dry_run.run`.
 
     The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
     region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured, fails on
     fakes or in its backward (a hook of the model may take a derivative inside of a region), or contains no region. What
-    the model's forward raises on real values, and a failed allocation, is raised unchanged.
-    """
+    the model's forward raises on real values, and a failed allocation, is raised unchanged."""
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
     parameters = list(model.parameters())  # now: in a forward that gathers them, the model has others
@@ -230,7 +228,9 @@ def record_dry_run(
         if mode is None and not known and (in_forward or too_large):
             raise
         error = in_brief_with_line(failure)
-        where = "running past it on fakes failed" if mode else "running past it failed"
+        where = (
+            "running the forward beyond it on fake tensors failed" if mode else "running the forward beyond it failed"
+        )
         reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where}: {error}"
         if isinstance(failure, CrossedByDerivative):
             reasons = f"{reason}, and it {failure}"
@@ -263,14 +263,13 @@ class _CutOff(torch.autograd.Function):
 
 
 def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:
-    """Capture a call with the regions that its later runs will pass through.
+    """Capture a call with the regions that its later runs will go through.
 
-    Where Dynamo may choose other compilations the next time, `capture` is called a second time. If the second capture
-    has other regions, it is returned. If they are the same, both captures are planned for: a model may keep a value of
-    its first call and hold more in the second.
+    Where Dynamo may choose other compilations the next time, `capture` is called twice. If the second capture has other
+    regions, it is returned. If they are the same, one plan is made for both, since a model may keep a value of its
+    first call and hold more in the second.
 
-    `backend` recorded the regions. The model must be the same before and after `capture`.
-    """
+    `backend` recorded the regions. The model must be in the same state before and after `capture`."""
     found = capture()
     if not may_run_other_regions(backend):
         return found
@@ -280,7 +279,7 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
 
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
-    """A block in which no gradient is held; those that were held are there again after it."""
+    """A block in which parameters have no gradients; those that they had are restored after it."""
     state = TrainingState.of(model)
     try:
         for parameter in model.parameters():
@@ -298,8 +297,8 @@ RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unpla
 
 
 def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
-    """The message for a user whose model's forward cannot be captured. If `reason` names no line of code, the first
-    line of the forward is added to it. `further` follows the reason."""
+    """The message for a user that the forward of a model cannot be captured, for `reason`. If that names no line of
+    code, the first line of the forward is added. `further` follows the reason."""
     if "storage of Sparse" in reason:
         reason = f"it makes a sparse tensor, as the gradient of an embedding with sparse=True is ({reason})"
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)

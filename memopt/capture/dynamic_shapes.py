@@ -24,13 +24,12 @@ _EAGER = "held_bytes", "after_bytes", "returning_bytes"
 
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
-    """One call to plan for two captures of a call: the runs of both, in the order of both. Each capture may leave out
-    some of them.
+    """Two captures of a call merged into one to plan for, with the runs of both in order. Each capture may lack some
+    runs of the other.
 
     A run that has other sizes in `further` is planned for the larger ones, times `margin`. Runs of `known` are dropped
     where `further` has runs of other regions on the same parameters in their place: a forward runs one or the other,
-    and not both.
-    """
+    and not both."""
     if _numbered(known) != _numbered(further):
         known, further = (replace(call, runs=_without_numbers(call.runs)) for call in (known, further))
     runs: list[RegionRun] = []
@@ -69,7 +68,8 @@ def _without_numbers(runs: Sequence[RegionRun]) -> tuple[RegionRun, ...]:
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
-    """For each run of `now`, the number of the run in `before` whose place it takes; None for a new one."""
+    """For each run of `now`, the number of the run in `before` that a plan may treat as the same; None for a new
+    one."""
     numbers: list[int | None] = []
     for kind, begin, end, now_begin, now_end in _blocks(before, now):
         numbers += range(begin, end) if kind == "equal" else [None] * (now_end - now_begin)
@@ -130,7 +130,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: bool) -> dict[Place, int | None]:
-    """The places of a call whose sizes change, each with the largest size if it has one.
+    """The dimensions of a call's tensors that the user declares to change, each with its largest size, if it has one.
 
     Args:
         dynamic: nested like the batch (a dict by the forward's argument names, or a tuple), with `{dimension: Dim}` or
@@ -157,24 +157,26 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
 
 
 def all_places(call: Call) -> set[Place]:
-    """The places of all sizes of a call: the number of each of its tensors, with each of its dimensions."""
+    """All dimensions of a call's tensors, each as the number of the tensor with the dimension."""
     return {(number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim())}
 
 
 def markable(call: Call, places: Collection[Place]) -> set[Place]:
-    """Those of the places whose sizes can become symbols: not sizes of 0 and 1, which torch takes as constants."""
+    """Those of the dimensions whose sizes can become symbols: not sizes of 0 and 1, which torch takes as constants."""
     tensors = list(tensors_in(call))
     return {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
 
 
 def marked(call: Call, places: Collection[Place]) -> AbstractContextManager[None]:
-    """A context in which Dynamo, where it captures such a call, makes symbols of these sizes."""
+    """Context in which Dynamo, where it captures such a call, makes symbols of the sizes at `places` (dimensions of its
+    tensors)."""
     tensors = list(tensors_in(call))
     return marked_changing([(tensors[number], dimension) for number, dimension in places])
 
 
 def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:
-    """The call with "meta" tensors of the largest declared sizes in place of its own; the call itself without any."""
+    """The call with "meta" tensors of the largest declared sizes in place of its own tensors; the call itself where
+    none is declared."""
     if not any(places.values()):
         return call
     numbers = tensor_numbers(call)

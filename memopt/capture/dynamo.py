@@ -61,9 +61,8 @@ def loss_call(
     the batch.
 
     `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` runs the model in place of `model` itself.
-    A loss function that is given the model calls it itself. It is then to be run in a block `called_plainly`, as
-    `plain_loss_call` does.
-    """
+    A loss function that takes the model calls it itself; it must then run in a block of `called_plainly`, as in
+    `plain_loss_call`."""
     run = model if call is None else call
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -97,8 +96,8 @@ def plain_loss_call(
     floats: torch.dtype | None = None,
     call: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """As `loss_call`, for eager mode: where the loss function calls the model itself, that is the model's own call and
-    not memopt's."""
+    """As `loss_call`, to be run in eager mode: where the loss function calls the model itself, the model's own forward
+    runs, not a planned one."""
     run = loss_call(model, loss_fn, floats, call)
 
     def run_plainly(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +108,7 @@ def plain_loss_call(
 
 
 _NO_GRADIENT = "One of the differentiated Tensors does not require grad"
-_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model does: it may not where it is compiled"
+_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is called: code that is compiled may not"
 
 
 class GraphBreak(CaptureError):
@@ -117,7 +116,7 @@ class GraphBreak(CaptureError):
 
 
 class TooManyShapes(CaptureError):
-    """Dynamo holds the maximal number of compilations of the call."""
+    """Dynamo has reached its maximal number of compilations of the call."""
 
 
 class _Compilations:
@@ -148,8 +147,8 @@ def _weak_backend(compilations: _Compilations) -> Backend:
                 return alive.regions[number](*args)
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
                 raise CaptureError(
-                    f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; keep what "
-                    "it names out of the capture by torch.compiler.disable"
+                    f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; exclude "
+                    "what it names from the capture with torch.compiler.disable"
                 ) from failure
 
         return region
@@ -187,9 +186,8 @@ def compile_call(
     `GraphBreak` where that is impossible.
 
     With `symbols`, sizes that differ between calls become symbols of one region, else each set of shapes makes another
-    one. What is returned also raises what `backend` raises, and `TooManyShapes` where there are more sets of shapes
-    than Dynamo compiles for.
-    """
+    one. The function also raises what `backend` raises, and `TooManyShapes` where there are more sets of shapes than
+    Dynamo compiles for."""
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
     _drop_freed()

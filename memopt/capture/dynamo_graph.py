@@ -38,21 +38,21 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     spread = [value for value in inputs if isinstance(value, torch.Tensor) and is_sharded(value)]
     if not all(isinstance(value, nn.Parameter) for value in spread):
         raise CaptureError(
-            "an input of the model, or one of its buffers, is a DTensor, with which memopt plans parameters only; give "
-            "the model the tensor that lies on this rank instead (its to_local())"
+            "an input of the model, or one of its buffers, is a DTensor, and memopt plans only parameters that are; "
+            "give the model this rank's local tensor instead (its to_local())"
         )
     (results,) = graph_module.graph.output_node().args
     values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     if any(isinstance(value, torch.Tensor) and is_sharded(value) for value in values):
         raise CaptureError(
-            "the model returns a DTensor, as under loss_parallel or with use_local_output=False; have it return what "
-            "lies on this rank (to_local, or full_tensor)"
+            "the model returns a DTensor, as under loss_parallel or with use_local_output=False; have it return this "
+            "rank's local tensor (to_local), or the whole one (full_tensor)"
         )
     drawing = next((node for node in graph_module.graph.nodes if _draws_shards(node)), None)
     if drawing is not None:
         raise CaptureError(
-            f"{drawing.name} draws random numbers for a DTensor, which torch does otherwise on a GPU than in a graph; "
-            "have dropout run on what lies on this rank (use_local_output=True)"
+            f"{drawing.name} draws random numbers for a DTensor, which on a GPU are others in eager mode than in a "
+            "graph; run dropout on this rank's local tensor (use_local_output=True)"
         )
     return bool(spread)
 
@@ -116,10 +116,9 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
 
 
 def inline_guarded_numbers(graph_module: fx.GraphModule) -> None:
-    """Replace the nodes that read a number on whose value Dynamo guards by that value.
+    """Replace each `item()` of a number input by the number, where Dynamo has a guard on its value.
 
-    Edits the graph. The tracer that follows does not know the value, and would fail at the comparison.
-    """
+    Edits the graph. The tracer that runs after it does not know the value, and would fail at a comparison with it."""
     for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
         changed = False
         for node in inner.graph.find_nodes(op="call_method", target="item"):
@@ -140,11 +139,11 @@ def _replaced(node: fx.Node, number: float, used: fx.Node) -> fx.Node | float:
 
 
 DEPARTURES: Mapping[str, str] = {
-    "lstm": "it runs as the operators of its cells and not as oneDNN's one, which sums in another order",
+    "lstm": "it runs as the operators of its cells, while oneDNN's single operator sums in another order",
     "gru": "its gates are computed out of place, which rounds in another way",
     "prod": "eager mode chooses the formula of its gradient by whether a factor is zero",
-    "masked_fill": "the gradient of a value that is a tensor is summed in another order",
-    "bernoulli_": "in memory that is not contiguous it draws in another order",
+    "masked_fill": "the gradient of its argument value, if that is a tensor, is summed in another order",
+    "bernoulli_": "for a tensor that is not contiguous it draws random numbers in another order",
 }
 """For each operator of torch, by name, why its traced form departs from eager mode."""
 
@@ -156,8 +155,8 @@ BUFFERS_WRITTEN_ONCE = (
 )
 
 ATTRIBUTES_BEFORE_BLOCKS = (
-    f"torch.utils.checkpoint {BITS_DEPART}: an attribute such as x.mT, which the block takes of its input, is taken "
-    "before the block, and the gradients of x are summed in another order"
+    f"torch.utils.checkpoint {BITS_DEPART}: an attribute such as x.mT that the block reads from its input x is "
+    "computed before the block, so that the gradients of x are summed in another order"
 )
 
 BETWEEN_REGIONS = (
@@ -172,7 +171,7 @@ RETURNED_WITHOUT_GRADIENT = (
 
 
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
-    """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
+    """A note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
     graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
@@ -203,7 +202,8 @@ def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
 
 
 def mark_checkpoints(graph_module: fx.GraphModule) -> None:
-    """Mark what the author computes under `torch.utils.checkpoint`: tracers copy the mark to all that is traced."""
+    """Mark the nodes that the author runs under `torch.utils.checkpoint`; tracers copy the mark to everything traced
+    from them."""
     for node in _checkpointed(graph_module):
         node.meta["custom"] = {**node.meta.get("custom", {}), AUTHOR_CHECKPOINT: True}
 

@@ -29,11 +29,11 @@ from memopt.errors import UnplannedGradientError
 
 
 def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
-    """Position of an inner output among the results of a region's graph → the positions of the results that are
-    computed from it with a gradient.
+    """For each inner output, by its position among the results of a region's graph, the positions of the results that
+    are computed from it with a gradient.
 
-    The autograd graph of the stored values (`example_value`) tells: it has writes in place, those through views too.
-    """
+    They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
+    through views."""
     stored = enumerate(_stored_results(graph_module))
     values = {at: value for at, value in stored if isinstance(value, torch.Tensor) and value.requires_grad}
     edges = {position: edge_of(value) for position, value in values.items()}
@@ -69,8 +69,8 @@ def run_from(
 
 
 def is_written(graph_module: fx.GraphModule, position: int) -> bool:
-    """Whether a region's graph writes to the memory of the result at `position`: others may be computed from its values
-    before that, too, by which its gradient does not go."""
+    """Whether a region's graph writes in place to the memory of the result at `position`. If so, other results may be
+    computed from its earlier values, and its gradient does not include theirs."""
     return _stored_results(graph_module)[position]._version > 0
 
 
@@ -99,7 +99,7 @@ class TensorKind(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """Computes the gradient of an output from which others are computed."""
+    """Computes the gradients of outputs from which other outputs are computed."""
 
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
@@ -112,7 +112,7 @@ class GradientSource(Protocol):
         """
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, with an autograd graph, and computed at once."""
+        """As `gradient_by`, but computed at once and with an autograd graph."""
 
 
 class InnerOutputs:
@@ -141,11 +141,10 @@ class InnerOutputs:
         gradients_asked(self)
 
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
-        """Called when a backward from `starts` begins that is asked for the gradients of `inputs`.
+        """Called when a backward from `starts` begins that has to compute the gradients of `inputs`.
 
-        Returns, by the number of an input, what autograd does not find of its gradient. There is an entry for each
-        input that is an inner output and that the backward would reach through other outputs.
-        """
+        Returns, by input number, the part of its gradient that autograd misses: for each input that is an inner output
+        and that the backward would reach through other outputs."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():
@@ -178,8 +177,8 @@ class InnerOutputs:
         return Addition(list(reached.values()), total)
 
     def arrived(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Called when a backward comes to `node`, the autograd node of outputs, with their gradients; returns the
-        gradients with which it goes on. Calls the hooks of each inner output whose gradient is complete by then."""
+        """Called when a backward reaches `node`, the autograd node of outputs, with their gradients; returns the
+        gradients with which it continues. Calls the hooks of each inner output whose gradient is then complete."""
         others = self._inner.keys() - self._asked
         awaited = {position: self._inner[position] for position in others if self._inner[position].is_awaited}
         if not awaited:

@@ -30,9 +30,9 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     if with_targets:
         if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
             raise TypeError(
-                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; "
-                "put the inputs of the model into one tuple or dict, or name the first parameter of a loss_fn of the "
-                "model and the batch `model`"
+                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; put the "
+                "inputs of the model into one tuple or dict, or, if the loss_fn takes the model and the batch, name "
+                "its first parameter `model`"
             )
         return tuple(example_inputs), {}
     if isinstance(example_inputs, Mapping):
@@ -62,8 +62,8 @@ def with_batches(call: Call, times: int) -> Call:
 
 
 def takes_model(loss_fn: Callable[..., Any] | None) -> bool:
-    """Whether a loss function is given the model and the batch rather than output and target: its first parameter is
-    named `model`, or is annotated as a module."""
+    """Whether a loss function takes the model and the batch rather than output and target: its first parameter is named
+    `model`, or annotated as a module."""
     first = next(iter(_parameters(loss_fn)), None)
     if first is None:
         return False
@@ -73,7 +73,7 @@ def takes_model(loss_fn: Callable[..., Any] | None) -> bool:
 
 
 def spreads_batch(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function that takes the model takes the parts of a batch as further arguments, not as one."""
+    """Whether a loss function that takes the model takes the elements of a batch as separate arguments."""
     _, *rest = _parameters(loss_fn)
     needed = [one for one in rest if one.default is one.empty]
     return len(needed) > 1 or any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in rest)
@@ -90,13 +90,13 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def batch_call(batch: Any, loss_fn: Callable[..., Any] | None) -> Call:
-    """The arguments of a training call for a batch: as `as_call` has it, or the batch as one argument, whatever it is,
-    where the loss function is given the model and the batch."""
+    """The arguments of a training call for a batch: as `as_call` makes them; or, where the loss function takes the
+    model, the batch as the only argument."""
     return ((batch,), {}) if takes_model(loss_fn) else as_call(batch, with_targets=loss_fn is not None)
 
 
 def tensors_in(call: Call) -> list[torch.Tensor]:
-    """The tensors among the arguments, in order, from nested containers too."""
+    """The tensors among the arguments, those in nested containers included, in order."""
     found = []
     for value in (*call[0], *call[1].values()):
         if isinstance(value, torch.Tensor):
@@ -107,7 +107,7 @@ def tensors_in(call: Call) -> list[torch.Tensor]:
 
 
 def tensor_numbers(call: Call) -> dict[int, int]:
-    """`id` of a tensor → its number in `tensors_in`; the first one for a tensor given twice."""
+    """For the `id` of each tensor its number in `tensors_in`; the first one for a tensor passed twice."""
     numbers: dict[int, int] = {}
     for number, tensor in enumerate(tensors_in(call)):
         numbers.setdefault(id(tensor), number)
@@ -115,14 +115,15 @@ def tensor_numbers(call: Call) -> dict[int, int]:
 
 
 def leaf_name(call: Call, number: int) -> str:
-    """The name of a tensor of the call, by its number in `tensors_in`: its keyword, else "input 0" and so on."""
+    """The name of tensor `number` (in `tensors_in`) of the call, for messages: its keyword, else "input 0" and so
+    on."""
     wanted = list(tensors_in(call))[number]
     return next((name for name, value in call[1].items() if value is wanted), f"input {number}")
 
 
 def call_signature(call: Call) -> str:
-    """A text that differs between calls that may be captured differently: shapes, strides, dtypes and devices of
-    tensors, and all other arguments."""
+    """A text that is equal for two calls only if one capture serves both: it has the shapes, strides, dtypes and
+    devices of tensors, and all other arguments."""
 
     def describe(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -169,8 +170,8 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
 
 
 def special_tensors(call: Call, parts: Parts) -> dict[str, str]:
-    """The tensors that torch.compile does not capture as arrays of numbers, such as sparse and quantised ones, among
-    the arguments and the parts of the model: each in words → its kind."""
+    """The tensors among arguments, parameters and buffers that torch.compile cannot capture, such as sparse and
+    quantised ones: a description of each, with its kind."""
     given = [(number, special_kind(tensor)) for number, tensor in enumerate(tensors_in(call))]
     return parts.special | {leaf_name(call, number): kind for number, kind in given if kind}
 
@@ -180,9 +181,9 @@ def check_kinds(call: Call, parts: Parts) -> None:
     (`special_kind`), which torch.compile does not capture."""
     for name, kind in special_tensors(call, parts).items():
         raise CaptureError(
-            f"{name} is a {kind} tensor, whose operators cannot be captured, and the plain step does not fit the "
-            "budget or was not asked for: give a budget in which the plain step fits and leave out example_inputs, or "
-            "compute with a tensor of the usual kind (to_dense(), dequantize(), padding)"
+            f"{name} is a {kind} tensor, whose operators cannot be captured, so that its steps can only run as the "
+            "plain model does: leave out example_inputs and give a budget in which the plain step fits, or compute "
+            "with a dense tensor (to_dense(), dequantize(), padding)"
         )
 
 
@@ -215,8 +216,7 @@ def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
 
 
 def same_tensors(call: Call) -> list[int]:
-    """For each tensor of a call its number among the distinct tensors: a tensor given twice has the same number
-    twice."""
+    """For each tensor of a call its number among the distinct tensors, so that a tensor passed twice has one number."""
     places: dict[int, int] = {}
     return [places.setdefault(id(tensor), len(places)) for tensor in tensors_in(call)]
 
@@ -236,7 +236,7 @@ def replaced_tensors(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def copied(call: Call) -> Call:
-    """The call with copies of its tensors, which may be written to and have gradients of their own."""
+    """The call with copies of its tensors, so that writes and gradients do not reach the originals."""
     return replaced_tensors(call, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 

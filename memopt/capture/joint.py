@@ -22,7 +22,8 @@ from passes.graphs.node_facts import backward_nodes, is_tangent
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward and backward of a region as one ATen graph (`primals_*`, `tangents_*` → outputs, then gradients)."""
+    """Forward and backward of a region as one ATen graph. Its inputs are `primals_*` (inputs of the region) and
+    `tangents_*` (gradients of outputs), its results the outputs, then the gradients of inputs."""
 
     module: fx.GraphModule = field(repr=False)
     forward_outputs: int
@@ -53,24 +54,25 @@ class JointGraph:
 
     @cached_property
     def receivers(self) -> dict[int, int]:
-        """Position among the gradients → number of the `primals_*` whose gradient it is."""
+        """For each gradient, by its position among the gradients, the number of the `primals_*` whose gradient it
+        is."""
         if self.places:
             return dict(zip(self.gradient_places, self.places, strict=True))
         results: Any = self.module.graph.output_node().args[0]
         return {number: number for number in range(len(results) - self.forward_outputs)}
 
     def place_of(self, number: int) -> int:
-        """The number of the `primals_*` that stands for an input of the region."""
+        """The number of the `primals_*` that input `number` of the region has become."""
         return self.places[number] if self.places else number
 
     @property
     def gradients(self) -> int:
-        """The number of inputs that get a gradient."""
+        """The number of inputs that get a gradient from this graph."""
         return len(self.inputs_with_gradients)
 
     @property
     def inputs_with_gradients(self) -> frozenset[int]:
-        """The numbers of the region's inputs that get a gradient."""
+        """The numbers of the region's inputs that get a gradient from this graph."""
         results: Any = self.module.graph.output_node().args[0]
         gradients = results[self.forward_outputs :]
         places = self.gradient_places or range(len(gradients))
@@ -78,8 +80,8 @@ class JointGraph:
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the `primals_*` that have other values once the forward is over, or that callers were seen to
-        change before a backward."""
+        """The numbers of the `primals_*` whose values change during the forward, or that callers were seen to change
+        before a backward."""
         aot = getattr(self.trace, "aot", None)
         if aot is None:
             return frozenset()
@@ -101,19 +103,19 @@ class JointGraph:
 
     @property
     def inputs_without_gradients(self) -> frozenset[int]:
-        """The numbers of the region's inputs that require gradients but get none, because it only reads their values,
-        without autograd."""
+        """The numbers of the region's inputs that require gradients but get none, because the region reads them without
+        autograd."""
         aot = getattr(self.trace, "aot", None)
         return frozenset() if aot is None or not self.differentiated else aot.only_read - self.inputs_with_gradients
 
     @property
     def frozen_ids(self) -> Mapping[int, int]:
-        """Number of an input that is a parameter which is not trained → the `id` of the model's parameter."""
+        """For each input that is a frozen parameter, by number, the `id` of the model's parameter."""
         frozen: Mapping[int, int] = {} if self.trace is None else self.trace.region.frozen_ids
         return frozen
 
     def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
-        """The same graph with other parameters whose gradients it may add to `.grad` in place."""
+        """The same graph, where only the gradients of `parameter_inputs` may be added to `.grad` in place."""
         return self if parameter_inputs == self.parameter_inputs else replace(self, parameter_inputs=parameter_inputs)
 
     @classmethod
@@ -130,13 +132,12 @@ class JointGraph:
         released: frozenset[int] = frozenset(),
         trace: Any = None,
     ) -> JointGraph:
-        """The canonical form of a graph as AOTAutograd gives it to a partitioner, after the passes that `decide`
+        """The joint graph that AOTAutograd gives to a partitioner, in canonical form, after the passes that `decide`
         returns.
 
         With `reinplace`, operands that die in the backward are overwritten, unless the graph is `fused`: such a backend
         reuses their memory itself. The other arguments become the fields of their names. Raises `CaptureError` where
-        the graph lacks facts about a call, and `PassError` where a pass fails.
-        """
+        the graph lacks facts about a call, and `PassError` where a pass fails."""
         module, passed = _canonical(traced), None
         if decide is not None:
             passed = run_joint_passes(
@@ -156,18 +157,18 @@ class JointGraph:
 
     @cached_property
     def fused_away(self) -> frozenset[fx.Node]:
-        """The nodes whose values are never materialised, because each kernel that reads one computes it."""
+        """The nodes whose values take no memory, because each kernel that reads one computes it itself."""
         return fused_away(self.module.graph, self.decisions) if self.fused else frozenset()
 
     @cached_property
     def decisions(self) -> frozenset[fx.Node]:
-        """The forward's nodes that decide (`passes/graphs/decisions.py`): indices, masks and roundings, computed from
-        values that kernels may round otherwise when they compute them again."""
+        """The forward's nodes that make a discrete choice: indices, masks and roundings computed from values that a
+        second run may round otherwise (`passes/graphs/decisions.py`)."""
         return find_decisions(self.module.graph)
 
     @property
     def held_nodes(self) -> list[fx.Node]:
-        """The nodes whose values are materialised: those not in `fused_away`."""
+        """The nodes whose values take memory: those not in `fused_away`."""
         return [node for node in self.module.graph.nodes if node not in self.fused_away]
 
     @cached_property
@@ -177,9 +178,8 @@ class JointGraph:
 
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:
-        """Result position → number of the `primals_*` input whose gradient it is, for parameter gradients that may
-        reach `.grad` as soon as they are computed: nothing else in the graph reads them, and each is one result
-        only."""
+        """For each parameter gradient that may be added to `.grad` as soon as it is computed, by its position among the
+        results, the number of its `primals_*`: nothing else in the graph reads it, and it is only one result."""
         results = self.module.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         times = Counter(result for result in results if isinstance(result, fx.Node))
@@ -194,14 +194,13 @@ class JointGraph:
 
     @cached_property
     def tangents(self) -> int:
-        """The number of outputs that have a gradient."""
+        """The number of outputs whose gradients the backward takes."""
         return sum(map(is_tangent, self.module.graph.nodes))
 
     @cached_property
     def partial_gradients(self) -> dict[int, frozenset[int]]:
-        """Position among the gradients → the numbers of the outputs that the gradient comes from, counted among the
-        outputs that have a gradient. A backward may reach none of these; gradients that come from all outputs, or from
-        none, are left out."""
+        """For each gradient that depends on some outputs only, by its position among the gradients, the numbers of
+        these outputs, counted among those that have a gradient. A backward may run from other outputs alone."""
         if self.tangents < 2:
             return {}
         sources: dict[fx.Node, frozenset[int]] = {}
@@ -220,8 +219,8 @@ class JointGraph:
 
     @cached_property
     def own_gradients(self) -> frozenset[int]:
-        """The positions in `parameter_gradients` of gradients that fill memory made in the backward, in which no other
-        result lies. Empty where kernels are `fused`, which use that memory again."""
+        """The positions in `parameter_gradients` of gradients that have a storage of their own, made in the backward,
+        which no other result shares. Empty where kernels are `fused`, since these reuse memory."""
         if self.fused:
             return frozenset()
         storages = find_storages(self.module.graph, reuses=self.reuses)
@@ -246,18 +245,18 @@ class JointGraph:
 
     @cached_property
     def ends_before_loss(self) -> bool:
-        """Whether a gradient that is not a scalar comes in: the loss is computed outside the region."""
+        """Whether the loss is computed outside of the region: a gradient that is not a scalar comes in."""
         return any(is_tangent(node) and node.meta["val"].dim() > 0 for node in self.module.graph.nodes)
 
     @cached_property
     def has_batch_statistics(self) -> bool:
-        """Whether it normalises with statistics over the samples of its batch."""
+        """Whether the region normalises with statistics over the samples of its batch, as batch normalisation does."""
         calls = (node for node in self.module.graph.nodes if node.op == "call_function")
         return any(_normalises_batch(str(node.target), node.args) for node in calls)
 
     @cached_property
     def tensor_positions(self) -> dict[int, int]:
-        """Number of a `primals_*` → the position of the input that it stands for among the region's tensor inputs, the
+        """For each `primals_*`, by number, the position of its input among the region's tensor inputs, which are the
         only ones that autograd counts."""
         primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         numbers = self.places or range(len(primals))

@@ -9,18 +9,18 @@ _OPERATOR = "memopt_operator"
 
 
 def mark_operators(graph: fx.Graph) -> None:
-    """Mark each node, so that `traced_from` tells its name for what is traced from it."""
+    """Mark each node with its name, which `traced_from` then finds on every node that is traced from it."""
     for node in graph.nodes:
         # Tracers copy this entry to every node that they create for this one, in the backward too.
         node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
 
 
 def without_mark(node: fx.Node) -> None:
-    """Remove the mark of `mark_operators` from what was traced."""
+    """Remove from a traced node the mark that `mark_operators` left."""
     custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != _OPERATOR}
     node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
 
 
 def traced_from(node: fx.Node) -> str:
-    """The name of the marked node that a node was traced from; empty where there is none."""
+    """The name of the marked node that this node was traced from; "" where there is none."""
     return str(node.meta.get("custom", {}).get(_OPERATOR, ""))

@@ -25,7 +25,8 @@ Fakes = Mapping[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParameterCast:
-    """The dtype that fp32 parameters and inputs are cast to before a call is captured on fakes."""
+    """The dtype that fp32 parameters and inputs are cast to before a call is captured on fake tensors, and the `id`s of
+    the tensors that stay in fp32."""
 
     dtype: torch.dtype
     kept: frozenset[int]
@@ -41,11 +42,11 @@ class ParameterCast:
 def fake_parameters(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: ParameterCast | None = None
 ) -> Iterator[Fakes]:
-    """Replace parameters and buffers by fake tensors on `device` for the length of the block; yields real tensor →
-    fake. A tensor used in several places gets one fake.
+    """A block in which parameters and buffers are replaced by fake tensors on `device`; yields the fake of each real
+    tensor. A tensor used in several places gets one fake.
 
-    At the end all attributes of all modules and the random generators are restored, including what the forward changed
-    meanwhile: where a forward breaks into regions, its Python code runs once on fakes.
+    At the end all module attributes and random generators are restored, also those that the forward changed meanwhile:
+    where it breaks into regions, its Python code runs once on fake tensors.
     """
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,9 +58,8 @@ def fake_parameters(
 
 @contextmanager
 def replaced_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Fakes]:
-    """Replace each parameter and buffer by `make(tensor)` for the length of the block, and yield original →
-    replacement. At the end all attributes of all modules and the random generators are as before, as for
-    `fake_parameters`."""
+    """A block in which each parameter and buffer is replaced by `make(tensor)`; yields the replacement of each
+    original. At the end all module attributes and random generators are restored."""
     home = next(model.parameters()).device
     generators = generator_states(home)
     made: dict[torch.Tensor, torch.Tensor] = {}
@@ -124,7 +124,7 @@ def capture_on_fakes(
         return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
-PASSED_OVER = "torch.compile passes it over"
+PASSED_OVER = "torch.compile does not compile its forward"
 
 
 def _capture_regions(

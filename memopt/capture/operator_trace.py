@@ -43,13 +43,11 @@ class _OperatorTrace:
 def trace_operators(
     graph_module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = (), planned_for: str = ""
 ) -> fx.GraphModule:
-    """The region as an operator graph, with its inputs in the same order under readable names; of a run of equal blocks
-    five are traced. `written` are the numbers of the inputs that it writes to. Autocast casts as on the device type
-    `planned_for`.
+    """The region as an operator graph, with its inputs in the same order under readable names. `written` has the
+    numbers of the inputs that it writes to; autocast casts as on the device type `planned_for`.
 
     It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where
-    the graph would mean something else than the region.
-    """
+    the graph would mean something else than the region."""
     trace = partial(_trace, inputs=inputs, planned_for=planned_for)
     return _named(trace_blocks_once(trace, graph_module, inputs, written).module, graph_module)
 
@@ -130,7 +128,9 @@ class _Interpreter(fx.Interpreter):
             own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
             return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
         if autocast_is_on():
-            raise Untraceable(f"{target} runs under autocast, whose casts inside of it cannot be written out")
+            raise Untraceable(
+                f"{target} runs under autocast, and the casts that autocast adds inside of it cannot be captured"
+            )
         if not torch.is_grad_enabled():
             raise Untraceable(f"{target} runs under no_grad")
         if str(target) == _REGISTER_HOOK:

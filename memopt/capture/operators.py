@@ -69,7 +69,8 @@ the operator graph's nodes whose types must stay (`Decision.exact`)."""
 
 @dataclass(frozen=True)
 class Rewriting:
-    """The passes to run on every region of a model; false where there are none."""
+    """The passes to run on every region of a model, with the precision; its truth value is False where there are no
+    passes."""
 
     deciders: tuple[Decide, ...] = ()
     """Called one after another, each with the graph that the passes before it produced."""
@@ -101,8 +102,7 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """The decision that must have passes to run (`Rewriting.needed`) has none for a region; `notes` give its
-    reasons."""
+    """A rewriting was to change a region (`Rewriting.needed`) and found nothing to change; `notes` say why."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))
@@ -111,7 +111,7 @@ class NothingToRewrite(Exception):
 
 @dataclass(frozen=True)
 class Operators:
-    """The rewriting of one region's operator graph: its stages and the decisions behind them."""
+    """The rewriting of one region's operator graph: the graph after each stage, and the decisions that led to them."""
 
     stages: tuple[fx.GraphModule, ...] = ()
     """The graph as captured and after each pass; empty where the region has no operator graph."""
@@ -122,7 +122,7 @@ class Operators:
 
     @property
     def exact(self) -> frozenset[str]:
-        """Names of the nodes whose dtypes somebody asked for, in any decision."""
+        """The names of the nodes whose dtypes the user or the author has set, in any decision."""
         return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property
@@ -132,18 +132,18 @@ class Operators:
 
     @property
     def unmatched(self) -> frozenset[str]:
-        """The user's rules that match nothing in this region."""
+        """The user's precision rules that match nothing in this region."""
         return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
 
     def check_needed(self, label: str) -> None:
-        """Raise `NothingToRewrite` if no decision with this label has any pass."""
+        """Raise `NothingToRewrite` if no decision with this label has a pass to run."""
         labelled = [decision for decision in self.decisions if decision.pipeline.label == label]
         if label and not any(len(decision.pipeline) for decision in labelled):
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def spans(self) -> Iterator[tuple[tuple[str, ...], Mapping[str, str], fx.GraphModule, fx.GraphModule]]:
-        """Names of passes, the reasons for them, and the graphs before and after. A decision whose pipeline has a label
-        is one item with all its passes; of other decisions each pass is an item."""
+        """For each pass its name (in a tuple), the reasons for its changes, and the graphs before and after it. The
+        passes of a decision whose pipeline has a label come as one item, with all their names."""
         start = 0
         for decision in self.decisions:
             names = [inner[-1] for inner in _names(decision.pipeline)]
@@ -153,7 +153,7 @@ class Operators:
                 start += len(step)
 
     def reasons(self, name: str) -> Mapping[str, str]:
-        """Why the passes called `name`, as for `span`, change each node: the reasons, by the node's name."""
+        """Why the pass or pipeline called `name` changes nodes: the reason, by the node's name."""
         named = [
             decision
             for decision in self.decisions
@@ -168,7 +168,7 @@ class Operators:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that `span` takes, in the order of the passes."""
+        """The names of passes and pipelines that `span` takes, in the order in which they ran."""
         return tuple(dict.fromkeys(name for names in _names(self.pipeline) for name in names))
 
 
@@ -207,7 +207,8 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
-    """Run passes on a joint graph and keep the graph before and after each. Raises `PassError` where one fails."""
+    """Run passes on a joint graph; returns the graphs before and after each pass. Raises `PassError` where one
+    fails."""
     stages = [joint]
 
     def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -219,7 +220,7 @@ def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:
     """A copy of the rewritten graph for AOTAutograd, with constants as plain attributes, since buffers would become
-    inputs and renumber the others. What is traced from each node can be told later: see `traced_from`."""
+    inputs and renumber the others. Its nodes are marked for `traced_from`."""
     module = copy_graph_module(operators.stages[-1])
     mark_operators(module.graph)
     return constants_as_attributes(module)

@@ -22,9 +22,8 @@ def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
     Otherwise autograd would materialise a zero gradient for each of them (the logits of a language model, every key and
     value of its cache) and the graph would carry it through the backward. A scalar that some of these parameters do not
     change (a learned temperature, a commitment loss, a balance between experts) is a part of a loss that the caller
-    computes: then all outputs are differentiated. Edits the graph; returns the positions of the detached outputs. A
-    gradient that does arrive at one of them is computed by a second forward: see `hand_out`.
-    """
+    computes: then all outputs are differentiated. Edits the graph; returns the positions of the detached outputs. If a
+    gradient does arrive at one of them, a second forward computes what follows from it (`hand_out`)."""
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
@@ -57,11 +56,11 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | None]) -> fx.GraphModule:
-    """A copy of a graph which casts its outputs to these dtypes, for where it runs under autocast; None is for any.
+    """A copy of a graph, to be run under autocast, that casts its outputs to these dtypes; None leaves an output as it
+    is.
 
-    The outputs go to code that runs as its author wrote it: outside of autocast, most operators refuse operands of two
-    dtypes, and losses sum in the dtype of their input.
-    """
+    The outputs go to code that runs outside of autocast, where most operators refuse operands of two dtypes, and losses
+    sum in the dtype of their input."""
     copied = copy_graph_module(graph_module)
     output = copied.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -130,12 +129,12 @@ def hand_out(
     others: Collection[int] = (),
     feeds: Mapping[int, frozenset[int]] | None = None,
 ) -> tuple[Any, ...]:
-    """Return a region's outputs to its caller, such that `forward` is told of their backward.
+    """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model. If a gradient arrives at one, `replay` computes those that follow from it. `feeds` is as `feeding` gives it:
-    where somebody looks at the gradient of such an output, `replay` computes what it lacks in the backward. Both need a
-    `replay`, as gradients do that are differentiated in turn (`create_graph=True`).
+    model; if a gradient arrives at one, `replay` computes what follows from it. `feeds` is the result of `feeding`:
+    where the gradient of such an inner output is read, `replay` computes the part that the backward lacks. Without
+    `replay`, neither is possible, nor are gradients that are differentiated again (`create_graph=True`).
     """
     handed = list(outputs)
     handled = [

@@ -131,7 +131,7 @@ class RecordedRegion:
 
     @cached_property
     def takes_derivatives(self) -> bool:
-        """Whether its code takes derivatives itself, which its backward differentiates again."""
+        """Whether the region's code itself takes derivatives, which its backward has to differentiate again."""
         return takes_derivatives(self.graph_module)
 
     @cached_property
@@ -143,14 +143,14 @@ class RecordedRegion:
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
-        """The graph to run where a plan puts the region under autocast, and its author did not: it casts its results to
-        the dtypes that they have in the plain model."""
+        """The region's graph, with results cast to the dtypes that they have in the plain model; it is run where a plan
+        puts a region under autocast that its author did not."""
         return keeping_dtypes(self.graph_module, self.result_dtypes)
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """For each result, the dtype that the plain model gives it. None for what is no floating-point tensor, and for
-        values from which deferred outputs are computed, which may have any dtype."""
+        """For each result, its dtype in the plain model. None for results that are no floating-point tensors, and for
+        values that deferred outputs are computed from, whose dtype is free."""
         (results,) = self.graph_module.graph.output_node().args
         examples = list(map(example_of, results))  # type: ignore[arg-type]
         returned = len(examples if self.deferred is None else self.deferred.returned)
@@ -160,8 +160,8 @@ class RecordedRegion:
         )
 
     def plain_dtype(self, traced: torch.dtype) -> torch.dtype | None:
-        """The dtype that the plain model gives a floating-point result that was traced in the dtype `traced`; None for
-        other dtypes."""
+        """The dtype in the plain model of a floating-point result that was traced in the dtype `traced`; None for other
+        dtypes."""
         if not traced.is_floating_point:
             return None
         return torch.float32 if traced == self.narrowed else traced
@@ -173,8 +173,8 @@ class RecordedRegion:
 
     @cached_property
     def operators(self) -> tuple[str, ...]:
-        """The operators that make its tensors, in order: equal for regions that one piece of code makes for inputs of
-        different sizes, whether these are numbers or symbols in them."""
+        """The names of the operators that make its tensors, in order. They are equal for regions from the same code
+        with inputs of different sizes, whether sizes are numbers or symbols."""
         calls = (node for node in self.graph_module.graph.nodes if node.op.startswith("call_"))
         made = (node for node in calls if _is_tensor(node.meta.get("example_value")))
         return tuple(str(getattr(node.target, "__name__", node.target)) for node in made)
@@ -191,20 +191,20 @@ class RecordedRegion:
 
     @cached_property
     def changing(self) -> dict[int, str]:
-        """Input number → symbol, for the inputs that are sizes which differ between calls."""
+        """For each input that is a size which differs between calls, by input number, its symbol."""
         symbols = ((number, value) for number, value in enumerate(self.inputs) if isinstance(value, torch.SymInt))
         return {number: name for number, value in symbols if (name := plain_symbol(value)) is not None}
 
     @cached_property
     def counted(self) -> tuple[bool, ...]:
-        """For each of the changing sizes, whether any tensor has it in its shape: strides and the offsets of views are
-        symbols, too, and no memory depends on them."""
+        """For each of the changing sizes, whether memory depends on it: whether any tensor has it in its shape, and not
+        only in strides or the offset of a view."""
         values = (node.meta.get("example_value") for node in self.graph_module.graph.nodes)
         names = set().union(*map(shape_symbols, values))
         return tuple(name in names for name in self.changing.values())
 
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
-        """The changing sizes of a run on these inputs."""
+        """The values of the changing sizes in a run on these inputs."""
         return tuple([inputs[number] for number in self.changing])
 
     def allows(self, sizes: Sizes) -> bool:
@@ -212,8 +212,8 @@ class RecordedRegion:
         return self._assumed.hold(sizes)
 
     def forbids(self, sizes: Sizes) -> dict[str, str]:
-        """Why the region's graphs are not valid for these sizes, for which `allows` is false: the symbol of a size →
-        the line of the model's code that sets a condition which does not hold."""
+        """Why the region's graphs are not valid for these sizes (`allows` is False): by symbol of a size, the line of
+        the model's code whose condition fails."""
         return self._assumed.broken(sizes)
 
     @cached_property
@@ -222,7 +222,7 @@ class RecordedRegion:
         return AssumedSizes([inputs[number] for number in self.changing])
 
     def forget_dispatches(self) -> None:
-        """Free what its fake mode remembers of operators, once the region is traced and planned."""
+        """Free the cache of operator results in the region's fake mode, once the region is traced and planned."""
         for mode in {value.fake_mode for value in self.inputs if isinstance(value, FakeTensor)}:
             forget_dispatches(mode)
 
@@ -233,13 +233,15 @@ class RecordedRegion:
             yield
 
     def operator_graph(self, planned_for: str = "") -> OperatorGraph:
-        """The region as an operator graph, traced once; autocast casts as on the device type `planned_for`.
+        """The region as an operator graph, cached; autocast casts as on the device type `planned_for`.
 
-        Raises `Untraceable` where the region's meaning would be lost.
-        """
+        Raises `Untraceable` where the graph would not have the region's meaning."""
         wrapped = next((value for value in self.inputs if is_wrapper(value)), None)
         if wrapped is not None:
-            raise Untraceable(f"it reads weights of the type {type(wrapped).__name__}, which hide their operators")
+            raise Untraceable(
+                f"it reads weights of the tensor subclass {type(wrapped).__name__}, whose operators do not show in "
+                "the graph"
+            )
         if self.takes_derivatives:
             raise Untraceable("it takes derivatives itself")
         key = planned_for, autocast_state()
@@ -257,8 +259,9 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor) and (kind := special_kind(value)):
             line = "; made by: " + node.meta["stack_trace"].strip().splitlines()[-1].strip() if node.stack_trace else ""
             raise CaptureError(
-                f"the forward has a {kind} tensor, whose operators cannot be planned, and the plain step does not fit "
-                f"the budget or was not asked for: give a budget in which it fits, without example_inputs{line}"
+                f"the forward has a {kind} tensor, whose operators cannot be planned, so that its steps can only run "
+                "as the plain model does: leave out example_inputs and give a budget in which the plain step "
+                f"fits{line}"
             )
 
 
@@ -282,7 +285,7 @@ def _is_tensor(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RegionRun:
-    """One run of a region in a training call."""
+    """One run of a region in a training call, with its sizes and what it exchanges with eager code."""
 
     region: RecordedRegion
     parameter_ids: Mapping[int, int]
@@ -317,7 +320,8 @@ class RegionRun:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Equal for runs that may take each other's place in a plan: of the same operators on the same parameters."""
+        """A key that is equal for runs which a plan may treat as the same: the same operators on the same
+        parameters."""
         return self.region.operators, tuple(self.parameter_ids.values())
 
     @property
@@ -327,8 +331,8 @@ class RegionRun:
         return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
 
     def sizes_in(self, graph: fx.Graph) -> DataSizes:
-        """`data_sizes` and, beside them, those sizes in the region's joint graph `graph` that depend on data and have
-        no limit: as they were observed, with a margin, or as the operators that make them limit them."""
+        """`data_sizes`, with the data-dependent sizes in the region's joint graph `graph` that have no limit: as
+        observed, with a margin, or as limited by the operators that make them."""
         unlimited = without_limit(graph)
         seen = (match(graph, self.observed) if unlimited and self.observed else None) or {}
         observed = {name: size for name, size in seen.items() if name in unlimited}
@@ -338,7 +342,7 @@ class RegionRun:
 
 @dataclass(frozen=True, eq=False)
 class CapturedCall:
-    """A training call as it was recorded: the runs of its regions in the order of the forward."""
+    """A training call as Dynamo captured it: the runs of its regions, in the order of the forward."""
 
     runs: tuple[RegionRun, ...]
     break_reason: str = ""
@@ -385,7 +389,7 @@ class CapturedCall:
         """Notes on the capture for the plan."""
         if self.whole:
             deferred = self.runs[0].region.deferred
-            later = "of outputs beside the loss are computed when they are first looked at, and not held before"
+            later = "of outputs other than the loss are computed when they are first read, and not held before"
             return () if deferred is None else (f"{size(deferred.bytes)} {later}",)
         captured = f"captured in {len(self.runs)} regions"
         changing = sum(run.most != run.sizes or run.most != () for run in self.runs)
@@ -397,13 +401,14 @@ class CapturedCall:
     def of(
         cls, region: RecordedRegion, sizes: DataSizes | None = None, input_bytes: tuple[int, ...] = ()
     ) -> CapturedCall:
-        """A call that is one region. With `sizes` its sizes change, and `input_bytes` is as for the field."""
+        """The captured call of a single region. `sizes` are its sizes that change, if any; `input_bytes` is as for the
+        field."""
         run = RegionRun(region, region.parameter_ids)
         return cls((run,), sizes=sizes or DataSizes(), input_bytes=input_bytes)
 
     @property
     def ceiling(self) -> Sizes:
-        """The largest changing sizes that the call is planned for."""
+        """The values of the changing sizes up to which the call is planned."""
         return tuple(self.sizes.allowed.values())
 
     @property
@@ -413,15 +418,16 @@ class CapturedCall:
 
     @property
     def places(self) -> tuple[tuple[object, ...], ...]:
-        """`RegionRun.place` of each run, in the order of the forward."""
+        """The keys of the runs (`RegionRun.place`), in the order of the forward."""
         return tuple(run.place for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
-        """For each run, the numbers of the inputs that are parameters whose gradients it may add to `.grad` itself.
+        """For each run, the numbers of the inputs that are parameters whose gradients the run may add to `.grad`
+        itself.
 
-        These are parameters that no hook waits for (`hooked` holds `id`s), whose gradients are not passed on, and that
-        no other run reads: autograd sums the gradients of several runs before it accumulates them.
-        """
+        Excluded are parameters with hooks that wait for the gradient (`hooked` has their `id`s), parameters whose
+        gradients other code takes, and those that another run reads: autograd sums the gradients of several runs before
+        it accumulates them."""
         readers = Counter(parameter for run in self.runs for parameter in set(run.parameter_ids.values()))
         return tuple(
             frozenset(

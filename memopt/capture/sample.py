@@ -34,13 +34,11 @@ def run_sample(
     *,
     differentiate_all: bool,
 ) -> None:
-    """Have `run_region` run each region of a training call's forward, in order, once for every run of it.
+    """Run the forward of a training call, calling `run_region` for every run of a region, in order.
 
-    The regions and operator graphs are those that planning captures for the same call. Where the forward breaks into
-    regions, its Python code runs once between them. Buffers, random generators, inputs and module attributes are
-    restored afterwards. Raises what the model and `run_region` raise, and `CaptureError` where the forward cannot be
-    captured.
-    """
+    The regions and operator graphs are those that planning captures for the same call; eager code between regions runs
+    as it is. Buffers, random generators, inputs and module attributes are restored afterwards. Raises what the model
+    and `run_region` raise, and `CaptureError` where the forward cannot be captured."""
     sample = _Sample(run_region, rewriting, differentiate_all=differentiate_all)
     args, kwargs = call
     with _state_restored(model, call):

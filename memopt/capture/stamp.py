@@ -39,8 +39,8 @@ def trace_blocks_once(
     inputs: Sequence[Any],
     written: Collection[int],
 ) -> _Traced:
-    """The same as `trace(module)`, but where the module repeats equal blocks, `trace` is given a module with five of
-    them, and the graph that it returns is completed with copies. `inputs` are the values of the module's placeholders,
+    """The result of `trace(module)`, found faster where the module repeats equal blocks: `trace` gets a module with
+    five of them, and its graph is completed with copies. `inputs` are the values of the module's placeholders,
     `written` the numbers of those that it writes to."""
     inlined = not [*module.parameters(), *module.buffers()]
     runs = find_runs(module, inputs, written) if inlined else ()

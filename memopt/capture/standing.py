@@ -26,7 +26,8 @@ from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tens
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a node of the joint graph in a run."""
+    """Where a node of the joint graph belongs: which run of blocks, forward or backward, which block, and which node of
+    it."""
 
     run: int
     backward: bool
@@ -38,8 +39,8 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A joint graph with the standing blocks of runs. In what `standing_blocks` returns, they prove what the missing
-    ones are."""
+    """A joint graph that was traced with only some blocks of each run of equal blocks, and the nodes of these standing
+    blocks."""
 
     joint: fx.GraphModule
     forward_outputs: int
@@ -63,15 +64,16 @@ class Standing:
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
-        """The first node whose value lies in the storage of a tensor, and the number of that tensor in its value."""
+        """The first node whose value shares the storage of `tensor`, and the number of the tensor within that node's
+        value."""
         return self.makers[storage_key(tensor)]
 
 
 def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[Run, ...]
 ) -> Standing | None:
-    """The standing blocks of a joint graph that was traced without the missing ones; None where they do not prove what
-    these are."""
+    """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where they do not
+    prove that the missing blocks are equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

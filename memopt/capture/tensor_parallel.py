@@ -24,7 +24,7 @@ def _cut(value: Tensor, cards: int, dim: int) -> Tensor:
     if value.shape[dim] % cards:
         raise ValueError(
             f"'tp': {cards} in mesh does not divide dimension {dim} of a value of shape {tuple(value.shape)}; give "
-            "sequences that divide"
+            "sequences whose length it divides"
         )
     return value.narrow(dim, 0, value.shape[dim] // cards).clone(memory_format=torch.contiguous_format)
 
@@ -84,7 +84,7 @@ def is_exchange(node: fx.Node) -> bool:
 
 
 def exchange_seconds(node: fx.Node, ring: Ring) -> float:
-    """Seconds of an exchange over a ring of cards."""
+    """Seconds that the exchange of `node` (see `is_exchange`) takes over a ring of cards."""
     (given,) = node.all_input_nodes
     if node.target == SUM_SHARDS.default:
         return ring.sum_seconds(storage_bytes(node.meta["val"]))
@@ -107,10 +107,10 @@ class TensorParallel:
     @classmethod
     def of(cls, model: nn.Module, cards: int, plan: Mapping[str, str] | None) -> TensorParallel:
         """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
-        it, the model's own plan is taken, as models of transformers have it.
+        it, the model's own plan (`tp_plan` of transformers) is used.
 
-        Raises `ValueError` where there is no plan, where it names no layer, and where a size does not divide.
-        """
+        Raises `ValueError` where there is no plan, where it names no layer, and where a size is not divisible by
+        `cards`."""
         own = plan if plan is not None else own_tp_plan(model)
         if not own:
             raise ValueError(
@@ -138,8 +138,8 @@ class TensorParallel:
                 raise ValueError(f"'tp': {self.cards} in mesh does not divide {name}={heads}; give a size that does")
 
     def part_of(self, model: nn.Module) -> nn.Module:
-        """Make a model on "meta" one card's part of it, in place, and return it: its parameters get their local shapes,
-        and hooks stand for the exchanges with the other cards."""
+        """Reduce a model on "meta" to one card's part of it, in place, and return it: parameters get their local
+        shapes, and hooks stand for the exchanges with the other cards."""
         for path, style in self.styles.items():
             self._split(model.get_submodule(path), style)
         regions = _regions(self.styles)
@@ -262,7 +262,7 @@ def _with_first(
     if first is None:
         raise ValueError(
             f"'tp' in mesh splits the sequence that {type(module).__name__} is given, and its call has no "
-            "floating-point tensor; give tp_plan, with styles for layers that are given hidden states"
+            "floating-point tensor to split; give a tp_plan with such styles only for layers that get hidden states"
         )
     named[first] = change(named[first])
     return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}

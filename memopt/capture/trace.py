@@ -106,7 +106,7 @@ def _has_gaps(node: fx.Node) -> bool:
 
 
 def not_compiled(failure: InductorFailed) -> CaptureError:
-    """The error for a user whose region inductor failed to compile."""
+    """The error for a user that inductor failed to compile a region."""
     reason = " ".join(str(failure).split())[:300]
     return CaptureError(f"inductor does not compile it: {reason}; give optimize backend='aten'")
 
@@ -121,7 +121,7 @@ INDUCTOR = "inductor"
 
 @dataclass(frozen=True, eq=False)
 class RegionTrace:
-    """The source of a region's joint graph, from which its forward and backward are compiled."""
+    """What the joint graph of a region is traced from, and what its forward and backward are compiled from."""
 
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
@@ -149,16 +149,16 @@ class RegionTrace:
 def autocast_to(
     dtype: torch.dtype | None, region: RecordedRegion, *, keeps_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """Autocast to a dtype on the device of a region; nothing where it is on already, or the dtype is None. Without
-    `keeps_casts`, a weight is cast again for each use, and its cast is not held until the context ends."""
+    """Context of autocast to `dtype` on the region's device; does nothing where autocast is on already or `dtype` is
+    None. Without `keeps_casts`, a weight is cast anew at each use, and casts are not cached until the context ends."""
     if dtype is None or autocast_is_on():
         return nullcontext()
     return torch.autocast(device_among(region.inputs).type, dtype=dtype, cache_enabled=keeps_casts)
 
 
 def backend_of(region: RecordedRegion, wanted: str) -> str:
-    """The backend for a region: "aten" where it has sizes that depend on data, because they are checked by calls that
-    inductor cannot compile, else `wanted`."""
+    """The backend for a region: "aten" where it has data-dependent sizes, since inductor cannot compile the checks of
+    these sizes, else `wanted`."""
     values = (node.meta.get("example_value") for node in region.graph_module.graph.nodes)
     return "aten" if any(map(data_symbols_of, values)) else wanted
 
@@ -172,8 +172,8 @@ def backend_among(region: RecordedRegion, wanted: str) -> str:
 def differentiate(
     traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
 ) -> JointGraph:
-    """The joint graph of a region, traced from the module that its rewriting left; for a region without gradients its
-    forward as it is (`JointGraph.differentiated` is false).
+    """The joint graph of a region, traced from its rewritten module; for a region without gradients only the forward
+    (`JointGraph.differentiated` is False).
 
     `operators` are the rewriting's stages where that module is an operator graph, else None; `decide` and `reinplace`
     are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where the traced graph lacks facts about a
@@ -229,20 +229,20 @@ def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> fr
 
 
 def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[RegionRun, ...]:
-    """The runs of a call that have a joint graph in `trace_call`'s result: not those without gradients."""
+    """The runs of a call that have a joint graph in `joints`: all but those without gradients."""
     differentiated = {id(joint.trace.region) for joint in joints}
     return tuple(run for run in captured.runs if id(run.region) in differentiated)
 
 
 def sizes_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[DataSizes, ...]:
-    """The changing sizes of the runs that have a joint graph."""
+    """The changing sizes of each run that has a joint graph."""
     runs = differentiated_runs(joints, captured)
     return tuple(run.sizes_in(joint.module.graph) for joint, run in zip(joints, runs, strict=True))
 
 
 def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[int]:
-    """The `id`s of the parameters that get gradients: from the runs that have a joint graph in `trace_call`'s result,
-    or from eager code between regions. A region may read other parameters, for outputs that are not differentiated."""
+    """The `id`s of the parameters that get gradients from the runs with joint graphs or from eager code between
+    regions. Parameters that are read only for outputs that are not differentiated are not among them."""
     found = set(captured.eager)
     for joint, run in zip(joints, differentiated_runs(joints, captured), strict=True):
         ids = run.parameter_ids
@@ -251,12 +251,12 @@ def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[i
 
 
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
-    """The bytes of eager code around each run that has a joint graph, which include those around the runs without one.
+    """The bytes that eager code before, during and after each run with a joint graph holds; those of runs without one
+    are included.
 
     The last entry is for the end of the step. Its `before` is the most after the last backward, `during` what is held
     after the forward, and `before_backward` the most between the last region with a joint graph and the end of the
-    forward.
-    """
+    forward."""
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerBytes] = []
     skipped = EagerBytes()
@@ -276,8 +276,8 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:
-    """`RegionRun.passed` of the runs that have a joint graph. Where some run has none, the numbers of the others
-    change, and references to runs by number are dropped."""
+    """`RegionRun.passed` of each run that has a joint graph. Where some run has none, the runs are renumbered, and
+    references to runs by number are dropped."""
     passed = tuple(run.passed for run in differentiated_runs(joints, captured))
     return passed if len(passed) == len(captured.runs) else tuple(one.without_runs() for one in passed)
 
@@ -287,9 +287,9 @@ def accumulating(
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for: these gradients are returned to autograd. So
-    are the gradients of wrappers (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's results.
-    """
+    Other gradients are returned to autograd: those of parameters with hooks that wait for them (`hooked` has their
+    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's
+    results."""
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
     numbers = [parameters - run.region.wrapped for run, parameters in runs if id(run.region) in differentiated]

@@ -55,11 +55,10 @@ class AccountRow:
 
 @dataclass(frozen=True)
 class AccountCheck:
-    """The account of a plan against a step that ran.
+    """The account of a plan compared with a step that ran, row by row.
 
     `rows` overlap: "forward and backward", for instance, includes the gradients and what the forward saved.
-    `total` is the peak of the whole step.
-    """
+    `total` is the peak of the whole step."""
 
     model: str
     optimizer: str
@@ -104,13 +103,14 @@ def _cells(row: AccountRow) -> tuple[str, ...]:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set_to_none: bool = True) -> AccountCheck:
-    """Train steps of the optimised `model`, meter the last, and compare it with what its plan predicted.
+    """Train some steps of the optimised `model`, measure the memory of the last, and compare it with what its plan
+    predicted.
 
     The first step plans and compiles where that is not yet done, and makes the optimizer's state; the last one is
-    metered. Afterwards parameters, gradients, buffers, the optimizer's state and random states are as they were, also
+    measured. Afterwards parameters, gradients, buffers, the optimizer's state and random states are as they were, also
     when a step fails; copies of them are held in the host's memory meanwhile.
 
-    On CUDA the bytes measured are those that torch's allocator hands out: the context and fragmentation are not among
+    On CUDA the bytes measured are those allocated by torch's allocator: the context and fragmentation are not among
     them, and are left out of the prediction.
 
     Args:
@@ -163,11 +163,10 @@ def _checked_step(
 
 
 def predicted_rows(plan: Plan) -> Rows:
-    """The bytes of each row as a plan predicts them. The peak is without what torch's allocator does not count, what
-    lies on the device beside the step, and the tolerance.
+    """The bytes of each row as a plan predicts them. The peak leaves out what torch's allocator does not count, what
+    lies elsewhere on the device, and the tolerance.
 
-    The plan must have been made in this process, not loaded.
-    """
+    The plan must have been made in this process, not loaded."""
     step, schedule = plan.solved
     account, problem = plan.account, step.seen.problem
     held = set(held_storages(problem, schedule))

@@ -48,10 +48,10 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     all runs are against a float64 step of a copy that draws the plain step's random numbers. In fp16 the loss is
     scaled, from 65,536 down until all gradients are finite.
 
-    Every run starts from the same parameters, buffers and random state, and has the same meter. The optimised model
-    runs once before, so that planning and compiling are not measured. The values of that run are compared as well: each
-    difference and error of the optimised model is the larger one of its two runs, with a note where they differ.
-    Afterwards gradients, buffers and random states are as they were, also when a step fails.
+    Every run starts from the same parameters, buffers and random state, and is measured in the same way. The optimised
+    model runs once before, so that planning and compiling are not measured. The values of that run are compared as
+    well: each difference and error of the optimised model is the larger one of its two runs, with a note where they
+    differ. Afterwards gradients, buffers and random states are as they were, also when a step fails.
 
     Peaks count everything on the device (see `measure_peak`) except what the comparison itself keeps. The optimizer
     does not step; its state counts where it exists.
@@ -116,7 +116,10 @@ def _runs(
         beside = () if first is None else (first,)
         ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
     if first is None:
-        notes.append("the first run is not compared: with the first loss scale its gradients are not finite")
+        notes.append(
+            "the first run of the optimised model is not compared, since its gradients are not finite with the "
+            "initial loss scale"
+        )
     elif not _same(first, ours[0]):
         notes.append("the first run of the optimised model gives other values than the second one")
     with values_restored(tensors), containers_restored(call):
@@ -207,7 +210,7 @@ def _furthest(losses: Sequence[float], plain: float) -> float:
 def verify(model: nn.Module, batch: Any) -> Comparison:
     """Train one planned and one plain step from the same state, which is then restored.
 
-    The plain step takes the memory that it takes: this needs room above the budget.
+    The plain step is not held to the budget: the device needs memory for it.
 
     Raises:
         GradientMismatchError: loss, gradients or buffers differ by more than the plan's precision explains. It names
@@ -231,9 +234,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
 
 
 def wrong_gradients(accuracy: Accuracy, limit: float, share: float) -> dict[str, float]:
-    """The relative error of each gradient that is wrong, by the parameter's name. All of them together may be off by
-    `limit`, as a fraction of the norm of all gradients, and one by `share` of that. If only the sum is too large, it is
-    there as "all parameters together"."""
+    """The relative error of each gradient that is wrong, by parameter name. The error of all gradients together may be
+    up to `limit`, as a fraction of the norm of all of them, and that of a single one up to `share` of that. If only the
+    sum is too large, its error is under "all parameters together"."""
     return {
         error.name: error.relative
         for error in accuracy.gradients
@@ -257,7 +260,7 @@ def _message(
     nearest = last_read(model, plan, wrong)
     if wrong:
         name, place = nearest or (max(wrong, key=lambda one: wrong[one]), "")
-        of = f"of {len(wrong)} parameters, nearest to the loss that of {name}"
+        of = f"of {len(wrong)} parameters, of which {name} is nearest to the loss"
         parts.append(f"the gradients {of}, by {wrong[name]:.1e}{place}")
     if buffers:
         parts.append(f"the buffers {', '.join(buffers[:3])}")
@@ -269,11 +272,10 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """The parameter, among those with these names, that the forward reads last; and the operator that reads it, with
-    its source line. None where the plan has no graphs or the graphs read none of them.
+    """Of the parameters with these names, the one that the forward reads last, and the operator that reads it, with its
+    source line. None where the plan has no graphs or the graphs read none of them.
 
-    Of all wrong gradients the backward computes this one first, so that what is wrong lies behind this operator.
-    """
+    The backward computes its gradient first, so the fault is in or after this operator."""
     captured = plan.captured if plan is not None else None
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for joint in reversed(captured.regions if captured is not None else ()):

@@ -78,8 +78,8 @@ def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference,
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step of the optimised model against a step of the plain model with the same state, batch and random numbers,
-    and the errors of both, and of torch.autocast, against a reference."""
+    """A step of the optimised model compared with one of the plain model from the same state, batch and random numbers,
+    and the errors of both, and of a step under torch.autocast, against a reference."""
 
     plain: Run
     optimized: Run

@@ -39,7 +39,8 @@ _NOTABLE = 0.1
 
 @dataclass(frozen=True)
 class MemoryLock:
-    """The figures of a step, and the rows that they are made of."""
+    """The figures of a training step (peaks and smallest budget in bytes, added time as a fraction), and the rows that
+    they are made of, to be compared with later versions of the step."""
 
     model: str
     device: str
@@ -58,11 +59,10 @@ class MemoryLock:
 
 
 def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
-    """The lock of a training step as `memopt.plan` plans it: nothing runs, and the model may live on "meta".
+    """The memory lock of a training step as `memopt.plan` plans it: nothing runs, and the model may be on "meta".
 
     Raises `BudgetError` where the step does not fit; with `enlarged`, it is planned for the smallest budget that works
-    and 2% more instead.
-    """
+    and 2% more instead."""
     check_torch()
     session = Session(model, options)
     try:
@@ -91,7 +91,7 @@ def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarg
 
 @dataclass(frozen=True)
 class Culprit:
-    """A line of code that made a step grow, and the modules that it is run by, which differ in their numbers only."""
+    """A line of code that made a step grow, and the modules in which it runs; their paths differ in numbers only."""
 
     modules: tuple[str, ...]
     operators: tuple[str, ...]
@@ -116,8 +116,8 @@ def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class LockCheck:
-    """A lock beside what the same step holds now. `str` gives a table of the figures, and below it the lines that made
-    them grow."""
+    """A memory lock compared with what the same step holds now. `str` gives a table of the figures, and below it the
+    lines that made them grow."""
 
     locked: MemoryLock
     now: MemoryLock
@@ -137,8 +137,8 @@ class LockCheck:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The packages whose versions are others now, and the user's files whose contents are; with those that have no
-        part in the step any more."""
+        """What has changed since the lock: packages with other versions, and files of the user's with other contents or
+        that are no longer part of the step."""
         old, new = self.locked, self.now
         versions = (
             f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}"
@@ -152,9 +152,9 @@ class LockCheck:
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """The lines that make the step hold more, in the order of the step: those that make more bytes than before or
-        are no longer under activation checkpoints. If there are none, the lines of which more is alive at the first
-        peak that grew, or, for the added time, is recomputed."""
+        """The lines of code that make the step hold more, in the order of the step: those that make more bytes than
+        before or are no longer under activation checkpoints. If there are none: those of which more is alive at the
+        first peak that grew, or, for the added time, is recomputed."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:

@@ -18,8 +18,8 @@ from passes.graphs.node_facts import is_tangent, module_path
 
 @dataclass(frozen=True)
 class LockedRow:
-    """What one line of code makes by calls of one operator, in all modules where it makes the same; bytes and seconds
-    are those in one module. Parameters and inputs are listed at the line that reads them first."""
+    """The memory that one line of code allocates by calls of one operator, in all modules where it allocates the same;
+    bytes and seconds are those of one module. Parameters and inputs are listed at the line that reads them first."""
 
     modules: tuple[str, ...]
     """Paths of the modules, which differ in their numbers only; "" for what belongs to no module."""
@@ -43,7 +43,7 @@ class LockedRow:
 
     @property
     def pattern(self) -> str:
-        """The path of the modules, with * for numbers."""
+        """The path of the modules, with * in place of numbers."""
         return re.sub(r"(?<![^.])\d+(?![^.])", "*", self.modules[0])
 
 

@@ -63,8 +63,7 @@ def measured(
     """Run and measure a step from the state `start`, with the forward in the context that `context` makes and the loss
     multiplied by `scale`.
 
-    The bytes that `start` and earlier steps (`beside`) hold are left out of the peak.
-    """
+    The bytes that `start` and the results of earlier steps (`beside`) hold are not part of the peak."""
     start.restore()
     gc.collect()
     kept = (tensor for step in beside for tensor in (*step.gradients.values(), *step.buffers.values()))
@@ -77,8 +76,8 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step that plans and compiles, without measuring peak and seconds. With fp16 as `low`, the first loss scale
-    is used; None if the gradients are not finite with that."""
+    """Run a step in which the model is planned and compiled; peak and seconds are not measured. With fp16 as `low`, the
+    largest loss scale is used, and None is returned if gradients are not finite with it."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(Run(train(call, scale), 0, 0.0, scale), start)
@@ -117,8 +116,8 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A measured step of the plain model under autocast in the dtype `low`. None where `low` is None, or, with a
-    further note, where the model does not run so."""
+    """A measured step of the plain model under autocast in the dtype `low`. None where `low` is None, or where the
+    model does not run so; the reason is then added to `notes`."""
     if low is None:
         return None
     try:
@@ -129,8 +128,8 @@ def autocast_step(
 
 
 def train(call: Callable[[], Any], scale: float = 1.0, context: Context = nullcontext) -> float:
-    """Run a forward, in the context that `context` makes, and its backward, and hold the outputs meanwhile, as training
-    loops do. Returns the loss, without `scale`."""
+    """Run a forward, in the context that `context` makes, and its backward with the loss times `scale`, while holding
+    the outputs, as training loops do. Returns the loss, without `scale`."""
     with context():
         output = call()
     loss = scalar_loss(output)
@@ -160,11 +159,10 @@ class _Phase:
 
 
 class PhaseMeter:
-    """Meters allocations and frees of its `with` block on `device`; each `end_phase()` ends a phase.
+    """Measures allocations and frees of its `with` block on `device`, divided into phases by `end_phase()`.
 
-    On the CPU, the frees that are seen are those of memory allocated in the block and of memory that Python tensors
-    hold at its start (see `measure_peak`). On CUDA the allocator's own statistics are read, and its peak is reset.
-    """
+    On the CPU, frees are seen of memory allocated in the block and of memory that Python tensors hold at its start (see
+    `measure_peak`). On CUDA the allocator's own statistics are read, and its peak is reset."""
 
     def __init__(self, device: torch.device) -> None:
         self.phases: tuple[_Phase, ...] = ()
@@ -187,7 +185,7 @@ class PhaseMeter:
         return self
 
     def end_phase(self) -> None:
-        """End the present phase; the next one begins with the bytes that it leaves."""
+        """End the current phase; the next one begins with the bytes that it leaves."""
         kind = device_of(self._device)
         if not kind.caching:
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)

@@ -47,8 +47,8 @@ class GradientError:
 
     @property
     def counts(self) -> bool:
-        """Whether the reference gradient is more than rounding around zero. That of a key's bias in attention is
-        not."""
+        """Whether the reference gradient is more than rounding noise around zero. The gradient of a key projection's
+        bias in attention is not."""
         return self.share > ROUNDING
 
 
@@ -64,12 +64,13 @@ class Accuracy:
 
     @property
     def worst(self) -> GradientError | None:
-        """The gradient with the largest relative error of those that count; None without any gradient."""
+        """The gradient with the largest relative error, among those that are more than rounding noise
+        (`GradientError.counts`); None without any gradient."""
         return next(iter(self.worst_first), None)
 
     @property
     def worst_first(self) -> tuple[GradientError, ...]:
-        """The gradients by their relative error, largest first; those that do not count come last."""
+        """The gradients by relative error, largest first; those that are only rounding noise come last."""
         return tuple(sorted(self.gradients, key=lambda error: (not error.counts, -error.relative)))
 
     @classmethod
@@ -151,9 +152,8 @@ def float64_step(
     Operators that the model tells to compute in fp32 compute in float64 too. Random numbers are drawn in fp32, so that
     they are those of a plain step, which leaves the generators in the states `after`. The model itself is not changed.
 
-    Where the model cannot be copied or run in float64, or drew other random numbers, it returns the reason as a text
-    that continues "since …".
-    """
+    Where the model cannot be copied or run in float64, or drew other random numbers, the reason is returned, as the end
+    of a sentence that begins with "since"."""
     device = next(model.parameters()).device
     try:
         twin = copy.deepcopy(model).double()

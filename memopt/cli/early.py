@@ -83,8 +83,8 @@ def check_early(model: str, device: str | None, budget: str | None) -> None:
 
 
 def known_card(name: str) -> str:
-    """The name of a card in the hardware table, from a spelling such as "RTX 4090" or "4090". Raises `UsageError` where
-    no card or several are meant."""
+    """The name of a card in the hardware table, for a spelling such as "RTX 4090" or "4090". Raises `UsageError` where
+    it fits no card or several."""
     wanted = _plain(name)
     plain = {_plain(known): known for known in CARDS}
     if wanted in plain:

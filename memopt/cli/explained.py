@@ -23,9 +23,8 @@ def explain_file(job: Job, op: str | None) -> bool:
     """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot; returns whether it
     is.
 
-    Raises `PlanFileError` and `SnapshotError` for a damaged file, and `UsageError` where there is no file or further
-    options are given, which a file has no use for.
-    """
+    Raises `PlanFileError` and `SnapshotError` for a damaged file, and `UsageError` where the file does not exist or
+    options are given that apply to models only."""
     path = Path(job.model)
     is_plan = path.suffix == ".json" and _is_plan(path)
     if not is_plan and path.suffix not in (".pickle", ".pkl"):
@@ -59,10 +58,10 @@ def history_figures(history: MemoryHistory) -> dict[str, Any]:
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
     """What filled the card, as sentences and tables: by kind of memory, then by function and line; and what memopt
-    would do about it."""
+    would do about each kind."""
     end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
     if history.missing_bytes is not None:
-        end = f"it died for want of {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"
+        end = f"it ran out of memory for {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"
     whole = sum(history.rows.values()) or 1
     rows = new_table("What filled the card", "row", right=("bytes", "share"))
     for row, nbytes in history.rows.items():

@@ -21,7 +21,8 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and one sentence about it; for a refusal, lines with the ways out follow."""
+    """The exit code for an error, and the text to print: one sentence; for a refusal, the ways out follow in further
+    lines."""
     code, sentence = _failure(error)
     return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 
@@ -67,8 +68,8 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context in which libraries log and warn nothing: they print tracebacks of errors that are reported anyway.
-    memopt's own warnings are printed in one line each."""
+    """Context in which other libraries log and warn nothing, since they print tracebacks of errors that are reported
+    anyway. memopt's own warnings are printed on one line each."""
 
     def one_sentence(message: Warning | str, _category: object, filename: str, *_: object, **__: object) -> None:
         if Path(filename).is_relative_to(Path(__file__).parents[1]):
@@ -88,9 +89,9 @@ def quiet() -> Iterator[None]:
 def ended_by_interrupts() -> Iterator[None]:
     """Context in which Ctrl-C ends the process at once, with one sentence.
 
-    A `KeyboardInterrupt` would not do: raised within a finalizer or a callback it is printed and forgotten, and raised
-    within an import it can become another error. Files are written whole or not at all, so none is left broken.
-    """
+    A `KeyboardInterrupt` does not suffice: raised within a finalizer or a callback it is printed and ignored, and
+    raised within an import it can become another error. Files are written whole or not at all, so none is left
+    broken."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

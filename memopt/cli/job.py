@@ -84,8 +84,8 @@ _ARGUMENTS = (
     ),
     click.option(
         "--host-gb", metavar="GB",
-        help="Host memory that the plan may use. Frozen parameters may lie there, too, unless --allow says otherwise, "
-        "which takes plain operators (--backend aten).",
+        help="GB of host memory that the plan may use. Without --allow it may hold frozen "
+        "parameters too (offload_parameters), with the backend aten.",
     ),
     click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
     click.option(
@@ -120,8 +120,8 @@ class Job:
     debug: bool = field(default=False, repr=False)
 
     def prepare(self) -> Prepared:
-        """Read the options, build the model without memory, and find its inputs. Raises `UsageError` for what cannot be
-        used."""
+        """Read the options, build the model on "meta", and determine its inputs. Raises `UsageError` for a value that
+        cannot be used."""
         with stage(f"loading {self.model}"):
             return self._prepare()
 
@@ -148,7 +148,7 @@ class Job:
         return Prepared(build, model, with_defaults(model, shapes), budget, options)
 
     def options(self) -> PlanOptions:
-        """The options of `memopt.plan`, without the device. Raises `UsageError` for what cannot be used."""
+        """The options for `memopt.plan`, without the device. Raises `UsageError` for a value that cannot be used."""
         from memopt.cli.names import named_function
 
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "effort": self.effort}

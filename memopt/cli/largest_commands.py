@@ -46,7 +46,7 @@ def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: f
         return shape.with_sizes((size, *shape.sizes[1:])) if shape.sizes[0] == batch else shape
 
     limits = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
-    _show_largest(job, prepared, "batch", sized, memopt.max_batch, limits, "--at-most asks for no more; more may fit")
+    _show_largest(job, prepared, "batch", sized, memopt.max_batch, limits, "the search ends at --at-most; more may fit")
 
 
 @click.command("max-length", short_help="Find the longest sequence that fits.")

@@ -23,8 +23,8 @@ class _LockFile:
 
 
 def write_lock(job: Job, path: str) -> None:
-    """Write the lock of the step that a job describes to a file, and show its figures. Raises `UsageError`, and what
-    `memopt.plan` raises."""
+    """Write the memory lock (the recorded memory and time) of the step that a job describes to a file, and show its
+    figures. Raises `UsageError`, and what `memopt.plan` raises."""
     card = card_named(job.device) or hardware_of(device_here()).name
     # A later check plans the same on any machine.
     job = replace(job, device=card, budget_gb=f"{budget_gb(job.budget_gb, card):.17f}")
@@ -37,8 +37,8 @@ def write_lock(job: Job, path: str) -> None:
 
 
 def check_lock(job: Job, path: str) -> int | None:
-    """Plan the step of a lock's file again, and show its figures beside those in the file, and why they grew. Returns
-    the exit code of `memopt check --lock`. Raises `UsageError` if `job`, too, names a step."""
+    """Plan the step of a lock file again, and show its figures next to those in the file, and why they grew. Returns
+    the exit code of `memopt check --lock`. Raises `UsageError` if `job` names a step of its own."""
     if _named_by(job) != Job(model=""):
         raise UsageError(f"{path} names the model and its options: leave out MODEL and all options but --json")
     kept = load(path, _LockFile, "lock", "make it with memopt lock")

@@ -75,11 +75,10 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
 
 
 def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
-    """A function that makes the model of `build` frozen and in that dtype, with LoRA adapters of that rank in fp32 on
+    """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters of rank `rank` in fp32 on
     its linear layers.
 
-    Raises `UsageError` without peft.
-    """
+    Raises `UsageError` without peft."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -231,10 +230,10 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None for no name and for the words in `HERE`, which mean the device of this machine.
+    "rtx4090" it is "rtx-4090". None means the device of this machine: for no name, and for words such as "cuda".
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for such a word without a card.
-    """
+    Raises `UsageError` for an unknown name, for one that several cards have, and for such a word on a machine without a
+    card."""
     if name is None:
         return None
     if name.lower() in HERE:

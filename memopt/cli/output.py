@@ -43,8 +43,8 @@ def show(*parts: RenderableType) -> None:
 
 
 def in_columns(text: str, file: TextIO) -> str:
-    """The text with its sentences broken between words, to fit the columns of `file`; indented lines, as those of
-    tables, remain as they are."""
+    """The text wrapped between words to the columns of `file`; indented lines, such as those of tables, stay as they
+    are."""
     width = columns(file)
     lines = (
         [line] if line.startswith(" ") else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
@@ -59,8 +59,8 @@ def show_json(figures: Any) -> None:
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise `UsageError` where the file of an option cannot be written, so that nothing is planned in vain. None is no
-    file."""
+    """Raise `UsageError` where the file given for an option cannot be written, before time is spent on planning. Does
+    nothing for None."""
     if file is None:
         return
     folder = Path(file).parent

@@ -31,7 +31,7 @@ PRIVATE_NAMES = (
 
 
 class Fate(Enum):
-    """The use that the running backward pass makes of the gradient of a leaf."""
+    """What the running backward pass does with the gradient of a leaf."""
 
     ACCUMULATED = "added to its .grad"
     RETURNED = "returned by torch.autograd.grad"
@@ -39,12 +39,12 @@ class Fate(Enum):
 
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
-    """The use that the running backward pass will make of a leaf's gradient. To be called inside a backward pass."""
+    """What the running backward pass will do with a leaf's gradient. To be called inside a backward pass."""
     return fate_at(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def fate_at(node: Any) -> Fate:
-    """The use that the running backward pass will make of the gradient of the leaf whose node this is."""
+    """What the running backward pass will do with the gradient of the leaf that `node` accumulates."""
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
@@ -52,8 +52,8 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the backward that is running will run an autograd node; False for None. Not to be asked of the nodes that
-    accumulate gradients into leaves."""
+    """Whether the running backward will run an autograd node; False for None. Not for the nodes that accumulate
+    gradients into leaves."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 
@@ -61,9 +61,8 @@ def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
     """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
     what autograd does with its gradient; None and `RETURNED` where it was no leaf.
 
-    This is asked in every backward for all inputs at once: a call for each input would take longer than the rest of
-    memopt's work there.
-    """
+    Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than the
+    rest of memopt's work there."""
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
     executes = torch._C._will_engine_execute_node
@@ -79,9 +78,9 @@ def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
 
 
 def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
-    """Note in an autograd node's metadata which of its outputs have a gradient in the running backward. `outputs` holds
-    pairs of an edge (the node and the number of its output) and a gradient or None. Nothing is noted if the edges are
-    of several nodes, or their numbers are not ascending."""
+    """Record in an autograd node's metadata which of its outputs have a gradient in the running backward. `outputs` has
+    pairs of an edge (the node and the number of its output) and a gradient or None. Nothing is recorded if the edges
+    are of several nodes, or their numbers are not ascending."""
     nodes, numbers = {id(node) for (node, _), _ in outputs}, [number for (_, number), _ in outputs]
     if len(nodes) == 1 and numbers == sorted(set(numbers)):
         (node, _), _ = outputs[0]
@@ -89,8 +88,8 @@ def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
 
 
 def reached_outputs() -> tuple[bool, ...] | None:
-    """For the autograd node that runs, whether each output has a gradient, as `note_reached` noted it; None where it
-    noted nothing."""
+    """For the autograd node that runs, whether each output has a gradient, as `note_reached` recorded it; None where it
+    recorded nothing."""
     node = current_node()
     return None if node is None else node.metadata.get(_REACHED)
 
@@ -106,14 +105,14 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def stops_recomputation(error: Exception) -> bool:
-    """Whether an exception is the one by which `torch.utils.checkpoint` ends its second run of a function early, once
-    that has recomputed all that the backward reads."""
+    """Whether an exception is the one with which `torch.utils.checkpoint` ends the second run of its function early,
+    when everything that the backward reads has been recomputed."""
     return isinstance(error, checkpoint._StopRecomputationError)
 
 
 def pass_over(node: Any) -> None:
-    """Have the running backward pass not run an autograd function in Python, from whose node it would go on: its inputs
-    get no gradients from it. Later backward passes run it."""
+    """Make the running backward pass skip `node`, that of an `autograd.Function`: its inputs get no gradients from it.
+    Later backward passes run it."""
     backward = current_backward()
 
     def run(name: str, *gradients: object) -> Any:
@@ -169,7 +168,7 @@ def is_batched(value: object) -> bool:
 
 @contextmanager
 def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A block after which the `.grad` of each leaf that `outputs` depend on is again the tensor that it was before."""
+    """A block after which each leaf that `outputs` depend on has the same tensor as `.grad` as before it."""
     leaves = [(leaf, leaf.grad) for leaf in leaves_of(outputs)]
     try:
         yield
@@ -179,21 +178,21 @@ def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The leaves with gradients that tensors depend on, each once."""
+    """The leaves that require gradients and that the outputs depend on, each once."""
     for node in _nodes_of(outputs):
         if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             yield leaf
 
 
 def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the tensors that have autograd nodes, and that none of the `ends` was computed from."""
+    """Those of the tensors that have an autograd node which a backward from `ends` does not run."""
     passed = set(_nodes_of(ends))
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 
 
 def next_node_number() -> int:
-    """A number above those of the autograd nodes that this thread has made, and below those of nodes that it will make.
-    To be called with gradients enabled."""
+    """A number greater than those of the autograd nodes that this thread has made, and smaller than those of nodes that
+    it will make. To be called with gradients enabled."""
     node: Any = torch.ones((), requires_grad=True).clone().grad_fn
     return int(node._sequence_nr())
 
@@ -229,8 +228,8 @@ def _reached_from(
 
 
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """The autograd nodes that a backward from these tensors or edges runs, in its order, and the nodes at which the
-    walk ends. It goes on from each node for which `is_end` is false; nodes of leaves are in neither list."""
+    """The autograd nodes that a backward from `roots` (tensors or edges) runs, in its order, and the nodes at which the
+    search stops: those for which `is_end` is true. Nodes of leaves are in neither list."""
     left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen: set[Any] = {None}
     nodes, ends = list[Any](), list[Any]()
@@ -247,7 +246,8 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def received_bytes(node: Any, number: int) -> int:
-    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where they are not known."""
+    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where they are not known in
+    advance."""
     try:
         metadata = node._input_metadata[number]
         return math.prod(map(int, metadata.shape)) * int(metadata.dtype.itemsize)
@@ -256,21 +256,21 @@ def received_bytes(node: Any, number: int) -> int:
 
 
 def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
-    """From now on, call `listener` with the tensors, or edges, at which each backward of the process starts. It takes
-    the place of the listener before; with None there is no listener any more."""
+    """From now on, call `listener` with the tensors, or edges, at which each backward of the process starts. It
+    replaces the listener set before; None removes it."""
     _listeners[:] = [] if listener is None else [listener]
     _tell()
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """As long as `watcher` lives, call its `before_backward` at each backward of the process, and add what it returns
-    to the gradients that are asked for."""
+    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add what that
+    returns to the gradients that the backward computes."""
     _watchers.add(watcher)
     _tell()
 
 
 class Addition(NamedTuple):
-    """What is missing in a gradient that is asked for, where autograd alone would not find all of it."""
+    """The part of a requested gradient that autograd alone would not compute, and how the total is made from both."""
 
     edges: Sequence[Any]
     """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""
@@ -281,7 +281,7 @@ class Addition(NamedTuple):
 
 class Watcher(Protocol):
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
-        """Called with the tensors, or edges, at which a backward starts, and those whose gradients are asked for.
+        """Called with the tensors, or edges, at which a backward starts, and those whose gradients it is to compute.
         Returns what has to be added to these gradients, by position in `inputs`."""
 
 
@@ -356,14 +356,15 @@ def has_node(value: Any) -> bool:
 
 
 def edge_of(end: Any) -> tuple[Any, int]:
-    """The edge of the autograd graph that a tensor, or an edge, stands for: a node and the number of its output."""
+    """The edge of the autograd graph (a node and the number of its output) that a tensor has, or that `end` is
+    itself."""
     edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
     return edge.node, edge.output_nr
 
 
 def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any, int]]:
-    """The edges of the autograd graph (a node and the number of its output) that a backward takes from these tensors or
-    edges. It does not go on from the nodes in `ends`."""
+    """The edges of the autograd graph (a node and the number of its output) that a backward from `starts` (tensors or
+    edges) goes through. It stops at the nodes in `ends`."""
     seen = set(map(edge_of, starts))
     for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
         seen.update(edge for edge in node.next_functions if node not in ends)
@@ -371,8 +372,8 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of autograd functions in Python, such as those of regions, at a node: itself if it is one, else those
-    next to it, as behind an operator in place on a region's output (`CopyBackwards`)."""
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else its neighbours
+    that are, as where an in-place operator on a region's output put a node in front (`CopyBackwards`)."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node
     else:

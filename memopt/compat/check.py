@@ -70,8 +70,8 @@ def check() -> None:
 
 
 def missing_names(error: ImportError) -> TorchNamesError:
-    """The error that names all that modules of memopt import from torch and that this torch lacks. `error` is the
-    failure that was met first."""
+    """The error that lists all names that modules of memopt import from torch and this torch lacks. `error` is the
+    first `ImportError`."""
     found = [str(error)]
     for info in iter_modules([str(Path(__file__).parent)], "memopt.compat."):
         try:

@@ -66,7 +66,7 @@ def check_wrapper(wrapper: DistributedDataParallel) -> None:
     if anything._delay_all_reduce_all_params:
         raise ValueError(
             "DistributedDataParallel(delay_all_reduce_named_params=…) with all parameters runs the model's forward "
-            "past its plan; leave the option out"
+            "without its plan; leave the option out"
         )
     if anything._use_python_reducer:
         raise ValueError(
@@ -95,19 +95,17 @@ def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
 
 
 def is_bucket_view(gradient: torch.Tensor) -> bool:
-    """Whether a `.grad` lies in one of DDP's buckets, as with `gradient_as_bucket_view`: gradients that autograd makes
-    are no views."""
+    """Whether a `.grad` is a view of one of DDP's buckets, as with `gradient_as_bucket_view`; gradients that autograd
+    makes are no views."""
     anything: Any = gradient
     return bool(anything._is_view())
 
 
 class ReducerHooks:
-    """The hooks that tell a wrapper's reducer when a gradient is accumulated, moved from C++ to Python.
+    """The hooks that notify a wrapper's reducer of each accumulated gradient, in Python in place of DDP's own in C++.
 
-    They do what DDP's own did: after autograd has accumulated a gradient, the gradient goes into its bucket, and a full
-    bucket is exchanged. In addition, `ready` does so earlier, in the middle of a backward, and the hook then does
-    nothing for that parameter in that backward.
-    """
+    They do what DDP's own do: the gradient goes into its bucket, and a full bucket is exchanged. In addition, `ready`
+    does so earlier, in the middle of a backward; the hook then does nothing for that parameter in that backward."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         anything: Any = wrapper
@@ -132,8 +130,8 @@ class ReducerHooks:
 
     @property
     def addresses(self) -> frozenset[int]:
-        """The addresses of the buckets that gradients are known to be views of; kept after the gradients are gone,
-        since Python may still hold these views."""
+        """The addresses of the buckets that gradients were found to be views of; they stay after the gradients are
+        freed, since Python may still hold these views."""
         return frozenset(self._addresses.values())
 
     def belong_to(self, wrapper: DistributedDataParallel) -> bool:
@@ -145,7 +143,7 @@ class ReducerHooks:
         return id(parameter) in self._numbers
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Have the parameter's `.grad` go into its bucket now, in the running backward."""
+        """Put the parameter's `.grad` into its bucket now, in the running backward."""
         number = self._numbers[id(parameter)]
         self._ready[number] = current_backward()
         self._tell(number)
@@ -162,7 +160,8 @@ class ReducerHooks:
             accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
 
     def after_accumulation(self, number: int) -> None:
-        """Tell the reducer of the gradient of this parameter, unless `ready` has done so in this backward."""
+        """Notify the reducer that the gradient of parameter `number` is complete, unless `ready` has done so in this
+        backward."""
         if self._ready.pop(number, None) != current_backward():
             self._tell(number)
 
@@ -173,8 +172,8 @@ class ReducerHooks:
             self._note(number)
 
     def note_at_end(self) -> None:
-        """Have the addresses of buckets looked up at the end of the running backward. In the first backward of a static
-        graph, all gradients become views only there, by a callback that DDP has queued before."""
+        """Look up the addresses of buckets when the running backward ends. In the first backward of a static graph, all
+        gradients become views only then, by a callback that DDP has queued before."""
         if self.views and self._noted != current_backward():
             self._noted = current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
@@ -200,7 +199,7 @@ _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReducerHooks] = weakr
 
 
 def reducer_hooks(wrapper: DistributedDataParallel) -> ReducerHooks:
-    """The hooks of a wrapper, made at the first call; made anew once the wrapper has another reducer."""
+    """The hooks of a wrapper, cached; new ones once the wrapper has another reducer."""
     hooks = _hooks.get(wrapper)
     if hooks is None or not hooks.belong_to(wrapper):
         hooks = _hooks[wrapper] = ReducerHooks(wrapper)

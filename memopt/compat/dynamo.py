@@ -60,14 +60,14 @@ _ERRORS = {
 
 
 def fails_to_compile(failure: BaseException) -> bool:
-    """Whether an error was raised while Dynamo compiled, and in code of torch's: not in the model's or memopt's."""
+    """Whether an error was raised while Dynamo compiled, and by torch's own code, not the model's or memopt's."""
     files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(failure.__traceback__)]
     return any(file.endswith("torch/_dynamo/convert_frame.py") for file in files) and "/torch/" in files[-1]
 
 
 def changes_objects() -> bool:
-    """Whether the code that Dynamo traces leaves Python objects changed that were there before: attributes, elements of
-    containers, global variables. It is asked in Dynamo's backend; elsewhere it is not known, and the answer is yes."""
+    """Whether the code that Dynamo traces changes Python objects that existed before: attributes, elements of
+    containers, global variables. To be called in Dynamo's backend; elsewhere it is not known, and True is returned."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
@@ -110,15 +110,14 @@ def __getattr__(name: str) -> Any:
 def capture_settings() -> Iterator[None]:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
-    Sizes and scalars that depend on data become symbols of the graph. Past the limit of recompilations there is an
-    error instead of an eager run, which would exceed the budget. Derivatives that the code takes itself are calls in
+    Sizes and scalars that depend on data become symbols of the graph. Beyond the limit of recompilations an error is
+    raised instead of an eager run, which could exceed the budget. Derivatives that the code takes itself are calls in
     the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
     the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
-    itself it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
-    3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient.
-    """
+    default it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
+    3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient."""
     import torch._dynamo.config as dynamo_config
 
     check()
@@ -166,17 +165,16 @@ def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]],
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is at work. Unlike `torch.compiler.is_exporting()`, which torch 2.11 takes for true while
-    Dynamo traces for `torch.compile`, this is false there."""
+    """Whether `torch.export` is running. Unlike `torch.compiler.is_exporting()`, which in torch 2.11 is also True while
+    Dynamo traces for `torch.compile`, this is False then."""
     return torch.compiler._is_exporting_flag
 
 
 def keep_nodes(graph_module: fx.GraphModule) -> None:
-    """Keep the nodes of the graph that Dynamo passes to a backend after the compilation, also where the backend raises
-    an error.
+    """Prevent Dynamo from erasing the nodes of the graph that it passed to a backend once the compilation is over, also
+    where the backend raises an error.
 
-    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again.
-    """
+    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again."""
     vars(graph_module.graph)["_clear_nodes"] = _clear_nothing
 
 
@@ -205,16 +203,16 @@ def compile_with(
 class SeenSizes:
     """The sizes that Dynamo saw in the calls of one compiled function; those that differ become symbols.
 
-    By itself Dynamo notes them for the whole process, by the code in which an input is first used: that of a layer or
-    of the model's class. What another model was called with would then make symbols of sizes that never change.
-    """
+    By default, Dynamo records them for the whole process, by the code in which an input is first used: that of a layer
+    or of the model's class. Sizes that never change in this model would become symbols because another model was called
+    with other ones."""
 
     def __init__(self) -> None:
         self._noted: Any = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context, within `capture_settings`, in which Dynamo notes the sizes of calls in this object."""
+        """Context, within `capture_settings`, in which Dynamo records the sizes of calls in this object."""
         from torch._dynamo import pgo
 
         state: Any = pgo
@@ -227,7 +225,7 @@ class SeenSizes:
 @contextmanager
 def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
     """Context in which Dynamo, where it captures a call, makes symbols of the sizes of these dimensions of tensors,
-    unless the code insists on a size. Afterwards the tensors have the marks that they had before."""
+    unless the code requires one value. Afterwards the tensors have the marks that they had before."""
     from torch._dynamo import maybe_mark_dynamic
 
     chosen = list(places)
@@ -246,9 +244,9 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
 
 @contextmanager
 def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which these tensors lack the marks of dimensions that compiled code leaves on tensors that it saves or
-    returns, inputs among them, where a size was a symbol in it. Because of a mark Dynamo would make a symbol of that
-    size in every later capture, of other models too."""
+    """Context in which these tensors lack the marks that compiled code leaves on the dimensions of tensors that it
+    saves or returns, inputs included, where a size was a symbol. Dynamo would otherwise make a symbol of that size in
+    every later capture, of other models too."""
     hidden = [(tensor, vars(tensor).pop(_PROPAGATED, None)) for tensor in tensors]
     try:
         yield
@@ -278,13 +276,12 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
-    """Empties Dynamo's cache of every code object whose compilations all come from backends for which `is_dead` is
+    """Empty Dynamo's cache of every code object all of whose compilations come from backends for which `is_dead` is
     true.
 
     Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
     for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while
-    Dynamo compiles.
-    """
+    Dynamo compiles."""
     from torch._dynamo.convert_frame import input_codes
 
     frames: Any = torch._C._dynamo.eval_frame
@@ -295,8 +292,8 @@ def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
 
 
 def forget_skipped() -> None:
-    """Have Dynamo try again to capture code that it has given up on. Where the user's code raised an exception while it
-    was captured, Dynamo skips that code in all later calls. Not to be called while Dynamo compiles."""
+    """Make Dynamo try again to capture code that it has given up on: where the user's code raised an exception while
+    being captured, Dynamo skips it in all later calls. Not to be called while Dynamo compiles."""
     from torch._dynamo.convert_frame import input_codes
 
     frames: Any = torch._C._dynamo.eval_frame
@@ -308,9 +305,8 @@ def forget_skipped() -> None:
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
     """Whether any code object has several compilations by backends for which `is_ours` is true.
 
-    If a compilation broke the graph inside of a function that it called, its guards do not cover what that function
-    looked at. Dynamo tries the latest compilation first, so that one may run where an earlier one ran before.
-    """
+    If a compilation broke the graph inside of a called function, its guards do not cover what that function read.
+    Dynamo tries the latest compilation first, so it may run where an earlier one ran before."""
     from torch._dynamo.convert_frame import input_codes
 
     frames: Any = torch._C._dynamo.eval_frame
@@ -322,10 +318,9 @@ def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes contexts in which the region that Dynamo now lowers can be lowered once more, later.
+    """A function that makes contexts in which the region that Dynamo now compiles can be compiled again later.
 
-    To be called inside a Dynamo backend.
-    """
+    To be called inside a Dynamo backend."""
     context: Any = torch._guards.TracingContext.get()
     return lambda: torch._guards.tracing(context)
 
@@ -338,6 +333,6 @@ def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
 
 
 def copy_source(source: fx.Node, copy: fx.Node) -> None:
-    """Gives the placeholder `copy` the origin (argument, attribute) that Dynamo noted on the placeholder `source`."""
+    """Give the placeholder `copy` the origin (argument, attribute) that Dynamo recorded on the placeholder `source`."""
     anything: Any = copy
     anything._dynamo_source = getattr(source, "_dynamo_source", None)

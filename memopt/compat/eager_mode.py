@@ -74,10 +74,9 @@ def eager_kernels() -> Iterator[None]:
 
 
 def dead_draws_kept() -> AbstractContextManager[None]:
-    """Context in which random operators without readers are left in traced graphs, since they advance the generator.
+    """Context in which random operators without readers stay in traced graphs, since they advance the generator.
 
-    Torch reads inductor's setting `fallback_random` for this while it traces, whatever the backend.
-    """
+    For this, torch reads inductor's setting `fallback_random` while it traces, whatever the backend."""
     import torch._inductor.config as inductor_config
 
     return inductor_config.patch(fallback_random=True)
@@ -217,7 +216,7 @@ _IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, o
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
     mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
-    captured by itself."""
+    captured anew."""
     masking, asking = map(sys.modules.get, ("transformers.masking_utils", "transformers.utils.import_utils"))
     for loaded in filter(None, (masking, asking)):
         _run_frames_eagerly(loaded)

@@ -64,9 +64,8 @@ class Resharding:
     """The blocks of a model whose parameters `fully_shard` frees (reshards) after their forward, and for how many of
     the last blocks they stay gathered until the backward instead.
 
-    Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are left as they are. The
-    last blocks stay gathered for the shortest time, since their backward comes first.
-    """
+    Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are not changed. The last
+    blocks stay gathered for the shortest time, since their backward comes first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -87,8 +86,8 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Leave the parameters of the last `count` blocks gathered from their forward to their backward, and free those
-        of the other blocks after the forward."""
+        """Make the last `count` blocks stay gathered from their forward to their backward, and the other blocks be
+        freed after their forward."""
         if count == self.count:
             return
         if not self._automatic:
@@ -99,7 +98,7 @@ class Resharding:
         self.count = count
 
     def restore(self) -> None:
-        """Leave all blocks to FSDP2, as before the first `keep`."""
+        """Undo `keep`: FSDP2 decides again when each block is freed, as before."""
         if self.count:
             self.keep(0)
         for block, automatic in zip(self.blocks, self._automatic, strict=True) if self._automatic else ():
@@ -136,9 +135,9 @@ LONGEST_S = 1.0
 
 
 def settle_gloo(model: nn.Module) -> None:
-    """Have the parts of a model that `fully_shard` was applied to wait for gloo's threads after each exchange, so that
-    its memory is free when it returns. Parts that exchange by another backend, or in a way of the user's, are left as
-    they are."""
+    """Make the modules that `fully_shard` was applied to wait for gloo's threads after each exchange, so that the
+    exchange's memory is free when it returns. Modules with another backend, or with a custom exchange of the user's,
+    are not changed."""
     for group in groups_of(model):
         if group.device.type == HOST.type and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
             gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
@@ -149,7 +148,7 @@ def settle_gloo(model: nn.Module) -> None:
 
 
 def unsettle_gloo(model: nn.Module) -> None:
-    """Undo `settle_gloo`: the sharded parts of the model communicate as FSDP2 does by itself again."""
+    """Undo `settle_gloo`: the sharded modules communicate by FSDP2's defaults again."""
     for group in groups_of(model):
         if isinstance(group._all_gather_comm, _Gather):
             group._all_gather_comm = group._all_gather_comm.usual
@@ -158,7 +157,7 @@ def unsettle_gloo(model: nn.Module) -> None:
 
 
 def gather_of(module: nn.Module) -> Any:
-    """The callable by which a part of a model that `fully_shard` was applied to gathers its own parameters."""
+    """The callable with which a module that `fully_shard` was applied to gathers its own parameters."""
     return groups_of(module, recurse=False)[0]._all_gather_comm
 
 
@@ -197,8 +196,8 @@ def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: 
 
 @contextmanager
 def settling(tensor: torch.Tensor) -> Iterator[None]:
-    """A block after which this waits until other threads hold no more references to the tensor than before it, for
-    `LONGEST_S` seconds at most."""
+    """A block at whose end this thread waits until other threads hold no more references to the tensor than before the
+    block, for `LONGEST_S` seconds at most."""
     users = _users(tensor)
     yield
     latest = time.monotonic() + LONGEST_S
@@ -269,8 +268,8 @@ def splits_backward(schedule: Any) -> bool:
 
 
 def sends_kept(schedule: Any) -> int:
-    """The number of microbatches whose tensors stay on the device after they were sent, in each direction. The handles
-    of all exchanges are held to the end of a step, but for 1F1B, which holds those of the latest two."""
+    """The number of microbatches whose tensors stay on the device after they were sent, in each direction. 1F1B holds
+    the handles of its latest two exchanges; all other schedules hold all of them to the end of a step."""
     from torch.distributed.pipelining import Schedule1F1B
 
     many = microbatches_of(schedule)

@@ -60,11 +60,10 @@ def forget_dispatches(mode: FakeTensorMode) -> None:
 
 
 def broadcast_masks() -> Replacement:
-    """A replacement of torch's rule for a fake `masked_select`: the result may have as many elements as its operands
-    broadcast to.
+    """A replacement of torch's rule for `masked_select` on fake tensors: the result may have as many elements as the
+    shape that its operands broadcast to.
 
-    Torch by itself takes the number of elements of the first operand as the limit, and asserts it in every step.
-    """
+    Torch itself takes the number of elements of the first operand as the limit, and asserts that in every step."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     select: Any = torch.ops.aten.masked_select.default
@@ -82,8 +81,8 @@ def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @cache
 def know_resizing_gradients() -> None:
-    """Give fake modes rules for the results of resizing operators' backwards with symbolic sizes. Torch has rules for
-    fixed sizes only, or in two dimensions only."""
+    """Register rules for the results of resizing operators' backwards with symbolic sizes; torch has them for fixed
+    sizes only, or in two dimensions only."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     linear, nearest = "linear1d bilinear2d trilinear3d bicubic2d", "nearest1d nearest3d"
@@ -123,7 +122,7 @@ def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
 
 
 def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor:
-    """A fake tensor with the shape, dtype and device of the fake `like`, which lies in this storage."""
+    """A fake tensor in this storage, with the shape, dtype and device of the fake `like`."""
     assert isinstance(like, FakeTensor)
     meta = torch.empty(0, dtype=like.dtype, device="meta")
     meta.set_(storage, like.storage_offset(), like.shape, like.stride())
@@ -131,8 +130,8 @@ def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor
 
 
 def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
-    """The device of a fake, if the operator call only asks for it; None for any other call. Autograd asks several times
-    for each operator, and the fake mode takes longer than this to answer."""
+    """The device of a fake tensor, if the operator call only queries it; None for any other call. Autograd queries it
+    several times for each operator, and the fake mode would take longer to answer."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None

@@ -66,8 +66,8 @@ def _parameters(model: nn.Module) -> list[Any]:
 
 
 def is_sharded_otherwise(model: nn.Module) -> bool:
-    """Whether any parameter of the model is distributed over ranks by something else than `fully_shard`, such as tensor
-    parallelism (`parallelize_module`), or by both."""
+    """Whether any parameter of the model is distributed over ranks by something other than `fully_shard`, such as
+    tensor parallelism (`parallelize_module`), or by both."""
     own = _parameters(model)
     shards = {id(parameter.sharded_param) for parameter in own}
     others = (parameter for parameter in model.parameters() if id(parameter) not in shards)
@@ -147,8 +147,8 @@ class _WholeGradients:
 
 
 class Gathered:
-    """The parameters of a model that `fully_shard` gathers before use and frees after it. False if there are none; a
-    tensor is in it if it is such a parameter, gathered."""
+    """The parameters of a model that `fully_shard` gathers before use and frees after it. Its truth value is False if
+    there are none; `tensor in` it tells whether a tensor is such a gathered parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -164,14 +164,13 @@ class Gathered:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of the gradients that this rank holds unsharded, which backwards without
-        `set_requires_gradient_sync` have left."""
+        """The bytes of unsharded gradients on this rank, left by backwards without `set_requires_gradient_sync`."""
         return sum(map(_whole_gradient_bytes, self._groups))
 
     @property
     def waiting_bytes(self) -> int:
-        """Within `without_exchange`, the bytes of gradients of earlier backwards that were removed for the block, that
-        a real step would hold now, and in whose place no gradient of the block has been made."""
+        """Within `without_exchange`: the bytes of gradients of earlier backwards that were set aside for the block,
+        that a real step would hold now, and for which the block has made no gradient yet."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:
@@ -208,7 +207,7 @@ NOTHING_GATHERED = Gathered(nn.Module())
 
 
 def exchange_in_words(model: nn.Module) -> str:
-    """The state of gradient accumulation as a text: for each group whether it reduces its gradients in the next
+    """The state of gradient accumulation as text: for each parameter group whether it reduces its gradients in the next
     backward (see `set_requires_gradient_sync`), and the bytes of gradients that earlier backwards have left unsharded.
     "" for a model that is not sharded."""
     groups = groups_of(model)

@@ -28,16 +28,16 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """The leaves among these that have hooks. This is asked for all parameters at every call, and takes half the time
-    of `has_hooks` for each."""
+    """The leaves among these that have hooks. It is called for all parameters at every step, and takes half the time
+    that `has_hooks` would for each."""
     return [
         leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]  # fmt: skip
 
 
 def hooks_left_out() -> AbstractContextManager[None]:
-    """Context in which the calls of `Tensor.register_hook` that Dynamo wrote into a graph do nothing, for a run of the
-    graph without gradients: a tensor that requires none takes no hook."""
+    """Context in which calls of `Tensor.register_hook` in a Dynamo graph do nothing, for running the graph without
+    gradients: a tensor that requires none accepts no hook."""
     try:
         from torch._higher_order_ops.register_hook import RegisterHookOp
     except ImportError:  # before torch 2.13 Dynamo writes no such calls
@@ -51,8 +51,8 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 class DeferredHook:
-    """A hook on a tensor. Called by autograd, it does nothing unless its table is `at_once`; otherwise memopt calls the
-    user's function, `own`, later."""
+    """A hook on a tensor. When autograd calls it, it does nothing unless its table is `at_once`; instead memopt calls
+    the user's function, `own`, later."""
 
     def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
         self.own, self._table = own, weakref.ref(table)
@@ -64,8 +64,8 @@ class DeferredHook:
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """The table of the hooks that `Tensor.register_hook` adds to a tensor. They act when autograd calls them only while
-    `at_once` is true."""
+    """The table of the hooks that `Tensor.register_hook` adds to a tensor. They do nothing when autograd calls them,
+    unless `at_once` is true."""
 
     at_once = False
 
@@ -79,7 +79,7 @@ class DeferredHooks(OrderedDict[int, Any]):
 
     @property
     def own(self) -> list[Callable[..., Any]]:
-        """The functions that the user has added."""
+        """The functions that the user has added as hooks."""
         return [hook.own for hook in self.values() if isinstance(hook, DeferredHook)]
 
 
@@ -99,21 +99,21 @@ def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], Non
 
 
 class WatchingHook:
-    """A hook of memopt's on the accumulated gradient of a leaf that only takes note of it: a captured backward need not
-    call it."""
+    """A hook of memopt's on the accumulated gradient of a leaf that only observes it, so that a captured backward need
+    not call it."""
 
     def __call__(self, leaf: torch.Tensor) -> None:
         raise NotImplementedError
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without those of memopt that only
-    watch."""
+    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without memopt's own that only
+    observe."""
     return [hook for hook in _late_hooks(tensor) if not isinstance(hook, WatchingHook)]
 
 
 def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
-    """The hooks of memopt's on the accumulated gradient of a leaf that only watch."""
+    """memopt's own hooks on the accumulated gradient of a leaf that only observe it."""
     return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
 
 
@@ -122,7 +122,7 @@ def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """The tables (number → hook) in which a leaf keeps its hooks, as far as they have entries. Autograd calls nothing
-    for a table that was emptied."""
+    """The tables (number → hook) in which a leaf stores its hooks, without empty ones. Autograd calls nothing for a
+    table that was emptied."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [table for table in tables if table]

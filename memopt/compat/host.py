@@ -32,13 +32,13 @@ HOST = torch.device("cpu")
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in the host's memory."""
+    """Whether a tensor is in the host's memory."""
     return tensor.device.type == HOST.type
 
 
 def device_among(values: Iterable[Any]) -> torch.device:
-    """The device on which a graph with these inputs runs: an accelerator if any tensor lies there, as scalars on the
-    host may stand beside its tensors; else the host, as also without tensors."""
+    """The device on which a graph with these inputs runs: an accelerator if any tensor is on one (scalars on the host
+    may accompany its tensors), else the host."""
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != HOST.type), HOST)
 
@@ -64,8 +64,7 @@ class MemoryEvents:
 
     Allocations inside kernels and in compiled code are recorded, and those of threads that torch starts with this
     thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. For a `device_type`
-    other than the host's, bytes are those of the blocks that its allocator gives out.
-    """
+    other than the host's, bytes are rounded up to the blocks of its allocator."""
 
     def __init__(self, device_type: str = HOST.type, *, legacy: bool = LEGACY_PROFILER) -> None:
         self._legacy, self._device_type = legacy, device_type
@@ -100,9 +99,9 @@ class MemoryEvents:
             _map_blocks_from(2**25)
 
     def since_last(self) -> list[int] | None:
-        """Returns the events since the last call, or since the start, and goes on recording. Returns None where they
-        are known at the end only. That is so with kineto, which takes long to start anew, and in a backward: autograd
-        can end only with the profiler that it began with."""
+        """The events since the last call, or since the start; recording continues. None where they are known only at
+        the end: with kineto, which takes long to restart, and in a backward, as autograd must end with the profiler
+        that it began with."""
         if not self._legacy or current_backward() >= 0:
             return None
         events = self._events()
@@ -174,8 +173,8 @@ _READS = ("tolist", "numpy", "__array__")
 
 
 def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU with a storage of its own for which nothing is allocated, and which is `protected`. All such
-    storages lie in the same read-only pages of zeros."""
+    """A `protected` tensor on the CPU whose storage takes no memory: all such storages map the same read-only pages of
+    zeros."""
     elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = elements * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), HOST, nbytes)
@@ -184,14 +183,14 @@ def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
 
 
 def protected(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor. From now on, writing to its memory and asking for its address raise `RuntimeError`."""
+    """The same tensor; from now on, writing to its memory and reading its address raise `RuntimeError`."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another leaf in the memory of a tensor: a parameter for a parameter. It shares neither gradient, hooks nor
-    version counter with the tensor."""
+    """Another leaf that shares the memory of a tensor: a parameter for a parameter. It has a gradient, hooks and a
+    version counter of its own."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     return tensor.data.requires_grad_(tensor.requires_grad)
@@ -214,7 +213,7 @@ _LEAST_REGION = 2**32
 
 
 def reads_raise(error: type[Exception]) -> AbstractContextManager[None]:
-    """As `reads_seen`, of reads that raise `error`."""
+    """A block in which `tolist`, `numpy` and `__array__` of any tensor raise `error` in this thread."""
 
     def seen() -> None:
         raise error

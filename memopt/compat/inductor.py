@@ -33,7 +33,7 @@ PRIVATE_NAMES = (
 
 
 class InductorFailed(Exception):
-    """Inductor, or a compiler that it calls, failed."""
+    """Inductor, or a compiler that it calls, failed to compile a graph."""
 
 
 def compile_by_inductor(
@@ -43,17 +43,15 @@ def compile_by_inductor(
     made: Callable[[Any, list[fx.Node], bool], Callable[..., Any]],
     plan_hash: Callable[[], str],
 ) -> Callable[..., Any]:
-    """Compiles a region with inductor and `partition`, and returns the callable. The graph module must not be used
+    """Compile a region with inductor and `partition`, and return the callable. The graph module must not be used
     afterwards.
 
     `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, inputs,
-    is_backward)` is called with the compiled forward and with the compiled backward, which have their `source_code`,
-    and with the placeholders of the graph; what it returns runs in place of them. Both are compiled at once.
-    AOTAutograd's cache of whole regions is off, since a hit there would skip the partition; inductor's cache of graphs
-    has `plan_hash()` in its key.
+    is_backward)` is called with the compiled forward and with the compiled backward, each with its `source_code`, and
+    with the placeholders of its graph; what it returns runs in their place. AOTAutograd's cache of whole regions is
+    off, since a hit would skip the partition; `plan_hash()` is part of the key of inductor's graph cache.
 
-    Raises what `partition` raises, and `InductorFailed` where inductor fails.
-    """
+    Raises what `partition` raises, and `InductorFailed` where inductor fails."""
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.exc import InductorError
@@ -180,11 +178,10 @@ _PAGE = 20 * 1024**2
 def autotuning_within(limit_bytes: int) -> Iterator[None]:
     """A block in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
 
-    Before each run of a kernel, inductor fills a buffer of the size of the card's cache, beside all that the step holds
-    then. The buffer is left out where there is no room for it. What a timing allocates is returned to the card, so that
-    later blocks lie as if no kernel had been timed. If there is no memory to time a configuration, its time is
-    infinite; if that is so of all, the first one runs.
-    """
+    Before each run of a kernel, inductor fills a buffer of the size of the card's cache; it is left out where there is
+    no room for it. What a timing allocates is returned to the card, so that later blocks lie as if no kernel had been
+    timed. A configuration that there is no memory to time counts as infinitely slow; if that holds for all of them, the
+    first one is used."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     attributes = vars(benchmarker)

@@ -129,8 +129,8 @@ def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def order_of_random_kernels() -> Any:
-    """Return the scheduler pass that inductor's setting `_pre_fusion_custom_pass` gets: `keep_random_order`, after the
-    pass that the user has set there, if any."""
+    """The scheduler pass for inductor's setting `_pre_fusion_custom_pass`: the pass that the user has set there, if
+    any, then `keep_random_order`."""
     from torch._inductor import config as untyped
     from torch._inductor import custom_graph_pass
 

@@ -83,8 +83,8 @@ class AotTrace:
 
     @property
     def only_read(self) -> frozenset[int]:
-        """The positions of the region's inputs that require gradients and are only read: the region neither writes to
-        them nor returns them or views of them."""
+        """The positions of the region's inputs that require gradients although the region only reads them without
+        returning them or views of them."""
         from torch._functorch._aot_autograd.schemas import OutputType
 
         metadata = self.state.fw_metadata
@@ -98,14 +98,15 @@ class AotTrace:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For each input of the region, the position of the joint graph's input that stands for it. A wrapper, such as
-        a sharded parameter, is several inputs there: it is the first of these, which is its memory."""
+        """For each input of the region, the position of the corresponding input of the joint graph. A tensor subclass,
+        such as a sharded parameter, becomes several inputs there; this is the first, which is its memory."""
         return _firsts(self.state.fw_metadata.subclass_inp_meta)
 
     @property
     def gradient_places(self) -> tuple[int, ...]:
         """For each input of the region, the position of its gradient among those that the joint graph returns. The
-        gradient of a wrapper is several values there, of which it is the first, but a missing one is a single None."""
+        gradient of a tensor subclass is several values there, of which this is the first; a missing one is a single
+        None."""
         wrappers = self.capture.maybe_subclass_meta
         return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 
@@ -129,7 +130,7 @@ class AotTrace:
         return region
 
     def of(self, joint: fx.GraphModule) -> AotTrace:
-        """The same trace with the joint graph `joint`, which was rewritten from its own."""
+        """The same trace with its joint graph replaced by `joint`, a rewritten one."""
         return replace(self, module=joint, capture=replace(self.capture, graph_module=joint))
 
 
@@ -163,7 +164,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 
 def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, with its buffers as plain attributes: AOTAutograd takes these for constants."""
+    """The module with its buffers turned into plain attributes, which AOTAutograd treats as constants."""
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)

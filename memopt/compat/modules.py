@@ -45,7 +45,7 @@ PRIVATE_NAMES = (
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """The function that runs the module's own forward with its hooks, whatever `compiled_call` is."""
+    """A function that runs the module's own forward with its hooks, whatever `compiled_call` returns."""
     return module._call_impl
 
 
@@ -56,19 +56,19 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have calls of the module run `call` in place of its forward and hooks."""
+    """Make calls of the module run `call` instead of its forward and hooks."""
     anything: Any = module
     anything._compiled_call_impl = call
 
 
 def reset_compiled_call(module: nn.Module) -> None:
-    """Have calls of the module run its own forward and hooks again; no attribute is left in the module."""
+    """Make calls of the module run its own forward and hooks again; no attribute is left on the module."""
     vars(module).pop("_compiled_call_impl", None)
 
 
 @contextmanager
 def called_plainly(module: nn.Module) -> Iterator[None]:
-    """A block in which calls of the module run its own forward and hooks, whatever `compiled_call` is."""
+    """A block in which calls of the module run its own forward and hooks, whatever `compiled_call` returns."""
     call = vars(module).pop("_compiled_call_impl", None)
     try:
         yield
@@ -78,7 +78,7 @@ def called_plainly(module: nn.Module) -> Iterator[None]:
 
 
 def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:
-    """The tables in which modules keep their forward pre-hooks and forward hooks."""
+    """The dicts in which modules store their forward pre-hooks and forward hooks."""
     return [table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)]
 
 
@@ -108,7 +108,7 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
-    """The module that is inside of what `torch.compile(module)` returned; None for other modules."""
+    """The module that was passed to `torch.compile` to make `module`; None for other modules."""
     inner = module._modules.get("_orig_mod")
     return inner if type(module).__name__ == "OptimizedModule" else None
 
@@ -146,7 +146,7 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules and the parameters of a model, looked up once for all questions of a call."""
+    """The modules and the parameters of a model, collected once per call."""
 
     modules: Sequence[nn.Module]
     parameters: Sequence[nn.Parameter]
@@ -215,18 +215,17 @@ def own_tp_plan(model: nn.Module) -> Any:
 def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The flags that `scaler.unscale_(optimizer)` set: a scalar tensor for each device, 1 if a gradient is not finite.
 
-    These are the tensors from which `scaler.step(optimizer)` decides whether to step and `scaler.update()` the scale.
-    """
+    By these tensors `scaler.step(optimizer)` decides whether to step, and `scaler.update()` adapts the scale."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's own kernel leaves out a step whose gradients are not finite, as with `fused=True`."""
+    """Whether the optimizer's own kernel skips a step whose gradients are not finite, as with `fused=True`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def wrapped_by_scheduler(step: Any) -> Any | None:
-    """The function that a scheduler has wrapped, if `step` is an optimizer's step that one has; None for any other
+    """The original `step` function, if `step` is an optimizer's step that a scheduler has wrapped; None for any other
     value."""
     return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
 
@@ -235,10 +234,9 @@ def wrapped_by_scheduler(step: Any) -> Any | None:
 def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
 
-    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. Functions
-    that the user has compiled run uncompiled, and the hooks that torch calls on steps of any optimizer are not called.
-    With `foreach`, the foreach implementation is the default on the CPU too, as it is on a GPU.
-    """
+    They treat fake tensors as plain ones, and do not notice that something is being compiled. Functions that the user
+    has compiled run uncompiled, and the hooks that torch calls on steps of any optimizer are not called. With
+    `foreach`, the foreach implementation is the default on the CPU too, as it is on a GPU."""
     types: list[Any] = _foreach_supported_types
     module: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it
     devices = module._get_foreach_kernels_supported_devices

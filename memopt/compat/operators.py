@@ -57,8 +57,8 @@ def plain_tensors() -> ExitStack:
 
 
 def modes_of_the_user() -> str:
-    """The names of the dispatch modes that are on and belong neither to torch's own tracing nor to memopt's counts,
-    such as `torch.utils.flop_counter.FlopCounterMode`; empty where there are none."""
+    """The names of the active dispatch modes that belong neither to torch's own tracing nor to memopt, such as
+    `torch.utils.flop_counter.FlopCounterMode`; empty where there are none."""
     modes = [type(mode) for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
     return ", ".join(dict.fromkeys(kind.__name__ for kind in modes if not kind.__module__.startswith("memopt.")))
 
@@ -79,13 +79,12 @@ def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """Context with autocast off for all devices: a captured graph holds its casts and must get no others."""
+    """Context with autocast off for all devices: a captured graph contains its casts already."""
     return torch._C._DisableAutocast()
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Context in which torch functions run their own implementation, past `__torch_function__` and torch function
-    modes."""
+    """Context in which torch functions ignore `__torch_function__` and torch function modes."""
     return torch._C.DisableTorchFunction()
 
 
@@ -97,8 +96,8 @@ def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
 
 @functools.cache
 def cuda_autocast_names() -> frozenset[str]:
-    """The names of the ATen operators that autocast has a rule for on CUDA in the installed torch, with a card or not:
-    torch 2.13 lists `rms_norm`, torch 2.11 does not."""
+    """The names of the ATen operators that autocast has a rule for on CUDA in the installed torch, whether or not there
+    is a card: torch 2.13 lists `rms_norm`, torch 2.11 does not."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return frozenset(name.removeprefix("aten::").partition(".")[0] for name in registered)
 
@@ -121,8 +120,8 @@ def makes_unknown_bytes(operator: Any) -> bool:
 
 
 def takes_unknown_bytes(operator: Any) -> bool:
-    """Whether an operator is the backward of one that `makes_unknown_bytes`: given a fake's result it would read beyond
-    it."""
+    """Whether an operator is the backward of one that `makes_unknown_bytes`: given a fake result of that, it would read
+    beyond it."""
     return schema_of(operator).name.removesuffix("_backward") in _OF_LIBRARIES and not makes_unknown_bytes(operator)
 
 

@@ -26,9 +26,8 @@ PRIVATE_NAMES = (
 def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that an autograd node has saved; none if they are freed, or if `note_packed` has found hooks.
 
-    No hook on saved tensors is called, but for an `autograd.Function` none of whose saved tensors was changed in place.
-    Of what a hook has packed, these are the tensors that it is or consists of.
-    """
+    No hooks on saved tensors are called, except for an `autograd.Function` none of whose saved tensors was changed in
+    place. For values that a hook has packed, these are the tensors in the packed value."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved
@@ -60,9 +59,8 @@ _SAVED: dict[type, tuple[str, ...]] = {}
 def replace_saved(
     node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
 ) -> int:
-    """Free the tensors on a device that an `autograd.Function`'s node has saved, but for those at the addresses `kept`.
-    When its backward reads them, it gets what `values` returns at the same positions. Returns the bytes that the node
-    no longer holds."""
+    """Free the tensors on a device that an `autograd.Function`'s node has saved, except those at the addresses `kept`.
+    When its backward reads them, it gets what `values` returns at the same positions. Returns the bytes freed."""
     later, freed = _Later(values), dict[int, int]()
     saved: list[torch.Tensor | None] = list(node.saved_tensors)
     for number, raw in enumerate(node._raw_saved_tensors):
@@ -107,14 +105,14 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[None]:
-    """A block whose saved tensors do not go to hooks that the user has set around it. A checkpoint around a call counts
-    what the forward saves, which runs of memopt's own are no part of. Hooks set within the block get them."""
+    """A block whose saved tensors do not go to saved-tensor hooks of the user's that are active around it: a checkpoint
+    counts what the forward saves, and memopt's own runs are no part of that. Hooks set within the block work."""
     return _set_aside(lambda: True)
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[None]:
-    """A block whose saved tensors no `torch.utils.checkpoint` around it gets. A planned forward saves what its plan
-    says: a second run in the backward would take its time and memory again, and may be by another plan."""
+    """A block whose saved tensors do not go to a `torch.utils.checkpoint` around it: a planned forward saves what its
+    plan says, and a second run in the backward would take its time and memory again."""
     return _set_aside(lambda: checkpoint_around() is not None)
 
 
@@ -134,8 +132,8 @@ def _set_aside(is_innermost: Callable[[], bool]) -> Iterator[None]:
 
 
 def checkpoint_around() -> tuple[Any, bool] | None:
-    """An object that stands for the `torch.utils.checkpoint` in which code runs now, the same in its forward and when
-    the backward runs it a second time, and whether that is now; None outside of checkpoints, and in those with
+    """The innermost `torch.utils.checkpoint` in which code runs now, as an object that is the same in its first and
+    second run, and whether this is the second run, in the backward. None outside of checkpoints, and in those with
     `use_reentrant=True`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = inspect.unwrap(hooks[0]) if hooks else None
@@ -146,9 +144,9 @@ def checkpoint_around() -> tuple[Any, bool] | None:
 
 
 def note_packed(node: Any) -> bool:
-    """Whether the user's hooks on saved tensors (a checkpoint around the call, `save_on_cpu`) have packed what an
-    `autograd.Function`'s node, made just now, has saved; noted in the node, too. Whoever reads such tensors calls the
-    hooks, and a checkpoint would run its function once more."""
+    """Whether the user's saved-tensor hooks (a checkpoint around the call, `save_on_cpu`) have packed what an
+    `autograd.Function`'s new node has saved; the answer is also recorded in the node. Reading such tensors would call
+    the hooks, and a checkpoint would run its function again."""
     packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     if packed:
         node.metadata[_PACKED] = True
@@ -170,12 +168,12 @@ def changed_since_saved(node: Any) -> str:
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set the version counters (`Tensor._version`) of tensors, so that autograd does not take them for changed since
-    then."""
+    """Set the version counters (`Tensor._version`) of tensors back, so that autograd does not treat them as changed
+    since."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def free_saved_tensors(node: Any) -> None:
-    """Free the tensors that an `autograd.Function`'s node has saved, as its backward does at its end. To be called
-    inside a backward pass that does not keep its graph."""
+    """Free the tensors that an `autograd.Function`'s node has saved, as its backward does when it ends. To be called
+    inside a backward pass that does not retain its graph."""
     node.maybe_clear_saved_tensors()

@@ -46,13 +46,12 @@ _known_sizes: ContextVar[_Sizes | None] = ContextVar("known_sizes", default=None
 
 
 def known_sizes(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` computes with these values of symbols, by the symbols' names."""
+    """Context in which `upper_bound` uses these values for symbols, by symbol name."""
     return _taking(_Sizes(sizes))
 
 
 def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` takes each of these symbols, by name, to be at most as large as the given
-    value."""
+    """Context in which `upper_bound` assumes each of these symbols, by name, to be at most the given value."""
     return _taking(_Sizes(largest, may_be_smaller=True))
 
 
@@ -75,7 +74,7 @@ def fixed_float(value: object) -> float | None:
 
 
 def hint_of(size: int | torch.SymInt) -> int | None:
-    """The value that a size had when it became a symbol; asking adds no guard. None for a size that depends on data."""
+    """The value that a size had when it became a symbol; reading it adds no guard. None for a data-dependent size."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None
@@ -84,9 +83,8 @@ def hint_of(size: int | torch.SymInt) -> int | None:
 def upper_bound(size: torch.SymInt) -> int:
     """The largest value that a symbolic size may take.
 
-    It follows from `known_sizes` or `sizes_up_to` where these name its symbols, else from its hint if it has one, else
-    from the bounds of the symbols; it is never below 0. Raises `CaptureError` if a symbol has no bound.
-    """
+    It is computed from `known_sizes` or `sizes_up_to` where these name its symbols, else from its hint if it has one,
+    else from the bounds of the symbols; it is never below 0. Raises `CaptureError` if a symbol has no bound."""
     node: Any = size.node
     known = _known_sizes.get() or _Sizes()
     values = {s: known.values[s.name] for s in node.expr.free_symbols if s.name in known.values}
@@ -173,20 +171,20 @@ def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any,
 
 
 def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) -> tuple[int, ...]:
-    """The sizes as numbers, with these values put in for symbols."""
+    """The sizes as numbers, with `values` substituted for symbols."""
     return tuple([size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes])
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equates the data-dependent symbols in `result`, which a second run of `node` under the fake mode has made, with
-    those of the first run."""
+    """Equate the data-dependent symbols in `result`, made by a second run of `node` under the fake mode, with those of
+    the first run."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)
 
 
 def limit_of(size: torch.SymInt) -> int | None:
-    """The largest value that the conditions found so far allow for a size; None where they set no limit."""
+    """The largest value that the conditions known so far allow for a size; None where they set no limit."""
     node: Any = size.node
     upper = node.shape_env.bound_sympy(node.expr).upper
     return int(upper) if _is_limit(upper) else None
@@ -202,11 +200,10 @@ _NO_LIMIT = 2**62
 
 
 class AssumedSizes:
-    """The conditions on the sizes of a region under which its graphs are valid, including those that were found when
-    they were traced after Dynamo's callback.
+    """The conditions on the sizes of a region under which its graphs are valid, including those found when they were
+    traced, after Dynamo's callback.
 
-    Dynamo checks only the conditions that it knows when its callback returns.
-    """
+    Dynamo itself checks only the conditions that it knows when its callback returns."""
 
     def __init__(self, sizes: Sequence[torch.SymInt]) -> None:
         self._sizes = sizes
@@ -243,8 +240,8 @@ def _fails(condition: Any, known: dict[Any, int]) -> bool:
 
 
 def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
-    """The line of the model because of which a size of a fake tensor is a number, though it was to be a symbol. None if
-    the size is a symbol, or no line is known."""
+    """The line of the model that made a size of a fake tensor a constant, though it was to be a symbol. None if the
+    size is a symbol, or no line is known."""
     shape_env: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     size: Any = tensor.shape[dimension]
     if isinstance(size, torch.SymInt):

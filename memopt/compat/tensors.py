@@ -55,13 +55,13 @@ own."""
 
 
 def is_wrapper(value: object) -> bool:
-    """Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in its place."""
+    """Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in place of it."""
     return is_traceable_wrapper_subclass(value)
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in whose memory these tensors lie, without copies: those inside a wrapper (a quantised weight of
-    torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and any other
+    """The tensors that hold the memory of these tensors, without copies: those inside a wrapper (a quantised weight of
+    torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and a plain
     tensor itself."""
     for tensor in tensors:
         anything: Any = tensor
@@ -95,15 +95,15 @@ _LAYOUTS = {
 
 
 def special_kind(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that is no plain array of numbers in memory, such as "sparse CSR"; empty for plain ones, and
-    for wrappers that torch.compile looks into."""
+    """The kind of a tensor that is no plain array of numbers in memory, such as "sparse CSR"; "" for plain ones, and
+    for wrappers that torch.compile can trace."""
     if tensor.is_nested and tensor.layout is torch.strided:
         return "strided nested"
     return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
 
 
 def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
-    """The sizes of a tensor. For a sparse or nested one they include those of the tensors that hold its memory."""
+    """The sizes of a tensor; for a sparse or nested one, followed by those of the tensors that hold its memory."""
     if not special_kind(tensor):
         return tensor.shape
     if tensor.is_nested and tensor.layout is torch.strided:
@@ -114,7 +114,7 @@ def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
 
 
 def has_no_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no storage that torch can give out: the case for tensors in oneDNN's layout."""
+    """Whether a tensor has no storage that torch can access: the case for tensors in oneDNN's layout."""
     return tensor.layout is _MKLDNN
 
 
@@ -131,7 +131,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor (`DTensor`) that lies on this rank; any other tensor itself."""
+    """The local shard on this rank of a sharded tensor (`DTensor`); any other tensor itself."""
     shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard
 
@@ -148,8 +148,8 @@ def is_replicated(tensor: torch.Tensor) -> bool:
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[str, ...]:
-    """How a tensor is distributed over ranks, in words: the shape of their mesh, and the placement on each of its
-    dimensions; empty for a tensor that is not."""
+    """How a tensor is distributed over ranks, as texts: the shape of the mesh, and the placement on each mesh
+    dimension; empty for a tensor that is not distributed."""
     anything: Any = tensor
     return (str(tuple(anything.device_mesh.shape)), str(anything.placements)) if is_sharded(tensor) else ()
 
@@ -191,21 +191,21 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that grows with each further tensor in the tensor's storage, and with each reference that C++ code holds
-    to the tensor itself."""
+    """A number that is larger the more tensors share the tensor's storage, and the more references C++ code holds to
+    the tensor itself."""
     sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows the tensor as a view of another one."""
+    """Whether autograd records the tensor as a view of another one."""
     return tensor._is_view()
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages in which a tensor lies: those of its indices and values if it is sparse, those of the tensors inside
-    a wrapper, else its own. Empty for tensors of oneDNN's, whose storage torch does not give out."""
+    """The storages that hold a tensor: those of its indices and values if it is sparse, those of the tensors inside a
+    wrapper, else its own. Empty for tensors in oneDNN's layout, whose storage torch cannot access."""
     if type(tensor) in _PLAIN and not special_kind(tensor):
         return [tensor.untyped_storage()]
     with plain_tensors(), torch.no_grad():
@@ -216,11 +216,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
-    """The bytes of the storages on a device in which the tensors among some values lie, by their address.
+    """The bytes of the storages on a device that hold the tensors among some values, by address.
 
-    A step asks this for all tensors that its model has and saves, so plain tensors are looked up without a further
-    call.
-    """
+    Each step calls it for all tensors that its model has and saves, so plain tensors are looked up inline."""
     found: dict[int, int] = {}
     for value in values:
         if not isinstance(value, torch.Tensor) or value.device != device:
@@ -253,15 +251,15 @@ class WeakStorage:
 
 
 def memory_of(value: object) -> int | None:
-    """A number that strided tensors, fake ones too, have in common if and only if they share a storage; None for any
-    other value."""
+    """A number that two strided tensors, also fake ones, share if and only if they share a storage; None for any other
+    value."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
-    """The storages of the tensors among some values; tensors that have none that torch gives out are skipped."""
+    """The storages of the tensors among some values; tensors whose storage torch cannot access are skipped."""
     for value in values:
         if isinstance(value, torch.Tensor):
             try:

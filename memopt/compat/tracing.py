@@ -118,11 +118,10 @@ def extract_halves(
 
 
 def first_runs_as_later_ones() -> AbstractContextManager[None]:
-    """Context in which regions are compiled so that their first forward runs as all later ones do.
+    """Context in which regions are compiled so that their first forward runs like all later ones.
 
-    AOTAutograd otherwise runs the first one under a dispatch mode that looks for custom operators which return an
-    argument. In a mode some kernels compute other values (`memopt.compat.operators.kernels_as_in_eager_mode`).
-    """
+    AOTAutograd otherwise runs the first one under a dispatch mode, to find custom operators that return an argument. In
+    a mode some kernels compute other values (`memopt.compat.operators.kernels_as_in_eager_mode`)."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
     context: Any = getattr(runtime_wrappers, "_FirstInvocationContext", None)
@@ -154,11 +153,11 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def called_as(graph: fx.Graph, other: fx.Graph) -> None:
-    """Gives a graph the calling convention of the graph `other`, such as a boxed list of arguments."""
+    """Give a graph the calling convention of the graph `other`, such as a boxed list of arguments."""
     graph.set_codegen(other._codegen)
 
 
 def mark_boxed(call: Call) -> Call:
-    """Tells AOTAutograd that `call` takes a list of arguments and empties it."""
+    """Mark `call` as boxed for AOTAutograd: it takes a list of arguments and empties it."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -90,18 +90,18 @@ layout depends on the sizes."""
 
 
 def correct_strides(mode: FakeTensorMode) -> None:
-    """From now on, have a fake mode give the results of operators the strides and dtypes that their kernels give them.
+    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that their kernels
+    give them.
 
     An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
     tensors of the same layouts, both real and fake. If the results differ, the dtype and the order of dimensions of the
-    real one are taken.
-    """
+    real one are used."""
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
 
 
 def may_differ(func: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the results of an operator on these operands may have other strides than those that torch's fakes say."""
+    """Whether the results of an operator on these operands may have other strides than torch's fake tensors show."""
     return _is_decomposed(func) and not all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -232,9 +232,8 @@ class RaisingForRefusedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-cal
     """A mode for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands.
 
     Each kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32. An
-    operator that fails in fp32 too may have refused made-up values, and is let through. So are random operators, which
-    would advance the generator.
-    """
+    operator that fails in fp32 too may have refused the made-up values, so no error is raised; nor for random
+    operators, which would advance the generator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -142,9 +142,8 @@ MOST_CALLS = 2**14
 def calibrated_hardware(device: torch.device) -> Hardware:
     """The rates of `device` as measured on this machine, now or before with the same card, driver and torch version.
 
-    On a GPU the entry also has the measured bytes that a process holds there beside torch's allocator. The first call
-    takes a second or two.
-    """
+    On a GPU this includes the bytes that a process holds outside of torch's allocator (CUDA context, libraries). The
+    first call takes a second or two."""
     known = _read(device)
     if known is None:
         measured = measure_hardware(device)

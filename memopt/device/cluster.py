@@ -159,24 +159,25 @@ class Ring:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A mesh of equal cards and what joins them. Neighbours in a node are those of `tp`, then those of `dp_shard`."""
+    """A mesh of equal cards and its interconnect. Nodes are filled with the cards of one `tp` group first, then with
+    those of one `dp_shard` group."""
 
     mesh: _Mesh
     interconnect: _Interconnect
 
     @property
     def tp(self) -> Ring:
-        """The cards that split one copy of the layers."""
+        """The ring of cards that split the layers of one copy of the model (tensor parallelism)."""
         return self._ring(self.mesh.tp, 1)
 
     @property
     def dp_shard(self) -> Ring:
-        """The cards over which parameters are sharded."""
+        """The ring of cards over which parameters are sharded."""
         return self._ring(self.mesh.dp_shard, self.mesh.tp)
 
     @property
     def dp_replicate(self) -> Ring:
-        """The cards that hold the same shards."""
+        """The ring of cards that hold the same shards."""
         return self._ring(self.mesh.dp_replicate, self.mesh.tp * self.mesh.dp_shard)
 
     def _ring(self, cards: int, stride: int) -> Ring:
@@ -196,7 +197,7 @@ def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> C
     if mesh is None or interconnect is None:
         there, missing = ("mesh", "interconnect") if interconnect is None else ("interconnect", "mesh")
         example = "'nvlink4+ib-ndr'" if missing == "interconnect" else "{'dp_shard': 64}"
-        raise ValueError(f"{there} needs {missing} beside it: give {missing}={example}, say")
+        raise ValueError(f"{there} needs {missing} too: give {missing}, such as {missing}={example}")
     sizes, joined = _checked_mesh(mesh), interconnect_named(interconnect)
     per_node = joined.cards_per_node
     if sizes.cards > per_node and joined.between is None:
@@ -207,7 +208,7 @@ def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> C
     for name, inner in (("tp", sizes.tp), ("dp_shard", sizes.tp * sizes.dp_shard)):
         if inner % per_node and per_node % inner:
             raise ValueError(
-                f"{inner} cards up to {name!r} in mesh do neither divide the {per_node} cards of a node nor fill whole "
+                f"{inner} cards up to {name!r} in mesh neither divide the {per_node} cards of a node nor fill whole "
                 "nodes; give sizes that do"
             )
     return Cluster(sizes, joined)
@@ -216,7 +217,9 @@ def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> C
 def _checked_mesh(mesh: Mapping[str, int]) -> _Mesh:
     known = [field.name for field in fields(_Mesh)]
     if not isinstance(mesh, Mapping):
-        raise TypeError(f"mesh must map names of dimensions to numbers of cards, {{'dp_shard': 64}} say, not {mesh!r}")
+        raise TypeError(
+            f"mesh must map names of dimensions to numbers of cards, such as {{'dp_shard': 64}}, not {mesh!r}"
+        )
     for name, size in mesh.items():
         if name not in known:
             raise ValueError(f"unknown dimension {name!r} in mesh; known are {', '.join(known)}")

@@ -13,12 +13,11 @@ _LEAST, _MOST = 64 * 1024**2, 4 * 1024**3
 
 
 def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> int | None:
-    """Bytes by which a GPU's free memory falls, less those that torch's allocator reserves, once a process has called
-    the libraries that training calls.
+    """The bytes that a process holds on a GPU outside of torch's allocator once it has called the libraries that
+    training uses, measured in another process as the fall of the GPU's free memory.
 
-    CUDA loads modules when their kernels are first called, so a large model may hold somewhat more. None where the
-    process fails, or the figure is not credible.
-    """
+    CUDA loads modules when their kernels are first called, so a large model may hold somewhat more. None where that
+    process fails or takes longer than `limit_seconds`, or where the figure is not credible."""
     before = torch.cuda.mem_get_info(device)[0]
     command = [sys.executable, str(Path(__file__)), str(device)]
     try:
@@ -34,7 +33,8 @@ def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> 
 
 
 def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
-    """Bytes that are neither free nor reserved; None where `reserved` is no number or the result is not credible."""
+    """Of the bytes free before a process started, those that are now neither free nor `reserved` by torch's allocator;
+    None where `reserved` is no number or the result is not credible."""
     if not reserved.strip().isdecimal():
         return None
     found = free_before - free_during - int(reserved)

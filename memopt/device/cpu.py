@@ -42,8 +42,8 @@ from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:
-    """Bytes of a pointwise kernel: the CPU copies every argument whose dtype is not the common one, where CUDA converts
-    as it reads."""
+    """Workspace bytes of a pointwise kernel: the CPU copies every argument whose dtype is not the common one, where
+    CUDA converts as it reads."""
     values = [s for s in call.inputs if s.dtype != torch.bool] if "where" in str(call.op) else list(call.inputs)
     common = values[0].dtype
     for spec in values[1:]:
@@ -54,8 +54,8 @@ def promoted(call: OpCall) -> int:
 
 
 def converted(call: OpCall) -> int:
-    """Bytes of a reduction or scan that accumulates in another dtype than its input's: integers in int64, 16 bits in
-    fp32."""
+    """Workspace bytes of a reduction or scan that accumulates in another dtype than its input's: integers in int64, 16
+    bits in fp32."""
     spec = first(call)
     accumulator = 4 if spec.dtype.is_floating_point else 8
     outputs = sum(out.numel for out in call.outputs)

@@ -27,15 +27,13 @@ _PATIENCE_SECONDS = 1.0
 
 
 def start_libraries(device: torch.device) -> None:
-    """Have cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
+    """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
 
-    They would otherwise do so at their first call, out of a block that the allocator has cached between two values of
-    the step. A large value that had this block would then find none of its size in the next step.
+    They would otherwise do so at their first call, in a block that the allocator has cached between two values of the
+    step; a large value that had used this block would find none of its size in the next step.
 
-    Free segments go back to the card before, since a workspace within a large one would keep it from being used for
-    anything as large again. Nothing but the workspaces is left allocated when this returns. Raises
-    `torch.OutOfMemoryError` where they have no room.
-    """
+    Free segments are first returned to the card, since a workspace inside a large one would keep it from being reused.
+    Only the workspaces stay allocated. Raises `torch.OutOfMemoryError` where they have no room."""
     torch.cuda.empty_cache()
     used: list[WeakStorage] = []
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
@@ -87,13 +85,13 @@ _ROOM = 64 * 1024**2
 
 
 def is_run(call: OpCall) -> bool:
-    """Whether the operator of a call is run to see what it allocates."""
+    """Whether the operator of a call has to be run to find out what it allocates."""
     return schema_of(call.op).name.split("::")[-1] in _OPS
 
 
 def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
-    """The allocator's calls of an operator that has a workspace, seen in a run of it; None for other operators, where
-    this process uses no card with that `chip`, and where the card has no room for the operator now."""
+    """The allocator's calls during a run of an operator that has a workspace. None for other operators, where this
+    process uses no card with that `chip`, and where the card has no room for the operator now."""
     if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -162,9 +160,8 @@ def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
     """The allocator's calls of an operator, from the bytes that it allocated and (negative) freed, in order. `outputs`
     has the bytes of each result.
 
-    The `events` do not name their blocks: of several blocks of one size the latest is taken to be freed. The results
-    are among the blocks that are left.
-    """
+    `events` do not tell which block is freed: of several blocks of one size, the latest is assumed. The results are
+    among the blocks that are left."""
     calls: list[BlockCall] = []
     alive: dict[int, int] = {}
     for number, nbytes in enumerate(events):

@@ -20,11 +20,9 @@ from memopt.solver.problem import BlockCall
 class Device:
     """A kind of device, by torch's name of its type.
 
-    The answers here are those for a kind that memopt does not know: nothing is counted, timed or planned for it. A kind
-    that it is to plan for is a file with a subclass, and an entry in `memopt.device.devices.DEVICES`. It says at least
-    which `cards` there are, what their kernels hold (`workspace`) and in which blocks their memory is given out; to
-    train on it here, also everything that takes a `torch.device`.
-    """
+    This base class stands for kinds that memopt does not know: nothing is counted, timed or planned for them. To
+    support a kind, add a file with a subclass, and an entry in `memopt.device.devices.DEVICES`. For planning, override
+    at least `cards`, `workspace` and `block_bytes`; to train on it, also every method that takes a `torch.device`."""
 
     type: str
     is_host: bool = False
@@ -43,21 +41,22 @@ class Device:
     """What the option `backend="auto"` means there."""
 
     def cards(self) -> Mapping[str, Hardware]:
-        """The entries of the hardware table, by their names."""
+        """The known cards of this kind with their rates, by name."""
         return {}
 
     def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
-        """Temporary bytes that the kernel of a call holds at most beyond inputs and outputs, by rule."""
+        """An upper bound, from a rule, on the temporary bytes that the kernel of a call holds besides its inputs and
+        outputs."""
         return by_rules(call, {})
 
     def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
-        """The allocator's calls of an operator whose kernels have a workspace, seen in a run of it on this machine's
-        card; None for other operators, and where there is no card with that `chip`."""
+        """The allocator's calls during a run, on this machine's card, of an operator whose kernels have a workspace;
+        None for other operators, and where there is no card with that `chip`."""
         return None
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
-        """The allocator's calls of a kernel that allocates its results in another order than it returns them, and of
-        its workspace of `workspace_bytes`; empty for all other kernels."""
+        """The allocator's calls of a kernel that allocates its results in another order than it returns them, with
+        those of its workspace of `workspace_bytes`; empty for all other kernels."""
         return ()
 
     def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
@@ -70,7 +69,7 @@ class Device:
         return None
 
     def kernels(self, card: Hardware) -> AbstractContextManager[Any]:
-        """A context in which operators on tensors of another device choose the kernels that a card would run."""
+        """Context in which operators on tensors of another device choose the kernels that `card` would run."""
         return nullcontext()
 
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
@@ -82,7 +81,7 @@ class Device:
         return False
 
     def in_use(self) -> bool:
-        """Whether this process has used a device of this kind."""
+        """Whether this process has already used a device of this kind."""
         return False
 
     def current(self) -> torch.device:
@@ -90,72 +89,74 @@ class Device:
         return torch.device(self.type)
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until its kernels are done."""
+        """Wait until all kernels on the device are done."""
 
     def name(self, device: torch.device) -> str:
         """The name of a device of this machine, as its driver reports it."""
         return str(device)
 
     def hardware(self, device: torch.device) -> Hardware | None:
-        """The entry of `cards` for one of this machine's devices, with the memory and chip that it reports; None for a
+        """The entry of `cards` for a device of this machine, with the memory and the chip that it reports; None for a
         device that is not listed."""
         return None
 
     def reported(self, device: torch.device) -> Hardware:
-        """An entry with what one of this machine's devices reports of itself (name, memory, chip); its rates are still
-        to be measured. Raises `ValueError` for a kind that memopt cannot measure."""
+        """A `Hardware` with the name, memory and chip that a device of this machine reports, whose rates are still to
+        be measured. Raises `ValueError` for a kind that memopt cannot measure."""
         raise ValueError(f"memopt cannot measure the device {str(device)!r}")
 
     def chip(self, device: torch.device) -> Chip:
-        """The properties of its chip that the workspaces of its kernels depend on."""
+        """The properties of the device's chip that the workspaces of its kernels depend on."""
         return LARGE
 
     def identity(self, device: torch.device) -> dict[str, Any]:
-        """The properties of a device that measurements on it depend on, beside the version of torch: the key under
-        which they are kept on disk."""
+        """The properties of a device that measurements on it depend on, besides the version of torch: the key under
+        which measurements are stored on disk."""
         return {"card": self.name(device)}
 
     def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None] | None:
-        """A function that copies `nbytes` to pinned memory of the host and back, both at once; None without a link."""
+        """A function that copies `nbytes` to pinned host memory and, at the same time, as many back; None for a device
+        without a link."""
         return None
 
     def measure_context_bytes(self, device: torch.device) -> int | None:
-        """The bytes that a process holds on it beside torch's allocator; None where they cannot be measured."""
+        """The bytes that a process holds on the device outside of torch's allocator; None where they cannot be
+        measured."""
         return None
 
     def start_libraries(self, device: torch.device) -> None:
-        """Have libraries allocate the workspaces that they keep. Raises `torch.OutOfMemoryError` where these have no
-        room."""
+        """Make libraries such as cuBLAS allocate the workspaces that they keep. Raises `torch.OutOfMemoryError` where
+        these have no room."""
 
     def generator_state(self, device: torch.device) -> torch.Tensor | None:
-        """The state of its random generator; None where it has none beside the host's."""
+        """The state of the device's random generator; None where it has none of its own."""
         return None
 
     def set_generator_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Set its random generator to a state that `generator_state` returned."""
+        """Set the device's random generator to a state that `generator_state` returned."""
 
     def free_bytes(self, device: torch.device) -> int | None:
-        """Bytes that can be allocated now, those that torch's allocator keeps (`cached_bytes`) among them; None where
+        """Bytes that can be allocated now, including those cached by torch's allocator (`cached_bytes`); None where
         that is not known."""
         return None
 
     def cached_bytes(self, device: torch.device) -> int:
-        """Bytes that torch's allocator keeps and has not given out."""
+        """Bytes that torch's allocator has reserved and not allocated."""
         return 0
 
     def empty_cache(self) -> None:
-        """Return to the device the bytes that torch's allocator keeps and has not given out."""
+        """Return to the device the bytes that torch's allocator has reserved and not allocated."""
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """Bytes that a `caching` allocator has given out."""
+        """Bytes that torch's caching allocator has allocated for tensors now."""
         raise NotImplementedError
 
     def requested_bytes(self, device: torch.device) -> int:
-        """The part of `allocated_bytes` that was requested: without what the allocator adds to fill its blocks."""
+        """The part of `allocated_bytes` that was requested, without what the allocator adds to fill its blocks."""
         raise NotImplementedError
 
     def peak_bytes(self, device: torch.device) -> int:
-        """The most bytes that were given out at once since `reset_peak`."""
+        """The most bytes that were allocated at once since `reset_peak`."""
         raise NotImplementedError
 
     def reset_peak(self, device: torch.device) -> None:
@@ -163,6 +164,6 @@ class Device:
         raise NotImplementedError
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
-        """The segments of its `caching` allocator, as `torch.cuda.memory_snapshot` describes them once free ones are
-        returned to the device, and the number of the current stream; None where the allocator cannot be asked now."""
+        """The segments of torch's caching allocator, as `torch.cuda.memory_snapshot` describes them after free ones are
+        returned to the device, and the number of the current stream; None where the allocator cannot list them now."""
         return None

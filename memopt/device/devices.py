@@ -17,8 +17,8 @@ DEVICES: dict[str, Device] = {device.type: device for device in (CPU, CUDA)}
 
 
 def device_of(named: str | torch.device | Hardware) -> Device:
-    """The kind of a torch device, of its type's name, or of an entry of the hardware table; for "meta" and types that
-    are not among `DEVICES`, a `Device` of that type that knows nothing."""
+    """The `Device` for a torch device, the name of its type, or a hardware entry. For "meta" and unknown types, a
+    `Device` of that type with the defaults of the base class."""
     if isinstance(named, Hardware):
         named = named.device_type
     name = named.type if isinstance(named, torch.device) else named
@@ -37,7 +37,7 @@ def device_in_use() -> torch.device:
 
 
 def hardware(name: str) -> Hardware:
-    """Look a device up by its name in the table. Raises ValueError for a name that is not there."""
+    """The hardware entry with this name ("rtx-4090"). Raises `ValueError` for a name that is not known."""
     for device in DEVICES.values():
         if name in (cards := device.cards()):
             return cards[name]
@@ -45,8 +45,8 @@ def hardware(name: str) -> Hardware:
 
 
 def kernels_of(name: str) -> AbstractContextManager[None]:
-    """A context in which operators on tensors of another device choose the kernels of the card of that name, as far as
-    that changes what a step holds; for no name nothing changes. Raises `ValueError` for an unknown name."""
+    """Context in which operators on tensors of another device choose the kernels of the card called `name`, where that
+    changes what a step holds; "" changes nothing. Raises `ValueError` for an unknown name."""
     card = hardware(name) if name else None
     return nullcontext() if card is None else device_of(card).kernels(card)
 
@@ -58,11 +58,10 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The table's entry for a torch device, with the memory that the device reports; half of this machine's memory is
-    the room on the host.
+    """The hardware entry for a torch device, with the memory that the device reports; half of this machine's memory is
+    the room for offloads on the host.
 
-    Raises ValueError for a device that the table does not list: `measure_hardware` serves any.
-    """
+    Raises `ValueError` for a device that is not listed: `measure_hardware` works for any."""
     kind = device_of(device)
     found = kind.hardware(device)
     if found is not None:

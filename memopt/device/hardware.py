@@ -33,7 +33,8 @@ LARGE = Chip(132, 2048)
 
 @dataclass(frozen=True)
 class Hardware:
-    """The rates that time is estimated with. A measured device (`measure_hardware`) has efficiencies of 1."""
+    """A device's memory and the rates that times are estimated with. A measured device (`measure_hardware`) has
+    efficiencies of 1."""
 
     name: str
     flops: Mapping[str, float]
@@ -79,7 +80,7 @@ class Hardware:
 
     @property
     def link(self) -> Link:
-        """The link to the host's memory, as the solver takes it."""
+        """The link to the host's memory, as a value for the solver."""
         room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
 
@@ -88,13 +89,13 @@ class Hardware:
         return scaled_rate(tile) in self.flops
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s for a dtype; one that the device has no units for runs at float32's rate."""
+        """FLOP/s for a dtype; a dtype that the device has no units for runs at float32's rate."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
 def assumed_context(major: int) -> int:
     """Bytes of a context that is not measured, by the major version of the compute capability. An H100 held 619 MB once
-    the context was there, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
+    the context existed, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
     return _HOPPER_CONTEXT if major >= 9 else Hardware.context_bytes
 
 
@@ -236,7 +237,7 @@ _CUDA_NAMES = {
 
 
 def card_reported(name: str) -> Hardware | None:
-    """The card whose device has that name, as torch reports it; None for one that is not listed."""
+    """The listed card whose device torch reports under this name; None for one that is not listed."""
     return next((CARDS[card] for pattern, card in _CUDA_NAMES.items() if re.fullmatch(pattern, name)), None)
 
 

@@ -31,7 +31,7 @@ from passes.ops.linear_rows import IMPLEMENTATIONS
 def states_reported(report: Callable[[torch.Tensor], None], *, during_captures: bool = False) -> Iterator[None]:
     """Context in which `report` gets every state that `torch.get_rng_state` returns.
 
-    `torch.utils.checkpoint` and `torch.random.fork_rng` hold one such state each. Dispatch modes do not see them.
+    `torch.utils.checkpoint` and `torch.random.fork_rng` each hold such a state, which dispatch modes do not see.
 
     Args:
         report: called with the state.
@@ -65,9 +65,9 @@ class LiveBytes(TorchDispatchMode):
     """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once.
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
-    Storages that an operator was given and no counted operator made do not count, but for states of the CPU's random
-    generator and what `torch.tensor` makes of numbers. Subclasses say how an operator is run (`run`) and what its
-    kernel holds beside its arguments and results (`workspace_bytes`).
+    Storages that existed before do not count, except states of the CPU's random generator and what `torch.tensor` makes
+    from numbers. Subclasses define how an operator is run (`run`) and what its kernel holds besides its arguments and
+    results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
     memory lives on, so that the next tensor on it would count as new. Counts would differ from run to run.
@@ -117,21 +117,21 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and return its result; a subclass may answer in its place."""
+        """Run an operator and return its result; a subclass may make up the result instead."""
         with kernels_as_in_eager_mode():
             return func(*args, **kwargs)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """Bytes that the operator's kernel holds beside its arguments and results; 0 unless a subclass says more."""
+        """The bytes that the operator's kernel holds besides its arguments and results: 0 here, more in subclasses."""
         return 0
 
     def exclude(self, tensors: Any) -> None:
-        """Leave the storages of these tensors (nested tuples and lists) out of the count, unless they are in it."""
+        """Do not count the storages of these tensors (in nested tuples and lists), unless they are counted already."""
         for tensor in tensors_in(tensors):
             self._known.update(_storages(tensor))
 
     def count(self, tensors: Any) -> None:
-        """Count those storages of these tensors (nested tuples and lists) that are new, until they die."""
+        """Count those storages of these tensors (in nested tuples and lists) that are new, until they are freed."""
         for tensor in tensors_in(tensors):
             if self._device_type not in (None, device_type_of(tensor)):
                 continue
@@ -149,8 +149,8 @@ class LiveBytes(TorchDispatchMode):
             self._count(storage)
 
     def recount(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of these tensors with the bytes that they have now; called after storages may have been
-        resized, which no operator tells."""
+        """Count the storages of these tensors with their current bytes; to be called after storages may have been
+        resized, which modes do not see."""
         for tensor in tensors:
             self._known.add(storage := tensor.untyped_storage())
             self._count(storage)
@@ -160,12 +160,12 @@ class LiveBytes(TorchDispatchMode):
         return isinstance(value, torch.Tensor) and any(storage in self._counted for storage in _storages(value))
 
     def bytes_among(self, tensors: Any) -> int:
-        """The bytes of the counted storages that these tensors lie in."""
+        """The bytes of the counted storages that these tensors are views of."""
         storages = {storage for tensor in tensors_in(tensors) for storage in _storages(tensor)}
         return sum(storage.nbytes() for storage in storages if storage in self._counted)
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peak to the bytes alive now and `workspace_bytes` beside them, if that is more."""
+        """Raise the peak to the bytes alive now plus `workspace_bytes`, if that is more."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -215,8 +215,8 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
         """The number of the block of each storage that is alive."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. With a tensor as `out=` that tensor is returned, and nothing is run: torch lacks such
-        operators for some dtypes."""
+        """The operator's result. An operator with an `out=` tensor does not run, and that tensor is returned, since
+        torch lacks such operators for some dtypes."""
         return kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else func(*args, **kwargs)
 
     def count(self, tensors: Any) -> None:
@@ -265,7 +265,7 @@ among larger ones."""
 
 @dataclass(frozen=True)
 class OpDryRun:
-    """The allocator's calls while an operator runs, and the most bytes that it holds at once beside its results."""
+    """The allocator's calls while an operator runs, and the most bytes that it holds at once besides its results."""
 
     calls: tuple[BlockCall, ...]
     """All calls but those of workspace blocks of at most `NOTABLE` bytes. Blocks are numbered from 0: first the
@@ -276,9 +276,9 @@ class OpDryRun:
 def dry_run_op(
     call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
 ) -> OpDryRun | None:
-    """A run of an operator that is written in Python, on tensors without memory: fake ones on the "cpu", or those of
-    "meta", which stands for a card whose allocator rounds blocks up to multiples of `block_bytes`. None for other
-    operators. `kernel_bytes` gives the workspace of each call within the operator."""
+    """A dry run of an operator that is written in Python (a composite of others), on tensors without memory: fake ones
+    with `device` "cpu", or "meta" ones that stand for a card whose allocator rounds blocks up to multiples of
+    `block_bytes`. None for other operators. `kernel_bytes` gives the workspace of each call within the operator."""
     implementation = IMPLEMENTATIONS.get(call.op)
     if implementation is None:
         return None

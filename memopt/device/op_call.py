@@ -21,8 +21,8 @@ from memopt.compat.symbols import is_symbolic, upper_bound
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The properties of a tensor that a kernel's memory may depend on. Sizes that depend on data are given as their
-    upper bound."""
+    """The properties of a tensor that a kernel's memory may depend on. Data-dependent sizes are replaced by their upper
+    bounds."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorSpec:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements lie in one piece, in any order of the dimensions."""
+        """Whether its elements fill one contiguous range of memory, in any order of the dimensions."""
         order = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1)
         expected = 1
         for stride, size in order:
@@ -95,8 +95,8 @@ class OpCall:
         return self.args[position] if position < len(self.args) else dict(self.kwargs).get(name)
 
     def make_arguments(self, device: str) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments with made-up values on `device` ("cpu", "cuda", "meta"), to run the operator on. With those on
-        "meta" its results are there, too, whatever device the call names for what it makes."""
+        """Arguments with made-up values on `device` ("cpu", "cuda", "meta"), to run the operator on. On "meta",
+        `device` arguments of the call are replaced too, so that its results are on "meta"."""
         args, kwargs = _make(self.args, device), {name: _make(value, device) for name, value in self.kwargs}
         declared = schema_of(self.op).arguments
         if device == "meta" and any(argument.name == "device" and argument.kwarg_only for argument in declared):
@@ -108,8 +108,8 @@ class OpCall:
         return args, kwargs
 
     def run_on_meta(self) -> tuple[int, OpCall]:
-        """The bytes of the storages that a run on "meta" makes for its results, and the call with these results.
-        Raises what that raises."""
+        """The bytes of the storages that a run on "meta" makes for its results, and the call with these results. Raises
+        what the operator raises."""
         args, kwargs = self.make_arguments("meta")
         with plain_tensors(), torch.no_grad():
             found = self.op(*args, **kwargs)

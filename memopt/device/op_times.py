@@ -27,7 +27,7 @@ _ALONE = ("aten", "prims")
 
 
 def dominant_calls(seconds: Mapping[OpCall, float], share: float = _SHARE) -> tuple[OpCall, ...]:
-    """The fewest calls that make up `share` of all seconds, the longest first."""
+    """The fewest calls whose `seconds` add up to `share` of the total, the longest first."""
     left = share * sum(seconds.values())
     found = []
     for call in sorted(seconds, key=lambda timed: -seconds[timed]):
@@ -41,20 +41,19 @@ def dominant_calls(seconds: Mapping[OpCall, float], share: float = _SHARE) -> tu
 def time_calls(
     calls: Mapping[OpCall, float], device: torch.device, limit_seconds: float = LIMIT_SECONDS
 ) -> dict[OpCall, float]:
-    """Seconds of one run of each call on `device`. `calls` gives the seconds that each is expected to take; they are
-    timed in its order.
+    """Seconds of one run of each call on `device`. `calls` maps each call to the seconds that it is expected to take;
+    they are timed in its order.
 
     A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
     themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
-    half of the free memory, or that would begin after `limit_seconds`. Random states stay as they were.
-    """
+    half of the free memory, or that would begin after `limit_seconds`. Random states stay as they were."""
     # In a thread of its own, where the caller's modes and autocast are not active: see `memopt.device.workspace`.
     with ThreadPoolExecutor(1, "memopt-time") as worker:
         return worker.submit(_time_all, calls, device, limit_seconds, torch.get_num_threads()).result()
 
 
 def call_key(call: OpCall) -> str:
-    """The call as text, the same in every process."""
+    """The call as text, equal in every process, as a key on disk."""
     return f"{call.op} {call.args} {call.kwargs}"
 
 

@@ -56,12 +56,12 @@ def find_storages(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Returns whether the node's result lies in the memory of one of its arguments."""
+    """Returns whether the node's result shares the memory of one of its arguments."""
     return viewed_argument(node) is not None
 
 
 def storage_bytes(value: torch.Tensor) -> int:
-    """Returns the bytes of the memory behind a tensor, at most: sizes that depend on data count as the largest ones."""
+    """The bytes of the storage behind a tensor; data-dependent sizes count as the largest possible."""
     nbytes = value.untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else upper_bound(nbytes)
 
@@ -99,13 +99,11 @@ class _Inlined:
 
 
 def fused_away(graph: fx.Graph, held: frozenset[fx.Node] = frozenset()) -> frozenset[fx.Node]:
-    """Returns the nodes of a joint graph whose values a fusing compiler never writes to memory, without those in
-    `held`.
+    """The nodes of a joint graph, without those in `held`, whose values a fusing compiler never writes to memory.
 
     Such a node is elementwise, and all its readers, perhaps behind views, are elementwise operators or reductions,
     which can compute it in their kernels. If forward and backward both read it, or several kernels of one of them, it
-    must also be no smaller than the values that it is computed from, so that holding those instead costs no memory.
-    """
+    must also be no smaller than the values that it is computed from, so that holding those instead costs no memory."""
     return _Fusion(graph, held).run()
 
 

@@ -59,11 +59,10 @@ def _second_read(node: fx.Node) -> int:
 
 
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
-    """Seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), with the share of peak and bandwidth that
-    kernels reach. `dtype` is a name in `Hardware.flops`.
+    """Estimated seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), where peak and bandwidth are what
+    kernels reach of them. `dtype` is a name in `Hardware.flops`.
 
-    On hardware with `between_seconds`, launch and gap come on top of the longer of arithmetic and traffic.
-    """
+    On hardware with `between_seconds`, launch and gap come on top of the longer of arithmetic and traffic."""
     arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
     cached = bytes_moved <= hardware.cached_bytes
     bandwidth = hardware.cached_bytes_per_second if cached else hardware.bytes_per_second
@@ -116,7 +115,7 @@ def call_seconds(call: OpCall, hardware: Hardware) -> float:
 
 
 def bound_by_arithmetic(node: fx.Node, hardware: Hardware) -> bool:
-    """Whether a node's time is that of its arithmetic, rather than of memory traffic or the launch."""
+    """Whether a node's estimated time is that of its arithmetic, rather than of memory traffic or the launch."""
     flops = node_flops(node) if runs_kernel(node) else 0
     return flops > 0 and op_seconds(flops, 0, _arithmetic_dtype(node), hardware) >= node_seconds(node, hardware)
 

@@ -54,19 +54,19 @@ def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
 
     Args:
         node: a node of an ATen graph with `meta["val"]` on itself and its arguments.
-        device_type: that of the host (measured by running the op where that is cheap) or of a card (estimated).
-        chip: the card's.
+        device_type: "cpu" (measured by running the op where that is cheap) or a card's type (estimated).
+        chip: the chip of the card.
     """
     call = op_call(node)
     return 0 if call is None else call_workspace_bytes(call, device_type, chip)
 
 
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
-    """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and meter it.
+    """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and measure its memory
+    and time.
 
     The process keeps the results of the latest calls. The global random state stays as it was. What is too large to
-    run, or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then).
-    """
+    run, or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then)."""
     calls = {node: op_call(node) for node in nodes}
     found = _measured(call for call in calls.values() if call is not None)
     return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}
@@ -79,7 +79,7 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
 
 
 def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
-    """As `call_workspace_bytes`, without a run: None where one would have to tell, and none did before."""
+    """As `call_workspace_bytes`, but runs nothing: None where the bytes have to be measured and were not before."""
     device = device_of(device_type)
     if not device.is_host:
         return device.workspace(call, LARGE)
@@ -88,7 +88,7 @@ def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
 
 
 def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes that the kernel of a call holds at most on a type of device, by rule."""
+    """An upper bound, from a rule, on the temporary bytes that the kernel of a call holds on a type of device."""
     return device_of(device_type).workspace(call, chip)
 
 
@@ -101,8 +101,8 @@ def op_dry_run(call: OpCall, device_type: str, chip: Chip) -> OpDryRun | None:
 
 
 def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
-    """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule. Where that bound exceeds
-    `spare_bytes` (the room below a peak) on the CPU, it is the bytes that a run of the kernel takes."""
+    """Temporary bytes of the kernel of a call in eager mode: an upper bound from a rule. On the CPU, where that bound
+    exceeds `spare_bytes` (the bytes left below a peak), the kernel is run and measured instead."""
     bound = estimate_workspace(call, device_type)
     if device_of(device_type).is_host and bound > max(SCALARS, spare_bytes):
         return call_workspace_bytes(call, device_type)

@@ -44,7 +44,7 @@ class _Dimension:
 
 
 def reduction_bytes(call: OpCall, chip: Chip) -> int:
-    """Bytes that a reduction over the call's first input holds beside its input and its results."""
+    """Bytes of the staging buffer of a reduction over the call's first input, besides its input and results."""
     spec = call.inputs[0]
     if not spec.numel or not call.outputs:
         return 0

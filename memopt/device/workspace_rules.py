@@ -23,7 +23,7 @@ SCALARS = 64
 
 
 def for_each(names: str, rule: AnyRule) -> dict[str, AnyRule]:
-    """The same rule for each of the operators whose names are in a text, separated by spaces."""
+    """A table with the same rule for each operator in `names`, a text with names separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
@@ -44,13 +44,13 @@ def all_bytes(call: OpCall) -> int:
 
 
 def copies(call: OpCall) -> int:
-    """Bytes of contiguous copies of the inputs that are not contiguous, for kernels that take no others."""
+    """Workspace bytes of kernels that need contiguous inputs: copies of those that are not."""
     return sum(spec.dense_bytes for spec in call.inputs if not spec.contiguous)
 
 
 def strided_rows(call: OpCall) -> int:
-    """Bytes of copies of the inputs whose last dimension has gaps, for kernels that read rows whole but in any
-    order."""
+    """Workspace bytes of kernels that read whole rows, in any order: copies of the inputs whose last dimension has
+    gaps."""
     return sum(spec.dense_bytes for spec in call.inputs if spec.size and spec.size[-1] > 1 and spec.stride[-1] != 1)
 
 
@@ -63,14 +63,14 @@ def nothing(call: OpCall) -> int:
 
 
 def loss(call: OpCall) -> int:
-    """Bytes of an elementwise loss before it is averaged, in fp32 for values of 16 bits. Some kernels reduce it in
-    place, so that all of it stays allocated behind the result's single number."""
+    """Workspace bytes of a loss: its elements before they are averaged, in fp32 for 16-bit values. Some kernels reduce
+    in place, so that this buffer stays allocated behind the result's single number."""
     spec = max(call.inputs, key=lambda s: s.numel)
     return 2 * spec.dense_bytes + (4 * spec.numel if spec.dtype.itemsize < 4 else 0) + SCALARS
 
 
 def index(call: OpCall) -> int:
-    """Bytes of indexing: a mask becomes the int64 coordinates of its elements, twice; broadcast indices are
+    """Workspace bytes of indexing: a mask becomes the int64 coordinates of its elements, twice; broadcast indices are
     expanded."""
     masks = [spec for spec in call.inputs[1:] if spec.dtype in MASKS]
     expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
@@ -78,9 +78,9 @@ def index(call: OpCall) -> int:
 
 
 def chunked_loss(call: OpCall) -> int:
-    """Bytes of the chunked cross entropy: a chunk of logits in fp32 (with a further copy for a softcap, for smoothing
-    by class weights and for fp16's scale) and in 16 bits; the layer's weight in the dtype of its input; the sums of its
-    gradient in fp32; some numbers for each row."""
+    """Workspace bytes of the chunked cross entropy: a chunk of logits in fp32 (with a further copy for a softcap, for
+    smoothing by class weights and for fp16's scale) and in 16 bits; the layer's weight in the dtype of its input; the
+    sums of its gradient in fp32; some numbers for each row."""
     hidden, weight = call.inputs[:2]
     tokens, width = hidden.size
     rows = min(tokens, call.argument(10) or chunk_rows(tokens, width))
@@ -95,10 +95,10 @@ def chunked_loss(call: OpCall) -> int:
 
 
 def linear_rows(call: OpCall) -> int:
-    """Bytes of `memopt::linear_rows` or its backward, at most. For a chunk of rows: in fp32 the logits and all values
-    that its program computes from them, each as large as the logits with up to 8 padded classes; in the backward twice
-    as many. Then each layer's weight in the dtype of its input, the sums of its gradient in fp32, and copies of all
-    operands and results."""
+    """Upper bound on the workspace bytes of `memopt::linear_rows` or its backward. For a chunk of rows: in fp32 the
+    logits and all values that its program computes from them, each as large as the logits with up to 8 padded classes;
+    in the backward twice as many. Then each layer's weight in the dtype of its input, the sums of its gradient in fp32,
+    and copies of all operands and results."""
     backward = rule_name(call) == "linear_rows_backward"
     hidden, weights = call.args[backward : backward + 2]
     program, chunk = call.argument(6 + backward), call.argument(7 + backward)
@@ -113,14 +113,15 @@ def linear_rows(call: OpCall) -> int:
 
 
 def class_vectors(call: OpCall) -> int:
-    """Bytes of the values for each class in a chunked cross entropy: bias, class weights, their casts and sums."""
+    """Workspace bytes of a chunked cross entropy for vectors with one value per class: bias, class weights, their casts
+    and sums."""
     hidden, weight = call.inputs[:2]
     return 4 * weight.size[0] * max(4, hidden.dtype.itemsize)
 
 
 def fp8_scales(call: OpCall) -> int:
-    """Bytes of the scales of an 8-bit tensor and of the tensors that they are computed from. There is one scale for all
-    elements or one for each 128; or one for each 32, rounded to a power of two in several steps."""
+    """Workspace bytes of the scales of an 8-bit tensor and of what they are computed from: one scale for all elements,
+    one for each 128, or one for each 32 that is rounded to a power of two in several steps."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
@@ -174,11 +175,10 @@ def rule_name(call: OpCall) -> str:
 
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
-    """The bytes of the workspace of a call, by the rules of a device, else by those that hold on every device.
+    """The workspace bytes of a call by the rules of a device, else by those that hold on every device.
 
-    Of the operators without a rule, those for lists of tensors and those that return an alias hold nothing. Pointwise
-    ones and reductions hold what `pointwise` and `reduction` say; others are assumed to copy all their tensors once.
-    """
+    Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones and
+    reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""
     name = rule_name(call)
     rule = rules.get(name) or COMMON.get(name)
     if rule is not None:

@@ -83,8 +83,8 @@ def emit_region(
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
-    """A region that gets its inputs at these positions without their autograd history. With it, the backward would
-    visit the nodes of these inputs with no gradient: hooks would be called with None, and DDP would find the parameters
+    """`run`, a region, as a function that gets its inputs at `positions` detached. Attached, their autograd nodes would
+    be visited in the backward with no gradient: hooks would be called with None, and DDP would count the parameters as
     used."""
     if not positions:
         return run
@@ -96,11 +96,10 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
 
 
 def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
-    """The region with the forward and backward that `cut` returns, run as plain ATen operators. `accumulation.failed`
-    is called where an allocation fails in the backward.
+    """The region as a function: `cut` returns its forward and backward graphs, which run as plain ATen operators.
+    `accumulation.failed` is called where an allocation fails in the backward.
 
-    It must be called in a block `joint.trace.active()`.
-    """
+    It must be called in a block `joint.trace.active()`."""
 
     versions = _Versions(joint.statistics)
 

@@ -28,8 +28,7 @@ from passes.ops.offload_ops import COPY_OUT
 
 @dataclass(frozen=True)
 class Half:
-    """A forward or a backward: the code that inductor generated, and the inputs of the graph that it was generated
-    from."""
+    """The code that inductor generated for a forward or a backward, and the inputs of its graph."""
 
     source: str = field(repr=False)
     inputs: Sequence[fx.Node] = field(repr=False)
@@ -37,7 +36,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The results of a forward that its caller gets, by their positions: how long each is held at least."""
+    """Which results of a forward the caller gets, by position, and how long each of them is held at least."""
 
     number: int
     """The number of outputs, which are the first results of the forward."""
@@ -48,11 +47,10 @@ class Outputs:
 
 
 def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
-    """The bytes that the forward and the backward hold in a dry run.
+    """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors.
 
-    The caller keeps the outputs until the backward ends. Where blocks come from a caching allocator and outputs are
-    large, its calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward.
-    """
+    The caller is assumed to hold the outputs until the backward ends. With a caching allocator and large outputs, the
+    allocator's calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward."""
     found, large = _dry_run(forward, backward, outputs, dropped=False)
     if not large:
         return found

@@ -36,7 +36,8 @@ class _Exchange(Protocol):
 
 @dataclass
 class Accumulation:
-    """How gradients reach `.grad` in the backwards of a model."""
+    """How the backwards of a model's regions add gradients to `.grad`, and for which parameters the running one
+    does."""
 
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
@@ -54,22 +55,21 @@ class Accumulation:
     for other inputs, none of which may be held when the backward is over."""
 
     def enter(self, region: tuple[int, int]) -> None:
-        """Set the receivers to those of `region`, whose backward runs."""
+        """Set the parameters that get gradients to those of `region`, whose backward begins."""
         found = receivers()
         self.receivers = [(leaf, fate) if isinstance(leaf, nn.Parameter) else None for leaf, fate in found]
         self.region = region
 
 
 class AccumulateGradient(nn.Module):
-    """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do only that with it. It also
+    """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do nothing else with it; also
     returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors). Otherwise it returns
-    the gradient: the first one, one that a hook reads, one for `torch.autograd.grad`. Under DDP the first one becomes
-    `.grad`, too, and is exchanged while the backward goes on.
+    the gradient for autograd to use: the first one, one that a hook reads, one for `torch.autograd.grad`. Under DDP the
+    first one also becomes `.grad`, and is exchanged while the backward continues.
 
     The parameter is input `position` (counted among tensors) of the call whose backward runs, because one region serves
     calls with different parameters. With `own_memory`, no other result of the backward shares memory with the gradient.
-    The gradient is dropped also where `reached`, if given, returns False in the running backward.
-    """
+    The gradient is dropped also where `reached`, if given, returns False in the running backward."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class AccumulateGradient(nn.Module):
         return None
 
     def receiver(self) -> Receiver:
-        """The parameter in the running backward, and what autograd does with its gradient. None and `RETURNED` where
-        the input is not a leaf; None and `DROPPED` where the backward reaches no output from which the gradient
-        comes."""
+        """The parameter whose gradient the running backward computes, and what autograd does with that gradient. None
+        and `RETURNED` where the input is not a leaf; None and `DROPPED` where the backward does not reach any output
+        that the gradient comes from."""
         if self.reached is not None and not self.reached():
             return None, Fate.DROPPED
         accumulation = self.accumulation
@@ -269,15 +269,16 @@ def _is_chained(node: fx.Node) -> bool:
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:
-    """Whether the running backward reaches any of these outputs of the region, counted among the `number` outputs that
-    have a gradient. True where autograd's graph does not tell: the region returns views of its inputs."""
+    """Whether the running backward passes through any of the outputs `tangents` of the region, counted among its
+    `number` outputs that have a gradient. True where autograd's graph does not show it, since the region returns views
+    of its inputs."""
     reached = reached_outputs()
     return reached is None or len(reached) != number or any(reached[tangent] for tangent in tangents)
 
 
 def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
-    """A compiled backward as `backward`, but with None in place of each gradient that comes only from outputs which the
-    running backward does not reach."""
+    """`backward`, a compiled backward, with None in place of each gradient that comes only from outputs through which
+    the running backward does not pass."""
     partial = joint.partial_gradients
     if not partial:
         return backward
@@ -291,8 +292,8 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """A compiled backward as `backward`. Where an allocation fails in it, it raises what `accumulation.failed` returns
-    for the error."""
+    """`backward`, a compiled backward, which raises the error that `accumulation.failed` returns where an allocation
+    fails in it."""
 
     def run(arguments: list[Any]) -> Any:
         try:

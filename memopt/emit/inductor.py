@@ -33,13 +33,13 @@ from passes import copy_graph_module, format_graph
 def compile_by_backend(
     joint: JointGraph, cut: Cut, accumulation: Accumulation, limit_bytes: int | None = None
 ) -> Emitted:
-    """The region with the forward and backward that `cut` returns, compiled by inductor. It fuses elementwise
-    operators, so that values between fused operators are never materialised, and it chooses the order of the kernels.
+    """The region as a function: `cut` returns its forward and backward graphs, which inductor compiles. It fuses
+    elementwise operators, so that values between fused operators are never materialised, and it chooses the order of
+    the kernels.
 
     `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
     timed, torch's allocator for CUDA holds at most `limit_bytes`. It must be called in a block `joint.trace.active()`.
-    Raises `CaptureError` where inductor fails.
-    """
+    Raises `CaptureError` where inductor fails."""
     halves = _Halves(cut, joint, accumulation, limit_bytes)
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
@@ -263,8 +263,9 @@ _running = _Running()
 
 @torch.library.custom_op("memopt::hand_gradient", mutates_args=())
 def hand_gradient(gradient: Tensor, number: int) -> Tensor:
-    """Pass a gradient to the module of that number in the running backward. The result is empty, so that the gradient's
-    memory is free afterwards; a gradient that the module returns is therefore kept as a clone."""
+    """Pass a gradient to module `number` of those that accumulate gradients in the running backward. The result is
+    empty, so that the gradient's memory is free afterwards; a gradient that the module returns is therefore kept as a
+    clone."""
     returned = _running.takers[number](gradient)
     if returned is not None:
         _running.returned[number] = returned.clone()

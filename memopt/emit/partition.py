@@ -32,7 +32,7 @@ Cut: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """A region that can be called with its inputs."""
+    """A region as a function of its inputs, with the bytes that its compiled code holds."""
 
     run: Callable[..., Any] = field(repr=False)
     footprint: Footprint | None = None
@@ -45,9 +45,8 @@ class Emitted:
 def partition(
     joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region. Operands are overwritten where the graph says so
-    (`JointGraph.reuses`). With `accumulation`, gradients are added to `.grad` in place, and parameters are stepped
-    where the schedule says so."""
+    """The forward and backward modules of a region. Results are written over operands as `JointGraph.reuses` says. With
+    `accumulation`, gradients are added to `.grad` in place, and parameters are stepped as the schedule says."""
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols, objects = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, objects, joint.forward_outputs)
@@ -95,13 +94,12 @@ def _is_backward(node: fx.Node) -> bool:
 def nodes_before_steps(
     joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
 ) -> dict[int, set[str]]:
-    """Position of a gradient among the backward's results → names of the backward's nodes that must run before the
-    parameter is stepped: the one that makes the gradient, and those that read the storage of either through any alias,
-    recomputed nodes included.
+    """For each parameter to step, by the position of its gradient among the backward's results, the names of the
+    backward's nodes that must run before: the one that makes the gradient, and those that read the storage of either
+    through any alias, recomputed nodes included.
 
-    `numbers` are those of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The names
-    come from that graph alone, so that an error of the planner cannot go unnoticed.
-    """
+    `numbers` are the numbers of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The
+    names come from that graph alone, so that an error of the planner cannot go unnoticed."""
     if not numbers:
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}
@@ -146,7 +144,7 @@ _BYTES = 7
 
 
 def exchanges_of(*graphs: fx.Graph) -> int:
-    """A digest of the collectives in graphs that run one after the other: their operators and shapes, in order. 0 where
+    """A digest of the collectives (operators and shapes, in order) in graphs that run one after the other. 0 where
     there are none."""
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function" and _is_collective(node)]
     if not calls:

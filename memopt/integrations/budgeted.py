@@ -32,23 +32,23 @@ class Budgeted:
         self._shown: Plan | None = None
 
     def optimizer_among(self, optimizers: Sequence[Any]) -> Any:
-        """The optimizer that the plan counts: that of the options if they have one, even None, else the only one of the
-        loop.
+        """The optimizer whose memory the plan counts: the option `optimizer` if it was given, even as None, else the
+        loop's only one.
 
-        Raises `ValueError` where the loop has none or several, and the options have none.
-        """
+        Raises `ValueError` where the loop has none or several, and the option was not given."""
         if "optimizer" in self.options:
             return self.options["optimizer"]
         if len(optimizers) != 1:
             raise ValueError(
-                f"the planned net has {len(optimizers)} optimizers to choose from; give the only one that steps it, or "
-                "say what counts by the option optimizer=torch.optim.AdamW (None leaves it out of the budget)"
+                f"the training has {len(optimizers)} optimizers, and memopt counts the memory of one; use exactly "
+                "one, or name the class of the one that steps the planned net, such as optimizer=torch.optim.AdamW "
+                "(None leaves it out of the budget)"
             )
         return inner_optimizer(optimizers[0])
 
     def begin(self, net: nn.Module, optimizer: Any, **defaults: Any) -> None:
-        """Optimise the model `net`, in place, for a run with the optimizer. `defaults` are options that hold where the
-        user gave none. Nothing is planned yet."""
+        """Optimise the model `net`, in place, for a training run with `optimizer`. `defaults` are options that apply
+        where the user gave none. Nothing is planned yet."""
         optimize(net, self.budget_gb, **{**defaults, **self.options, "optimizer": optimizer})
         self._net, self._shown = net, None
 
@@ -59,8 +59,8 @@ class Budgeted:
             self._net = None
 
     def news(self) -> Mapping[str, float] | None:
-        """The figures of the plan by which the latest step ran, for a log; None where it ran plain, or by the plan
-        whose figures were given last."""
+        """The budget, peak and added time of the plan by which the latest step ran, for a log; None where it ran plain,
+        or where the plan is the same as at the previous call of this method."""
         call = session_of(self._net) if self._net is not None else None
         plan = call.in_use if call is not None else None
         if plan is None or plan is self._shown:

@@ -39,18 +39,18 @@ class MemoptCallback(Callback):
         self._budgeted.begin(net, self._budgeted.optimizer_among(trainer.optimizers))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the figures of the plan by which this step ran, if it is another one than in the step before."""
+        """Log the figures of the plan by which this step ran, if it is not the plan of the step before."""
         news = self._budgeted.news()
         if news is not None:
             for logger in trainer.loggers:
                 logger.log_metrics(dict(news), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the plain model back."""
+        """Remove memopt from the net, which is the plain model again."""
         self._budgeted.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the plain model back where the training ends by an error."""
+        """Remove memopt from the net, which is the plain model again, where training ends with an error."""
         self._budgeted.end()
 
 

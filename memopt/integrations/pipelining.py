@@ -16,7 +16,7 @@ _BY_SCHEDULE = ("loss_fn", "forwards", "outputs", "dynamic")
 
 @takes_options(StepOptions, DEFAULTS)
 def optimize_schedule(schedule: Schedule, budget_gb: float, **options: Unpack[StepOptions]) -> Schedule:
-    """Have the steps of a schedule run within a budget on this rank, and return the schedule.
+    """Make the steps of a pipeline schedule run within a budget on this rank, in place, and return the schedule.
 
     Each stage is planned by itself at the first step, with as many microbatches in flight as the schedule holds, and
     the last one with the schedule's loss function. All ranks plan before anything is sent: where one of them cannot
@@ -36,14 +36,15 @@ def optimize_schedule(schedule: Schedule, budget_gb: float, **options: Unpack[St
     """
     decided = sorted(set(options) & set(_BY_SCHEDULE))
     if decided:
-        raise ValueError(f"{decided[0]} is what the schedule decides; leave it out")
+        raise ValueError(f"{decided[0]} is decided by the schedule; leave the option out")
     given: dict[str, Any] = {"precision": "fp32", **options}
     PlannedSchedule(schedule, check_options(budget_gb, **given)).take_over()
     return schedule
 
 
 def remove_schedule(schedule: Schedule) -> Schedule:
-    """Give a schedule and the modules of its stages back as they were, in place, and return the schedule."""
+    """Undo `optimize_schedule`: restore the schedule and the modules of its stages, in place, and return the
+    schedule."""
     planned = planned_schedule_of(schedule)
     if planned is not None:
         planned.give_back()

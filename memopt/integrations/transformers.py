@@ -28,9 +28,8 @@ class MemoptCallback(TrainerCallback):
     The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed;
     under `torch_compile`, training runs by the plan, and only the rest is compiled.
 
-    The Trainer tells callbacks nothing of a training that ends by an error: call `end()` then to go on with the plain
-    model. The next training by the same callback does so itself.
-    """
+    The Trainer does not tell callbacks of a training that ends with an error: call `end()` then to continue with the
+    plain model. The next training by the same callback does so itself."""
 
     @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
@@ -54,18 +53,19 @@ class MemoptCallback(TrainerCallback):
         self._budgeted.begin(model, self._budgeted.optimizer_among([parts["optimizer"]]), **defaults)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Add the figures of the plan by which this step ran to the Trainer's log, if it is another one than in the
-        step before."""
+        """Add the figures of the plan by which this step ran to the Trainer's log, if it is not the plan of the step
+        before."""
         news = self._budgeted.news()
         if news is not None and state.is_world_process_zero:
             state.log_history.append({**news, "epoch": state.epoch, "step": state.global_step})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Give the plain model back, as it was before the training."""
+        """Remove memopt from the model, and restore the setting of gradient checkpointing."""
         self.end()
 
     def end(self) -> None:
-        """Give the plain model back, as it was before the training; does nothing where that was done."""
+        """Remove memopt from the model, and restore the setting of gradient checkpointing; does nothing if that was
+        done already."""
         self._budgeted.end()
         for module in self._checkpointed:
             module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -107,18 +107,18 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
 
 
 def recompute_note(allow: Collection[str]) -> tuple[str, ...]:
-    """A sentence for plans and refusals where `allow` leaves recomputation out; otherwise an empty tuple."""
+    """A sentence for plans and refusals if `allow` does not contain "recompute"; otherwise an empty tuple."""
     if RECOMPUTE.name in allow:
         return ()
     return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give {allow_with(allow)}",)
 
 
 def allow_with(names: Collection[str]) -> str:
-    """The argument that adds the levers with these names to the default ones, as users write it."""
+    """The text of an `allow` argument that adds these levers to the default ones, for messages."""
     added = ", ".join(map(repr, sorted(set(names) - DEFAULT_LEVERS)))
     return f"allow=memopt.DEFAULT_LEVERS | {{{added}}}" if added else "allow=memopt.DEFAULT_LEVERS"
 
 
 def allow_exactly(names: Collection[str]) -> str:
-    """The argument for the levers with these names and no others, as users write it."""
+    """The text of an `allow` argument with these levers and no others, for messages."""
     return allow_with(names) if set(names) >= DEFAULT_LEVERS else f"allow={{{', '.join(map(repr, sorted(names)))}}}"

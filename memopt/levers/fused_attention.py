@@ -10,10 +10,10 @@ LABEL = "fused_attention"
 
 
 def fuse_attention(graph: OperatorGraph) -> Decision:
-    """Decides which softmaxes of a region become `scaled_dot_product_attention`: all where that computes the same.
+    """Decides which softmaxes of a region become part of a `scaled_dot_product_attention`: all where that computes the
+    same.
 
-    Attention with dropout is left alone, since the fused kernel would draw other random numbers.
-    """
+    Attention with dropout stays as it is, since the fused kernel would draw other random numbers."""
     found = find_attentions(graph.module)
     fused = [softmax for softmax in found if not softmax.reason]
     reasons = dict.fromkeys(softmax.reason for softmax in found if softmax.reason)

@@ -72,7 +72,8 @@ class OptimizerChange:
 
 @dataclass(frozen=True)
 class Lever:
-    """One way to make a training step smaller or faster."""
+    """One way to make a training step smaller or faster: a change of the graph or of the optimizer, with what users
+    read about it."""
 
     name: str
     """The name by which `allow` takes it."""

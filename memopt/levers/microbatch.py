@@ -6,7 +6,7 @@ from memopt.levers.lever import Lever
 
 MICROBATCH = Lever(
     "microbatch",
-    "TrainStep splits a batch that fits in no other way into smaller ones, never across batch normalisation.",
+    "TrainStep splits a batch that does not fit otherwise into smaller ones, unless the model has batch normalisation.",
     "rounding",
     "smaller kernels, and dropout draws different random numbers; for TrainStep only",
     default=True,

@@ -6,9 +6,9 @@ from memopt.levers.lever import Lever
 
 OFFLOAD_PARAMETERS = Lever(
     "offload_parameters",
-    "Frozen parameters lie in pinned host memory, and are brought to the device before each use.",
+    "Frozen parameters are held in pinned host memory, and copied to the device before each use.",
     "bitwise",
-    "host memory, and waiting for copies that compute does not hide; of forwards in one piece, for backend 'aten'; not "
-    "on a CPU",
+    "host memory, and waiting for copies that compute does not hide; for forwards without graph breaks and backend "
+    "'aten'; not on a CPU",
     tried_by="the solver",
 )

@@ -24,7 +24,8 @@ Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
 
 @dataclass(frozen=True)
 class PricedLevers:
-    """Levers on the optimizer taken together, the innermost first, and the prices of training without and with them."""
+    """A combination of levers on the optimizer, the innermost first, with the prices of training without and with
+    them."""
 
     levers: tuple[Lever, ...]
     before: TrainingPrice
@@ -34,11 +35,10 @@ class PricedLevers:
 
     @classmethod
     def of(cls, facts: TrainingFacts, levers: Sequence[Lever], known: Known | None = None) -> PricedLevers:
-        """The price of `levers`, the innermost first. One that steps in the backward is put around all others, wherever
-        it stands. Prices that are new are added to `known`.
+        """The price of `levers`, the innermost first. One that steps in the backward is made the outermost, wherever it
+        is given. `known` caches prices.
 
-        Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit.
-        """
+        Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit."""
         known = {} if known is None else known
         levers = sorted(levers, key=lambda lever: lever.optimizer is not None and lever.optimizer.in_backward)
         prices = []
@@ -69,7 +69,7 @@ class PricedLevers:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes saved on the device; negative where they grow."""
+        """The bytes that the levers save on the device; negative where they need more."""
         return self.before.total - self.after.total
 
     @property
@@ -83,11 +83,11 @@ class PricedLevers:
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """The account with its rows of parameters, gradients and optimizer as these levers make them. It may be that of
-        a model whose parameters are in bfloat16 already.
+        """The account with its rows of parameters, gradients and optimizer replaced by what these levers leave.
+        Parameters may be in bfloat16 already.
 
-        Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0, since they are
-        storages of the solver's problem then.
+        Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0 in the account:
+        they are storages of the solver's problem then.
         """
         rows: dict[str, Any] = self.after.rows
         if self.stepping is not None:
@@ -107,22 +107,21 @@ class PricedLevers:
 
     @property
     def effect(self) -> str:
-        """What the levers change beside memory and time, and how exact that is, as a text."""
+        """What the levers change besides memory and time, and how exact that is, as text for users."""
         changed = "; ".join(f"{change.changes}; {change.exactness}" for change in changes_of(self.levers))
         return f"{changed}; {size(self.host_bytes)} on the host" if self.host_bytes else changed
 
 
 def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
-    """The optimizer wrappers of those `levers` that have one."""
+    """The `OptimizerChange` of each of the `levers` that has one."""
     return tuple(lever.optimizer for lever in levers if lever.optimizer is not None)
 
 
 def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Put levers around an optimizer, in the order given, and change the parameters of `model` where they do; returns
-    the outermost optimizer.
+    """Wrap an optimizer by levers, in the order given, and change the parameters of `model` where a lever does so;
+    returns the outermost optimizer.
 
-    Raises `TypeError` or `ValueError` where a lever does not fit the optimizer, and then changes nothing.
-    """
+    Raises `TypeError` or `ValueError` where a lever does not fit the optimizer, and then changes nothing."""
     if levers:
         check_inner(optimizer, levers[0].name)
     for change in changes_of(levers):
@@ -134,8 +133,8 @@ def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Opt
 
 
 def least_with_levers(account: Account) -> int:
-    """Bytes of a lower bound of what is resident with any levers on the optimizer: no state, no gradients, and half of
-    the parameters, which is the least that levers leave."""
+    """A lower bound in bytes on what is resident with any levers on the optimizer: no optimizer state, no gradients,
+    and half of the parameters' bytes."""
     return replace(account, parameters=account.parameters // 2, optimizer_state=0, gradients=0).resident_bytes
 
 
@@ -148,9 +147,8 @@ def combinations_of(
     """The combinations of `levers` that fit the optimizer, each with its price.
 
     First come those of `allowed` levers alone, the least added time first. Then those with others, the smallest
-    combinations first, and among equally many levers the least added time first; of these only the ones for which
-    `wanted` is true when their size is reached are priced.
-    """
+    combinations first, and among equally many levers the least added time first; of these only those are priced for
+    which `wanted` returns True."""
     known: Known = {}
     numbers = range(1, len(levers) + 1)
     own = [lever for lever in levers if lever.name in allowed]

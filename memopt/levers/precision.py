@@ -45,8 +45,7 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
 class DecidePrecision:
     """Decides the dtype of each operator of a region, and names the passes that apply it.
 
-    The results that the model's caller gets keep the dtypes that the plain model gives them.
-    """
+    Results that are returned to the model's caller have the dtypes of the plain model."""
 
     low: torch.dtype
     rules: Rules = field(default_factory=Rules)
@@ -71,11 +70,11 @@ class DecidePrecision:
 
     @property
     def left_to_autocast(self) -> bool:
-        """Whether nothing is decided, since the caller's own autocast is on and `yields` is set."""
+        """Whether no dtype is decided here because the caller's own autocast is on (and `yields` is set)."""
         return self.yields and autocast_is_on()
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:
-        """Returns the dtype of each operator, with a reason."""
+        """The dtype of each operator of a region, with a reason."""
 
         def decide(kept_out: KeptOut) -> PrecisionPlan:
             default = AssignPrecision(self.low, self.rules, graph.author_typed, (*self.kept_out, *kept_out))

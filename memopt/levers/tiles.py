@@ -41,7 +41,7 @@ class _Tile:
 
 TILES = Lever(
     LABEL,
-    "Operators that treat rows apart, as those of an MLP, run on some tokens after the others.",
+    "Operators that compute each row alone, as those of an MLP, run on one part of the tokens after the other.",
     "rounding",
     "smaller kernels and more of them, and a longer search",
     graph=GraphChange(tuple(map(_Tile, (4, 16)))),

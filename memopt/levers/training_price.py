@@ -34,7 +34,8 @@ PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the price of training with levers on the optimizer depends on. The parameters may be on "meta"."""
+    """What the price of levers on the optimizer depends on: parameters, optimizer and hardware. Parameters may be on
+    "meta"."""
 
     parameters: tuple[torch.Tensor, ...]
     """All parameters of the model, each once, frozen ones too."""
@@ -120,15 +121,14 @@ class TrainingPrice:
 
 
 def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> TrainingPrice:
-    """The price of training with `changes` around the optimizer, the innermost first, found by stepping the optimizer
-    alone on fake tensors.
+    """The bytes and seconds of training with the optimizer wrapped by `changes`, the innermost first, found by stepping
+    it on fake tensors.
 
     With the optimizer in the backward, the rows of gradients and temporaries are those of the moment at which their sum
-    is largest. That moment lies within the backward, beside saved activations: it is estimated from the model's modules
-    here, while a plan finds it in the graph.
+    is largest. That moment is within the backward; it is estimated from the model's modules here, while a plan finds it
+    in the graph.
 
-    Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit.
-    """
+    Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit."""
     if not changes:
         plain = optimizer_step_price(facts.optimizer, facts.trained, facts.hardware)
         sizes = nbytes(facts.parameters), nbytes(facts.trained)

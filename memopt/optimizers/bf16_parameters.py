@@ -22,11 +22,10 @@ def widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
-    """Round float32 `value` to one of the two nearest bfloat16 values, into `out`; the nearer one is the likelier, so
-    that the result is right in expectation.
+    """Round float32 `value` to one of the two nearest bfloat16 values, into `out`; the nearer one is more likely, so
+    that the result is right on average.
 
-    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)
-    """
+    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)"""
     bits = _bits(value)
     bits.add_(torch.empty_like(bits).random_(0, 2 * _HALF, generator=generator)).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(bits)
@@ -75,8 +74,8 @@ class BF16ParametersOptimizer(Parameterwise):
     """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
 
     An update of 1e-4 to a weight just below 1 is 40 times smaller than the distance between neighbouring bfloat16
-    values there, so plain bfloat16 would never change. The new value is therefore rounded up or down at random, right
-    in expectation.
+    values there, so plain bfloat16 would never change. The new value is therefore rounded up or down at random, so that
+    it is right on average.
 
     Args:
         inner: any optimizer that steps each parameter independently of the others.

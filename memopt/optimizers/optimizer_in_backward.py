@@ -18,8 +18,8 @@ class OptimizerInBackward(Parameterwise):
     be alive at once.
 
     The result is bitwise that of `inner` stepping its parameters one by one after the backward. `loss.backward()`
-    trains; call `step()` after each backward nevertheless: schedulers need it, and it steps parameters that got their
-    gradients in another way. `state_dict` is that of `inner`.
+    already updates parameters; call `step()` after each backward nevertheless: schedulers need it, and it steps
+    parameters that got their gradients outside of a backward. `state_dict` is that of `inner`.
 
     Autograd calls a hook for a parameter once its gradient is complete. The backward of a captured call gives all
     gradients to autograd at its end; if it is planned with this lever, it calls the hook itself, as soon as nothing
@@ -47,7 +47,8 @@ class OptimizerInBackward(Parameterwise):
         super().__init__(inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer; its parameters are stepped from the next backward on."""
+        """Add a parameter group, as `Optimizer.add_param_group` does; its parameters are stepped from the next backward
+        on."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for parameter in self.param_groups[-1]["params"]:
@@ -56,8 +57,8 @@ class OptimizerInBackward(Parameterwise):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """End the step. Parameters that still have a gradient, as they got it outside of a backward or are trained only
-        since lately, are stepped now."""
+        """End the training step. Parameters that still have a gradient are stepped now: they got it outside of a
+        backward, or became trainable after the hooks were set."""
         refuse_closure(closure, self.title)
         super().step()
         self._stepped.clear()
@@ -127,8 +128,8 @@ def refuse_what_needs_all_gradients(
         )
     if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
         raise ValueError(
-            "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward others are used "
-            "before that is known; train in bfloat16 without a scaler, or leave this lever out"
+            "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward the first are "
+            "used before that is known; train in bfloat16 without a scaler, or leave this lever out"
         )
     if accumulate != 1:
         raise ValueError(

@@ -29,7 +29,7 @@ Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Stepping:
-    """The temporary bytes of stepping parameters within the backward of a call that is captured as one region."""
+    """The temporary bytes of stepping each parameter within the backward of a call in one region."""
 
     temporaries: tuple[tuple[Kind, int], ...]
     """For each kind of parameter, the most bytes alive at once among those that its step makes and frees."""
@@ -39,8 +39,7 @@ class Stepping:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """Returns the value for `parameters`: each with the dtype in which it is held, and the temporary bytes of its
-        step."""
+        """The `Stepping` for `parameters`, given each with its dtype and the temporary bytes of its step."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -48,7 +47,7 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """Returns a copy in which the inputs with these numbers, too, are stepped at the backward's end."""
+        """A copy in which the inputs with these numbers are also stepped at the end of the backward."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:
@@ -116,12 +115,11 @@ def prices_of_each(
     wraps: Wraps = (),
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The prices of stepping each parameter alone, in the dtype given for it, with `wraps` around the optimizer.
+    """The prices of stepping each parameter alone, in the dtype given for it, with the optimizer wrapped by `wraps`.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
-    that are alike in group, shape, strides and dtype, one is tried. `device` is the type of device whose kernels run,
-    by default that of the hardware. With the host's, tensors in the host's memory are counted too.
-    """
+    with equal group, shape, strides and dtype, only one is tried. `device` is the type of device whose kernels run, by
+    default that of the hardware. With "cpu", tensors in the host's memory are counted too."""
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or hardware.device_type
@@ -205,7 +203,8 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
         if any(member is parameter for member in group["params"]):
             return number
     raise ValueError(
-        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer given; give it those of it"
+        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer that was given; build it from "
+        "the parameters of this model"
     )
 
 

@@ -25,15 +25,14 @@ class Span:
 
 
 class Parameterwise(optim.Optimizer):
-    """Steps by `inner`'s own code, parameter by parameter. Do not step `inner` by itself any more.
+    """Wraps the optimizer `inner` and runs its code parameter by parameter. Do not call `inner.step()` any more.
 
     It shares the groups and the state of `inner`, so that schedulers of either work and training goes on from the state
-    that `inner` has. `state_dict` is that of `inner`, with values in the form in which this optimizer keeps them, and a
-    further key "proposal".
+    that `inner` has. `state_dict` is that of `inner`, with values in the form in which this optimizer stores them, and
+    a further key "proposal".
 
-    Subclasses say in which form parameters and state are kept between steps: `_open` converts them for `inner`, and
-    `_close…` methods convert them back.
-    """
+    Subclasses define in which form parameters and state are stored between steps: `_open` converts them for `inner`,
+    and `_close…` methods convert them back."""
 
     title: ClassVar[str]
     """The name in errors and in `state_dict`, which is also the lever's."""
@@ -49,13 +48,13 @@ class Parameterwise(optim.Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
 
     def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor with the shape of `tensor`, on the device where this optimizer keeps the state of
-        `parameter`."""
+        """A new, uninitialised tensor of `dtype` with the shape of `tensor`, on the device where this optimizer stores
+        the state of `parameter`."""
         return torch.empty_like(tensor, dtype=dtype, device=parameter.device, requires_grad=False)
 
     def extra_state(self) -> dict[str, Any]:
-        """The value of "proposal" in `state_dict`: plain values and tensors that tell which optimizer the state is
-        of."""
+        """The entry "proposal" of `state_dict`: plain values and tensors by which `load_extra_state` recognises this
+        kind of optimizer."""
         inner = self.inner.extra_state() if isinstance(self.inner, Parameterwise) else {}
         return inner if self.keeps_form else {"title": self.title, "inner": inner}
 
@@ -75,16 +74,15 @@ class Parameterwise(optim.Optimizer):
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as of any optimizer, and under "proposal" what `extra_state` returns. Tensors are not
-        copied."""
+        """Groups and state as in any optimizer's state dict, and the result of `extra_state` under "proposal". Tensors
+        are not copied."""
         return {**super().state_dict(), "proposal": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state, whose tensors are copied in their own dtypes.
+        """Restore a state dict; its tensors are copied, and keep their dtypes.
 
         Raises `ValueError` where the state's groups have other numbers of parameters, or it is of another kind of
-        optimizer.
-        """
+        optimizer."""
         saved = {key: value for key, value in state_dict.items() if key != "proposal"}
         sizes, own = (
             [len(group["params"]) for group in groups] for groups in (saved["param_groups"], self.param_groups)
@@ -221,8 +219,8 @@ class Parameterwise(optim.Optimizer):
         return value
 
     def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
-        """The elements of the state tensor `key`, of another shape than the parameter, that belong to a piece; None
-        where that tensor is not divided into pieces."""
+        """The range of elements of the state tensor `key`, whose shape differs from the parameter's, that belong to a
+        piece of the parameter; None where that tensor is not divided into pieces."""
         return self._inner_span(key, parameter, piece)
 
     def _inner_span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
@@ -242,7 +240,7 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def check_inner(inner: Any, title: str) -> None:
-    """Raise `TypeError` for what is no optimizer, and `ValueError` for one that cannot be stepped parameter by
+    """Raise `TypeError` where `inner` is no optimizer, and `ValueError` where it cannot be stepped parameter by
     parameter: it needs a closure, or takes sparse gradients only. `title` is the wrapper's name in the message."""
     if not isinstance(inner, optim.Optimizer):
         raise TypeError(f"{title} wraps a torch.optim.Optimizer, not {inner!r}")

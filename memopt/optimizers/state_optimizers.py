@@ -171,8 +171,8 @@ class OffloadedOptimizer(Parameterwise):
     """Keeps `inner`'s state in the host's memory, and steps one piece of a parameter at a time, whose state is copied
     to the device and back. The numbers are those of `inner` stepping parameters one by one.
 
-    The state of parameters in the host's memory is copied too, without use. The copies do not overlap. `state_dict` is
-    that of `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
+    The state of parameters that are on the host themselves is copied too, without benefit. Copies do not overlap with
+    compute. `state_dict` is that of `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
 
     Raises:
         TypeError, ValueError: for an optimizer that needs a closure.

@@ -1,5 +1,5 @@
-"""The search for the plan of a recorded call, with suggestions for its refusal: changes that only the user can make and
-with which the step would fit, each with its budget."""
+"""The search for the plan of a recorded call, and the advice in its refusal: changes that only the user can make, each
+with the budget within which the step would then fit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class _Advice:
         piece = split(batch, samples)[0]
         call: Call = (piece, {}) if self.call[0] else ((), piece)
         nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), lean)
-        sentence = f"for TrainStep, in microbatches down to one of its {samples} samples,"
+        sentence = (
+            f"with TrainStep, which splits the batch into microbatches, of 1 of its {samples} samples at the smallest,"
+        )
         changes = (
             f"it splits a batch into as few parts as fit, down to one of its {samples} samples; equal but for rounding"
         )
@@ -127,7 +129,7 @@ class _Advice:
             yield Way(
                 allow_exactly({*self.options.allow, name}),
                 hosting.smallest()[0],
-                "frozen parameters lie in the host's memory, and are brought before each use; the same bits",
+                "frozen parameters are held in host memory, and copied to the device before each use; the same bits",
                 None,
                 f"with {name!r} in allow, which holds up to {size(lying)} of frozen parameters on the host,",
             )
@@ -150,7 +152,7 @@ class _Advice:
         """Suggests the fused kernels of the same optimiser, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
-            sentence = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
+            sentence = "with fused=True in the optimizer, whose step then needs no temporaries,"
             changes = "its step holds no temporaries; equal but for rounding"
             typed = f"{_name_of(self.options.optimizer)}(…, fused=True)"
             yield Way(typed, self.with_optimizer(other, lean), changes, 0.0, sentence)
@@ -158,10 +160,10 @@ class _Advice:
     def without_state(self, lean: Priced) -> Iterator[Way]:
         """Suggests an optimiser without state."""
         if lean.account.optimizer_state:
-            sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
+            sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which trains differently,"
             nbytes = self.with_optimizer(torch.optim.SGD, lean)
             yield Way(
-                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it learns otherwise", sentence=sentence
+                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it trains differently", sentence=sentence
             )
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
@@ -227,14 +229,14 @@ def search_for(
     advise: bool = True,
     budget_bytes: int | None = None,
 ) -> PlanSearch:
-    """The search for the plan of a recorded call.
+    """The search, yet to be run, for the plan of a recorded call under the options that it was recorded with.
 
     Args:
-        ahead: whether the call is planned before its first run. Then levers on the optimiser may be tried that need
-            narrower parameters, for which the call is captured once more.
-        advise: whether a refusal names levers on the optimiser that are not allowed, and with `ahead` also looks for
+        ahead: whether the call is planned before its first run. Then levers on the optimizer may be tried that cast
+            parameters to 16 bits, for which the call is captured once more.
+        advise: whether a refusal names levers on the optimizer that `allow` lacks, and with `ahead` also looks for
             other changes with which the step would fit.
-        budget_bytes: instead of the budget of the options.
+        budget_bytes: takes the place of the budget in the options.
     """
     planner = recorded.planner
     options, optimizer_choice = planner.terms.options, planner.optimizer_choice
@@ -287,10 +289,10 @@ class _LowRank(nn.Module):
 
 
 def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
-    """A copy of the model on "meta" in which only adapters at its linear layers are trained, and their number.
+    """A copy of the model on "meta" in which only low-rank adapters (LoRA) of rank `rank` at its linear layers are
+    trained, and the number of these adapters.
 
-    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual.
-    """
+    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
     twin = copy.deepcopy(model, memo).requires_grad_(False)

@@ -29,11 +29,13 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """What finds the bytes on the model's device that belong to no training call: `memopt.run` implements it."""
+    """Finds the bytes on the model's device that belong to no training step of the model. `memopt.run` implements
+    it."""
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes that `elsewhere_gb` says, or 0 for a plan for another device; None where `look` finds them."""
+        """The bytes that the user gave as `elsewhere_gb`, or 0 for a plan for another device; None where `look` finds
+        them."""
 
     @property
     def found(self) -> Found:
@@ -41,26 +43,30 @@ class Looks(Protocol):
 
     @property
     def tolerance_bytes(self) -> int:
-        """The bytes that plans leave free for what appears unnoticed, where it is looked for."""
+        """The bytes that plans leave free for tensors that appear on the device without being noticed; 0 with
+        `fixed_bytes`."""
 
     @property
     def gradients_may_stay(self) -> bool:
-        """Whether gradients may be there when a later forward begins, as far as it is known."""
+        """Whether parameters may still hold gradients when a later forward begins, as far as that is known."""
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
-        """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
-        `tangent_bytes`; and, where that number is a guess, how many bytes more may be needed."""
+        """The bytes that the caller's own code, such as a loss function, allocates between a forward and its backward;
+        and, where that number is a guess, how many bytes more it may need. `tangent_bytes` is the size of the gradients
+        that the backward begins with."""
 
     @property
     def note(self) -> str:
-        """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
+        """A sentence for plans and refusals on the bytes elsewhere on the device; empty where there are next to
+        none."""
 
     def look(self, call: Call) -> Found:
-        """What lies on the device beside a call that begins now."""
+        """Looks for the bytes on the device that do not belong to the step of a call that begins now."""
 
 
 class CallAccounts:
-    """The accounts of the training calls of one model, beside what is on its device."""
+    """Makes the accounts of a model's training calls; what is on the device and no part of the step has a row of its
+    own."""
 
     def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
         self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside
@@ -77,7 +83,8 @@ class CallAccounts:
         being planned; None at other times."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
-        """From now on count the optimiser's state for the parameters with these `id`s, which have got gradients."""
+        """From now on count optimizer state for the parameters with these `id`s too, because they have got
+        gradients."""
         self.reached |= frozenset(parameters)
 
     def leave_free(self, nbytes: int) -> None:
@@ -85,8 +92,8 @@ class CallAccounts:
         self.unforeseen_bytes = max(self.unforeseen_bytes, nbytes)
 
     def account(self, call: Call, situation: Situation, *, reached: frozenset[int] | None = None) -> Account:
-        """The bytes of the step that no schedule changes. `reached`: the `id`s of the parameters that get gradients in
-        the call, where that is known."""
+        """The account of a call's step: all bytes that do not depend on the schedule. `reached` has the `id`s of the
+        parameters that get gradients in the call; None counts gradients and optimizer state of all parameters."""
         found = (self._found or self.beside.look(call)) if situation.elsewhere is None else None
         trains, steps = self._trained(reached, situation)
         account = account_of(
@@ -129,9 +136,9 @@ class CallAccounts:
         joints: Sequence[JointGraph],
         lowering_bytes: int = 0,
     ) -> Account:
-        """The account of a captured call whose runs have these joint graphs: with all inputs of its graphs, and the
-        clones of outputs that `DistributedDataParallel` makes. `lowering_bytes` are those that compiled code holds
-        beyond its plan."""
+        """The account of a captured call, given the joint graphs of its regions: with all inputs of these graphs, and
+        the clones of outputs that `DistributedDataParallel` makes. `lowering_bytes`: what compiled code holds beyond
+        the peak of its schedule."""
         reached = trained(joints, captured)
         self.note_reached(reached)
         account = self.account(call, situation, reached=reached)
@@ -146,8 +153,8 @@ class CallAccounts:
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
-        """A block in which a call is planned. What lies on the device is looked for once, when the block begins, since
-        planning adds nothing that stays. The optimiser's steps are tried once, too."""
+        """A block in which a call is planned: the device is searched for other tensors, and the optimizer's step is
+        tried, only once, since planning leaves nothing behind on the device."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:
@@ -158,7 +165,8 @@ class CallAccounts:
 
     @contextmanager
     def one_trial(self) -> Iterator[None]:
-        """A block in which the bytes of an optimiser are found once and then used again: nothing steps it meanwhile."""
+        """A block in which the bytes that an optimizer takes are determined once and then reused: it takes no step
+        meanwhile."""
         before = self._counted
         self._counted = {} if before is None else before
         try:
@@ -198,7 +206,7 @@ class CallAccounts:
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:
-        """The optimiser of the class that is planned for, where one steps the model already."""
+        """The optimizer that already steps the model, if there is one of the class that is planned for; else None."""
         return live_optimizer_of(self.terms.options.optimizer, self.beside.found.optimizers)
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
@@ -214,14 +222,14 @@ class CallAccounts:
 
     @property
     def stepped_elsewhere(self) -> frozenset[int]:
-        """The `id`s of parameters that no call reaches and the optimiser that was given has stepped: code outside of
-        the forward gives them gradients."""
+        """The `id`s of parameters that have state in the given optimizer although no captured call gives them a
+        gradient: they get gradients from code outside of the forward."""
         optimizer = self.terms.options.optimizer
         state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else ()
         return frozenset([id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)]) - self.reached
 
     def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
-        """Whether a plan that was kept on disk fits beside what lies on the device now."""
+        """Whether a plan from disk fits the budget together with what lies elsewhere on the device now."""
         now = self.account(call, situation).elsewhere
         return plan.ceiling_bytes - plan.account.elsewhere + now <= self.terms.options.budget_bytes
 

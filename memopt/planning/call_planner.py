@@ -59,7 +59,8 @@ _MOST_STEPS = 24
 
 
 class CallPlanner:
-    """Traces the training calls of one model for their plans; `plain` runs the plain model's forward."""
+    """Captures on fake tensors, rewrites and differentiates the training calls of one model so that they can be
+    planned. `plain` runs the forward of the plain model."""
 
     def __init__(
         self,
@@ -90,13 +91,14 @@ class CallPlanner:
         """Data-dependent sizes, by the fingerprint of their region."""
 
     def differentiate_outputs(self) -> None:
-        """Have all outputs differentiated from the next call on: one beside the loss has got a gradient."""
+        """From the next call on, differentiate all outputs, since an output other than the loss has received a
+        gradient."""
         self.differentiate_all = True
 
     @property
     def price_settings(self) -> PriceSettings:
-        """What steps are priced for, with the chosen levers on the optimiser. `PriceSettings.under` adds what their
-        account says."""
+        """The settings by which graphs are priced, with the chosen levers on the optimizer. `PriceSettings.under` adds
+        what depends on the account of a call."""
         options, card = self.terms.options, self.terms.card
         return PriceSettings(
             card,
@@ -137,12 +139,11 @@ class CallPlanner:
         return found
 
     def traced(self, captured: CapturedCall, call: Call, hooked: frozenset[int], levers: Rewriting) -> TracedStep:
-        """The captured call rewritten by a lever set and differentiated; `hooked`: the `id`s of the parameters whose
-        gradients hooks wait for.
+        """The joint graphs of a captured call, rewritten by a set of levers. `hooked` has the `id`s of the parameters
+        with hooks that wait for their gradients, which are not added in place.
 
-        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the newest lever finds nothing to
-        rewrite.
-        """
+        Raises `CaptureError` where the call cannot be traced, and `NothingToRewrite` where the last lever of the set
+        finds nothing to rewrite."""
         number = self.terms.lever_sets.index(levers) if levers != self.terms.rewriting else -1
         regions = captured.regions, number
         if regions not in self._traces:
@@ -164,20 +165,21 @@ class CallPlanner:
                 gc.collect(1)  # tracing leaves cycles, between which the graphs would lie scattered
 
     def share_graphs(self, earlier: CallPlanner) -> None:
-        """Use the graphs that an earlier planner of the model traced and priced, whose options differ in the budget
-        alone."""
+        """Take over the graphs that `earlier`, a planner of the same model, has traced and priced. Its options may
+        differ from this planner's in the budget alone."""
         self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
         self._data_sizes, self.compiled_least = earlier._data_sizes, earlier.compiled_least
         self.differentiate_all = earlier.differentiate_all
         self.forget_solvers()  # what they found for another budget would make plans depend on what was asked before
 
     def forget_solvers(self) -> None:
-        """Free the solvers of all calls, once one of them is planned: they take more memory than its graphs."""
+        """Free the solvers of all calls, which take more memory than the graphs; called once a call is planned."""
         for _, (_, step) in self._steps.items():
             step.forget_solvers()
 
     def forget_sizes(self) -> None:
-        """Have calls priced again, after a batch whose data-dependent sizes exceed those that were planned for."""
+        """Forget the traced calls, so that they are traced and priced again: a batch had data-dependent sizes above
+        those that were planned for."""
         self._steps.clear()
 
     def _step(
@@ -235,14 +237,14 @@ class CallPlanner:
         return self._data_sizes.get(region.fingerprint) or DataSizes()
 
     def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
-        """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError` where it
-        cannot be captured so."""
+        """The call captured on fake tensors, with parameters and inputs cast as `narrowed` says (None: as they are).
+        Raises `CaptureError` where the model cannot be captured without values."""
         if self.terms.sharding is not None:
             narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())
         if is_tensor_parallel(self.terms.model):
             raise CaptureError(
-                f"{type(self.terms.model).__name__} is split by parallelize_module, and captured on values only; give "
-                "inputs with values, on the model's device"
+                f"{type(self.terms.model).__name__} is split by parallelize_module, and can only be captured on "
+                "tensors with values; give example inputs with values, on the model's device"
             )
         with stage("capturing"):
             return capture_on_fakes(
@@ -255,7 +257,7 @@ class CallPlanner:
             )
 
     def job(self, call: Call, situation: Situation) -> Job:
-        """Everything that the plan of a call depends on, which makes the key that it is kept under."""
+        """Everything that the plan of a call depends on, from which the key of the plan on disk is made."""
         chosen = self.optimizer_choice.chosen.names if self.optimizer_choice.chosen else ()
         elsewhere = in_steps(self.accounts.account(call, situation).elsewhere, self.terms.options.budget_bytes)
         live = (
@@ -268,7 +270,7 @@ class CallPlanner:
 
     @property
     def screens(self) -> bool:
-        """Whether precision is decided by the values of a call."""
+        """Whether the dtypes of operators depend on the values that a call computes."""
         return bool(self._screenings)
 
     @cached_property
@@ -279,7 +281,8 @@ class CallPlanner:
         ]
 
     def screen(self, call: Call, situation: Situation) -> None:
-        """Show the values of a call to the decider of precision if it needs them, once for calls of the same kind."""
+        """Run a call to record the ranges of values by which the dtypes of operators are decided, once for calls of the
+        same kind; does nothing where dtypes do not depend on values."""
         terms = self.terms
         for screenings in self._screenings:
             here = terms.options.hardware is None  # the budget is another device's if one was named

@@ -21,7 +21,7 @@ from memopt.progress import stage
 
 @dataclass(frozen=True)
 class OnCard:
-    """A step on a card, within all of its memory."""
+    """The step on one card, with all of the card's memory as the budget."""
 
     name: str
     memory_bytes: int
@@ -41,12 +41,12 @@ class OnCard:
 
 
 def on_cards(steps: Mapping[PricedStep, Account], larger: Larger) -> Iterator[OnCard]:
-    """A step on each known card of the same kind as its own, those with less memory first. `steps` has it under one or
-    several sets of levers, each with its account. It is priced anew from the same graphs, and solved with little
-    effort.
+    """The step on each known card of the same kind as its own, by ascending memory. `steps` has the step under one or
+    several sets of levers, each with its account; it is priced anew from the same graphs, and solved with effort
+    "fast".
 
-    Cards without units for the step's 16-bit dtype are left out, as plans for them have another precision. There are
-    none where it is planned for a CPU, whose graphs have other kernels, or for a cluster."""
+    Cards without units for the step's 16-bit dtype are left out, as plans for them have another precision. Nothing is
+    yielded for a step that is planned for a CPU, whose graphs have other kernels, or for a cluster."""
     first = next(iter(steps))
     own = first.settings.hardware
     if device_of(own).is_host or first.traced.sharded is not None:

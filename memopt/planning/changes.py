@@ -65,12 +65,13 @@ class Change:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """Equal for the same change of the same operator in two plans."""
+        """What identifies the change: equal for the same change of the same operator in two plans, whatever its bytes
+        and seconds."""
         return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
 def between(earlier: tuple[Change, ...], later: tuple[Change, ...]) -> tuple[Change, ...]:
-    """The changes that only one of two plans makes, with their `sign`."""
+    """The changes that only one of two plans makes: those of `earlier` with the sign "-", those of `later` with "+"."""
     old, new = ({change.meaning for change in changes} for changes in (earlier, later))
     gone = (replace(change, sign="-") for change in earlier if change.meaning not in new)
     come = (replace(change, sign="+") for change in later if change.meaning not in old)
@@ -82,7 +83,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class GraphFacts:
-    """The nodes of one graph by name, and changes of them with everything but the kind filled in."""
+    """The nodes of one graph by name; makes `Change`s of them with every field filled in that the graph knows."""
 
     def __init__(self, graph: fx.Graph, region: int) -> None:
         self.region = region
@@ -104,7 +105,8 @@ class GraphFacts:
         return source, linecache.getline(path, int(line)).strip() if source else ""
 
     def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
-        """A change of a kind to a node, with further fields of `Change`."""
+        """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields of
+        `Change`."""
         source, code = self.line(node)
         return Change(
             kind,
@@ -128,7 +130,8 @@ def operator_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line outside of torch that called a node, as "file:line"; "" where tracing left none."""
+    """The innermost line outside of torch that called the node's operator, as "file:line"; "" where tracing recorded
+    none."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 

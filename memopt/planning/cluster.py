@@ -23,7 +23,8 @@ DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """A cluster, and how a model runs on it."""
+    """The cluster that is planned for, the dtype in which parameters are gathered, and how layers are split among
+    cards."""
 
     cluster: Cluster
     dtype: torch.dtype
@@ -43,8 +44,8 @@ class ClusterOptions:
         dtype = str(self.dtype).removeprefix("torch.")
         links = [joined.within] + ([joined.between] if joined.between else [])
         rates = "; ".join(
-            f"{link.source}, of which {link.efficiency:.0%} are reached, {1e6 * link.step_seconds:g} µs for a step of "
-            "a ring"
+            f"{link.source}, of which {link.efficiency:.0%} is assumed to be reached, and "
+            f"{1e6 * link.step_seconds:g} µs for each step of a ring collective"
             for link in links
         )
         notes = [
@@ -57,8 +58,8 @@ class ClusterOptions:
         ]
         if mesh.tp > 1:
             notes.append(
-                f"each of {mesh.tp} neighbours has its part of the heads, of the widths, and between layers of the "
-                "sequence; what they exchange is waited for"
+                f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
+                "and between layers a part of the sequence; compute waits for what they exchange"
             )
         return tuple(notes)
 
@@ -73,21 +74,21 @@ def check_cluster_options(
     optimizer: Any,
     allow: Collection[str],
 ) -> ClusterOptions | None:
-    """The options of a cluster, checked with those that it does not go with; None for one card.
+    """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
+    values that do not work on a cluster.
 
-    Raises `TypeError` or `ValueError` that names the value and what is expected.
-    """
+    Raises `TypeError` or `ValueError` that names the value and what is expected."""
     cluster = check_cluster(mesh, interconnect)
     if cluster is None:
         if tp_plan is not None:
-            raise ValueError("tp_plan needs mesh beside it, such as mesh={'dp_shard': 8, 'tp': 8}")
+            raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
         return None
     if device in (None, HOST.type):
-        raise ValueError(f"mesh is planned for cards by name; give device, such as device='h100', not {device!r}")
+        raise ValueError(f"a plan with mesh is for a card named by device, such as device='h100', not {device!r}")
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(map(repr, DTYPES))
         raise ValueError(
-            f"with mesh, precision must be one of {known}, the dtype of gathered parameters: {precision!r}"
+            f"with mesh, precision must be one of {known}, the dtype of gathered parameters, not {precision!r}"
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
@@ -103,7 +104,8 @@ def check_cluster_options(
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """The sharding of a model's parameters, and the inputs of a call's only graph that are in each group."""
+    """A model's parameters by the groups in which FSDP2 shards them, and by group the numbers of the inputs of a call's
+    only graph."""
 
     sharding: Sharding
     inputs: tuple[frozenset[int], ...]
@@ -119,10 +121,11 @@ class ShardedCall:
         return cls(sharding, tuple(map(numbers, sharding.groups)))
 
     def reductions(self, region: JointGraph, *, accumulating: bool) -> tuple[Reduction, ...]:
-        """The reductions over cards of the gradients that a graph makes, one for each group of parameters. The account
-        has a block's buffer for the whole step, since the next block's backward runs meanwhile. The root's reduction
-        comes last: only what its buffer takes beyond that counts here. `accumulating`: shards of gradients are there
-        already, and are added to."""
+        """The reduce-scatters of the gradients that a graph makes, one for each group of parameters. `accumulating`:
+        shards of gradients exist already, and are added to.
+
+        The account counts a block's buffer for the whole step, since the next block's backward runs during the
+        reduction. The root's reduction comes last: of its buffer only what exceeds a block's counts here."""
         trained = region.inputs_with_gradients
         buffer_bytes = self.sharding.exchange_bytes
         return tuple(

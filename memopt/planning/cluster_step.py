@@ -48,7 +48,7 @@ class ClusterStep:
 
     @property
     def bound(self) -> str:
-        """What bounds most of the step."""
+        """What bounds the largest part of the step's seconds: a name of `bounds`."""
         return self.bounds[0][0]
 
 
@@ -66,7 +66,8 @@ class _GroupTimes:
 def cluster_step(
     joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
 ) -> ClusterStep:
-    """The time of a step for a cluster by its schedule. The last `kept` blocks are gathered once, the others twice."""
+    """The time of a cluster's step under a schedule. The last `kept` blocks are gathered once, in the forward, and
+    stay; all others are gathered for the forward and again for the backward."""
     assert step.traced.sharded is not None
     sharding = step.traced.sharded.sharding
     times = _group_times(joined, schedule, step, sharding)

@@ -34,15 +34,15 @@ def among_equals(
     budget_bytes: int,
     least_of: Callable[[Plan], Plan] | None = None,
 ) -> Plan:
-    """The fastest plan found that leaves room for `others` further forwards that each hold as much as it does.
+    """The fastest plan found that leaves room for `others` further forwards that each hold as much as its own.
 
     Args:
-        beside: returns the plan of the forward where other forwards hold so many bytes; fewer than 0 give a plan for a
-            larger budget. Raises `BudgetError`.
-        least_of: returns the plan of the same step that holds least until its backward, for where a plan of the
-            smallest peak holds too much; None: such a plan is not tried.
+        beside: returns the plan of the forward while other forwards hold the given number of bytes; a negative number
+            stands for a larger budget. Raises `BudgetError`.
+        least_of: returns the plan of the same step that holds least between forward and backward; it is tried where a
+            plan of the smallest peak holds too much. None: such a plan is not tried.
 
-    Raises `BudgetError` where no plan leaves enough room, with a budget that does.
+    Raises `BudgetError`, with a budget that works, where no plan leaves enough room.
     """
 
     def least(plan: Plan, others_bytes: int) -> tuple[Plan, int]:
@@ -109,11 +109,12 @@ METHOD = "known regions as before"
 
 
 def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | None:
-    """The plan of `priced` by the schedules of `plan`, without a search. None where that exceeds the budget or adds
-    more time than `plan` does, and where `plan` offloads or steps parameters within its backward.
+    """The plan of `priced` with the schedules of `plan`, found without a search. None where it would exceed the budget
+    or add more time than `plan` does, and where `plan` offloads or steps parameters within its backward.
 
     Args:
-        known: for each region of `priced`, the number of the region of `plan` whose schedule it takes, or None.
+        known: for each region of `priced`, the number of the region of `plan` whose schedule it takes; None for a
+            region that recomputes nothing.
     """
     step, schedule = plan.solved
     before = step.problem
@@ -179,7 +180,7 @@ of these with which there is a plan is taken."""
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes of a forward and its backward, beside those that last from step to step."""
+    """The bytes that a forward and its backward hold, counted apart from those that stay from step to step."""
 
     lasting: int
     """The bytes that last: parameters, gradients, optimiser state, and all else of the account but other forwards and
@@ -195,7 +196,8 @@ class StepBytes:
 
     @classmethod
     def of(cls, plan: Plan) -> StepBytes:
-        """The bytes of a planned step, which must have its graphs, without what other code takes until the backward."""
+        """The bytes of a planned step, without those that the caller's code allocates between forward and backward. The
+        plan must have its graphs."""
         account = replace(plan.account, meanwhile=0)
         step = plan.solved[0].under(account)
         problem = step.problem.problem
@@ -211,39 +213,40 @@ class StepBytes:
         )
 
     def with_callers_code(self, nbytes: int) -> StepBytes:
-        """These bytes of a step whose caller takes `nbytes` of its own between the forward and the backward."""
+        """The bytes of the same step where the caller's code allocates `nbytes` between the forward and the
+        backward."""
         least, most = max(self.least_peak, self.least_held + nbytes), max(self.peak, self.held + nbytes)
         return replace(self, least_peak=least, peak=most)
 
     def covering(self, other: StepBytes) -> StepBytes:
-        """Bytes that cover both: of each number of bytes the larger one."""
+        """Bytes that cover this step and another: of each field the larger value."""
         return StepBytes(*(max(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
-    """The bytes of a step that last from step to step, its gradients among them; with `beside` also those of other
-    forwards and those elsewhere."""
+    """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like. With
+    `beside`, what other forwards hold and what lies elsewhere on the device counts too."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others
 
 
 def backward_bytes(plan: Plan) -> int:
-    """The most that a planned forward or backward, or the optimiser's step, holds beside `lasting_bytes`, without what
-    other code takes between forward and backward."""
+    """The peak of a planned step in bytes, less what stays from step to step (`lasting_bytes` with `beside`) and what
+    the caller's code allocates between forward and backward."""
     alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
     return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
 
 
 def forward_bytes(plan: Plan) -> int:
-    """The most that a planned forward holds at once beside what is resident; 0 for a plan without its graphs."""
+    """The peak of a planned forward in bytes, less what is resident; 0 for a plan without its graphs."""
     if plan.joined is None or plan.schedule is None:
         return 0
     return peak_in_forward(plan.joined.problem, plan.schedule)
 
 
 def peak_in_forward(problem: RematProblem, schedule: Schedule) -> int:
-    """The most bytes that are alive at once in the forward of a schedule until it returns, beside resident ones."""
+    """The peak in bytes of a schedule until its forward returns, less what is resident."""
     return _peak_within(problem, schedule, evaluations_until_return(problem, schedule))
 
 
@@ -253,17 +256,17 @@ def _peak_within(problem: RematProblem, schedule: Schedule, evaluations: int) ->
 
 
 def returned_bytes(plan: Plan) -> int:
-    """The bytes of outputs that a plan has in memory to the step's end, and that are free for anything else where the
-    caller drops them. 0 for a plan without its graphs, for one in several regions, which pass values on, and on a card,
-    where they leave gaps."""
+    """The bytes of the outputs of a planned call, which are free for other use once the caller drops them. 0 for a plan
+    without its graphs, for one of several regions, since these pass values on, and on a card, where freed outputs leave
+    gaps between other blocks."""
     if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
         return 0
     return plan.joined.problem.output_bytes
 
 
 def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
-    """The smallest budget of a step whose caller still holds the outputs of the step before in its forward; `returned`
-    are the bytes of the outputs of a call in several regions."""
+    """The smallest budget in bytes of a step during whose forward the caller still holds the outputs of the step
+    before. `returned`: the bytes of these outputs where the call has several regions."""
 
     def of(way: Priced) -> int:
         joined = way.step.problem
@@ -275,8 +278,8 @@ def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
 
 
 def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
-    """The peak of a step with nothing recomputed whose caller still holds something of the step before: outputs of
-    `returned` bytes, or, if that is more, as many bytes as the gradients take with which the backward begins."""
+    """The peak in bytes of a step that recomputes nothing while the caller still holds, from the step before, its
+    outputs (`returned` bytes) or gradients as large as those the backward begins with, whichever is more."""
     plain = priced.step.plain
     schedule = Schedule.save_all(plain.problem)
     until_backward = _peak_within(plain.problem, schedule, forward_evaluations(plain.problem, schedule))
@@ -285,15 +288,15 @@ def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
 
 
 def tangent_bytes(plan: Plan) -> int:
-    """The bytes of the gradients with which the backward of a plan begins where the loss is outside of the model; 0 for
-    a plan without its graphs."""
+    """The bytes of the gradients that the backward begins with, where the loss is computed outside of the model, else
+    0; also 0 for a plan without its graphs."""
     captured = None if plan.source is None else plan.captured
     return 0 if captured is None else captured.tangent_bytes
 
 
 def least_plan(plan: Plan) -> Plan:
-    """The plan of the same step whose forward holds least until its backward, at about the smallest peak. Its budget
-    is that of `plan`."""
+    """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest. It
+    shows the budget of `plan`."""
     account = replace(plan.account, meanwhile=0)
     bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
     step = Priced(plan.solved[0], bare).under(bare)
@@ -311,8 +314,8 @@ def least_plan(plan: Plan) -> Plan:
 
 
 def leaving_room(plan: Plan) -> Plan:
-    """A plan in the place of this one while it is not known what other models will hold beside the step: the plan
-    itself where it leaves as much free as the step holds with nothing recomputed, else the one that holds least."""
+    """The plan to use while it is not known what other models will allocate during the step: `plan` itself where it
+    leaves at least as many bytes free as the step holds with nothing recomputed, else the one that holds least."""
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan
@@ -320,12 +323,11 @@ def leaving_room(plan: Plan) -> Plan:
 
 
 def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_bytes: int = 0) -> Plan:
-    """A plan that leaves `spared_bytes` free between forward and backward, and `staying_bytes` of these to the end of
-    the backward, as far as the budget allows: first fewer bytes stay to the end, then fewer are spared at all.
+    """A plan that leaves `spared_bytes` free between forward and backward, `staying_bytes` of them until the backward
+    ends. Where the budget is too small for that, fewer bytes stay until the end; if it still is, fewer are left free.
 
-    `plan(nbytes, staying)` returns the plan that leaves so many bytes free, or raises `BudgetError`. Its result is
-    returned with figures that do not count them. `plan(0, 0)` is tried last, and its error is raised.
-    """
+    `plan(nbytes, staying)` returns the plan that leaves so many bytes free, or raises `BudgetError`. The figures of the
+    plan returned do not count these bytes. `plan(0, 0)` is tried last, and its error is raised."""
 
     def alone(nbytes: int, staying: int) -> Plan:
         found = plan(nbytes, staying)

@@ -31,19 +31,21 @@ from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simu
 
 
 def plain_step(joined: Joined, account: Account) -> Breakdown:
-    """The breakdown of the memory at the peak of a step with nothing recomputed."""
+    """The memory, row by row, at the peak of a step with nothing recomputed."""
     save_all = Schedule.save_all(joined.problem)
     return breakdown(joined.problem, save_all, on_card(joined, save_all, account))
 
 
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
-    """The receipt's row of a lever that changed the step: the step's peak and seconds with nothing recomputed."""
+    """The receipt's row of `lever`: the peak and the seconds, with nothing recomputed, of the step that it has
+    rewritten."""
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
 def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: bool) -> Plan:
-    """The plan whose receipt begins with the row of the plain step, which `count` returns. It is returned as it is
-    where its receipt is empty or has that row, or where `count` returns None. `low`: the step computes in 16 bits."""
+    """The plan with the row of the plain step, which `count` returns, put first in its receipt. The plan is returned
+    unchanged where its receipt is empty or has that row, or where `count` returns None. `low`: the step computes in 16
+    bits."""
     if not plan.receipt or plan.receipt[0].lever == PLAIN_STEP or (plain := count()) is None:
         return plan
     captured, *rows = plan.receipt
@@ -73,8 +75,8 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`. Its
-    own are the levers that offload, and the rows of the levers that its schedule uses."""
+    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`. Only
+    the offloading levers, and the rows that follow from its schedule, are those of `plan`."""
     offloads = {OFFLOAD_ACTIVATIONS.name: plan.moved_bytes, OFFLOAD_PARAMETERS.name: plan.hosted_bytes}
     scheduled = (REINPLACE.name, RECOMPUTE.name, *offloads)
     before = tuple(row for row in other.receipt if row.lever not in scheduled)
@@ -87,14 +89,15 @@ def with_rows_of(other: Plan, plan: Plan) -> Plan:
 
 
 def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
-    """The rows of a plan's receipt: those `before`, of the levers that come before its schedule, and those of the
-    schedule. The last one shows the plan's own peak, from which a replay of the allocator may differ by rounding."""
+    """The rows of a plan's receipt: `before`, those of the levers that rewrite graphs, then those that follow from the
+    schedule. The last row shows the plan's own peak."""
     *rows, last = (*before, *schedule_rows(plan))
     return (*rows, replace(last, peak_bytes=plan.predicted_peak_bytes))
 
 
 def writes_over(plan: Plan) -> bool:
-    """Whether results of the plan's backward are written over dead operands."""
+    """Whether operators of the plan's backward write their results into the memory of operands that are read no
+    more."""
     return any(region.reuses for region in plan.solved[0].traced.regions)
 
 
@@ -108,8 +111,8 @@ def plan_by(
     effort: Effort,
     source: PlanSource,
 ) -> Plan:
-    """The plan of a step by a solution of its problem `joined`, which is split among its `regions`, with all figures
-    that follow from it."""
+    """The plan of a step, with all its figures, from `solution`, which solves the problem `joined`. `regions` has the
+    same schedule split by region."""
     traced = step.traced
     gradients = sum(region.gradients for region in traced.regions)
     return Plan(
@@ -140,7 +143,8 @@ def plan_by(
 
 
 def recounted(plan: Plan, account: Account, **changes: Any) -> Plan:
-    """A plan with graphs, with another account and the peaks that follow from it; `changes` are further fields."""
+    """A plan with `account` in the place of its own, and the peaks that follow from it; `changes` are further fields to
+    set. The plan must have its graphs."""
     step, schedule = plan.solved
     return replace(
         plan,

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def shown(name: str) -> Any:
-    """A module of `memopt.show`, loaded when something is shown: a plan, a frontier or a diff gives itself to one of
-    its functions, and knows nothing else of it."""
+    """The module of `memopt.show` with this name, imported when it is first needed. Plans, frontiers and diffs call its
+    functions to be shown."""
     return import_module(f"memopt.show.{name}")
 
 
@@ -36,11 +36,11 @@ def save(path: str | Path, value: DataclassInstance) -> None:
 
 
 def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
-    """The value of type `kind` that `save` wrote. Messages call it `called`, and say by `mend` what to do instead.
+    """The value of type `kind` that `save` wrote. In messages, `called` says what the file should hold, and `mend` what
+    to do instead.
 
     Raises `PlanFileError` with the path, the reason and the mend for any other file, and `OSError` where it cannot be
-    read.
-    """
+    read."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -82,7 +82,8 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to choose by hand what to recompute: its name, the step's peak, and its added time as a fraction."""
+    """The result of a well-known way to choose by hand what to recompute, such as checkpointing every block: its name,
+    the peak in GB of 1024³ bytes, and the added time as a fraction."""
 
     name: str
     peak_gb: float
@@ -137,7 +138,7 @@ class Frontier(Generic[PlanT]):
         return self.source.at(budget_gb, effort=self.effort.name, limit_seconds=limit_seconds)
 
     def table(self) -> str:
-        """The curve at up to sixteen budgets, and the recipes beside it, as text."""
+        """The curve at up to sixteen budgets, and the recipes, as text."""
         return shown("frontier").render(self)
 
     def __str__(self) -> str:
@@ -156,8 +157,8 @@ class Frontier(Generic[PlanT]):
         return shown("frontier").as_svg(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as JSON. An older file of that name is there until the new one is whole. Raises `OSError`
-        where it cannot be written."""
+        """Write the curve as JSON. It replaces an older file of that name in one go. Raises `OSError` where it cannot
+        be written."""
         save(path, self)
 
     @classmethod

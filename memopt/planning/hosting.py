@@ -13,7 +13,8 @@ _SHARES = 8
 
 
 def lacking(step: PricedStep) -> tuple[str, ...]:
-    """A note where the host has no room for all that may lie there; else nothing."""
+    """A note for the plan where host memory has no room for all frozen parameters that may be stored there; else an
+    empty tuple."""
     total, link = sum(step.hostable.values()), step.settings.link
     room = None if link is None else link.host_bytes
     if room is None or total <= room:
@@ -25,8 +26,8 @@ def lacking(step: PricedStep) -> tuple[str, ...]:
 
 
 def choices(step: PricedStep) -> list[tuple[int, ...]]:
-    """Ever larger sets of hostable inputs by their numbers, up to all that the host has room for. Each is spread evenly
-    over the step, so that compute hides as many of their copies as it can."""
+    """Sets of inputs (frozen parameters) to put on the host, as input numbers, from few to all that the host has room
+    for. Each set is spread evenly over the step, so that compute hides as many of the copies as possible."""
     hostable, link = step.hostable, step.settings.link
     numbers = list(hostable)
     order = [numbers[place] for place in _spread(len(numbers))]

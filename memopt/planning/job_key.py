@@ -37,7 +37,7 @@ _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
 @dataclass(frozen=True)
 class Job:
-    """A training call, with everything that determines its plan."""
+    """A training call and everything that its plan depends on; makes the keys under which plans are stored."""
 
     model: nn.Module
     call: Call
@@ -49,25 +49,25 @@ class Job:
     """Other values that the plan depends on, identified by their `repr`."""
 
     def key(self, graph_module: fx.GraphModule) -> str | None:
-        """The key of the call as Dynamo captured it.
+        """The key, a hash, of the call with the graph that Dynamo captured of it.
 
-        None where another process cannot recognise the call: for an optimiser made by a function, or sizes that may
-        change.
-        """
+        None where another process could not recognise the call: for an optimizer made by a function, or sizes that may
+        change."""
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
         if any(isinstance(value, torch.SymInt) for value in values):
             return None
         return self._hash(graph_text(graph_module), list(map(_value, values)))
 
     def key_of_ranks(self, graph_module: fx.GraphModule) -> str | None:
-        """The key without the times that this machine measured, which is the same on all ranks with equal shapes."""
+        """As `key`, but without the times measured on this machine, so that it is equal on all ranks with equal
+        shapes."""
         card = hardware_of(next(self.model.parameters()).device) if self.options.calibrate else self.card
         return replace(self, card=card).key(graph_module)
 
     def sketch(self) -> str | None:
-        """The key of the call before it is captured, made from the model's structure, plain attributes and source, for
-        which Dynamo most likely captures the same graph. A plan found by a sketch must be checked against `key` before
-        it runs."""
+        """A key that needs no capture, made from the model's structure, plain attributes and source. Calls with equal
+        sketches most likely have equal graphs; a plan found by it must be checked against `key` before it runs. None as
+        for `key`."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
         call = call_signature(self.call), same_tensors(self.call)
@@ -250,8 +250,8 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
-    """What plans depend on, by name and in words, for messages about ranks that differ in it. Of code it is the
-    beginning of a hash."""
+    """What plans depend on (options, source code, versions), as text by name, for messages about ranks that differ in
+    it. Code is represented by the first digits of a hash."""
     shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
     return {
         "the budget": size(options.budget_bytes),

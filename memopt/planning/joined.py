@@ -31,8 +31,7 @@ from memopt.solver import (
 class Joined:
     """The regions of a call as one problem: all forwards in order, then the backwards from the last to the first.
 
-    It owns the solutions that were found for it, one for each budget and effort that was asked for.
-    """
+    It stores the solutions that were found for it, one for each budget and effort."""
 
     problem: RematProblem
     owner: tuple[tuple[int, int], ...]
@@ -63,8 +62,8 @@ class Joined:
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The ops that stand for the optimiser's steps of single parameters within the backward, by the index of the
-        op; none for several regions."""
+        """The ops of the problem that are the optimizer's steps of single parameters within the backward, by op index.
+        Empty for several regions."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
@@ -74,7 +73,8 @@ class Joined:
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """The solvers of schedules with offloads. Where nothing may be recomputed, they see no op as recomputable."""
+        """The solvers of schedules with offloads. Where recomputation is not allowed, their problem has no recomputable
+        op."""
         if isinstance(self.portfolio, Portfolio):
             return OffloadPortfolio(self.problem, self.portfolio)
         once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
@@ -82,26 +82,25 @@ class Joined:
 
     @cached_property
     def smallest(self) -> Solution:
-        """The solution with the smallest peak found. With offloads, fresh solvers find it: of several schedules with
-        that peak, solvers that have solved for other budgets would find another."""
+        """The solution with the smallest peak found. It does not depend on which budgets were solved for before."""
         return self.portfolio.smallest() if self.link is None else replace(self).offloads.smallest(self.link)
 
     @property
     def knows_smallest(self) -> bool:
-        """Whether the solution with the smallest peak has been asked for before."""
+        """Whether `smallest` has been computed already, so that reading it takes no time."""
         return "smallest" in vars(self)
 
     def forget_solvers(self) -> None:
-        """Free the solvers, with their tables, and what they found for budgets: both are made again when they are asked
-        for. The solution with the smallest peak depends on no budget, and stays."""
+        """Free the solvers and the solutions that they found for budgets; both are made again when they are needed.
+        `smallest` stays."""
         for made in ("portfolio", "offloads"):
             vars(self).pop(made, None)
         self.solved.clear()
 
 
 def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:
-    """One problem from those of the regions. A value that one region passes to the next is an output of the first, and
-    is never recomputed: it lives until the last op of any region that reads it, and as long as `passed` says."""
+    """One problem from those of the regions. A value that one region passes to the next is an output of the first and
+    is never recomputed: it lives until the last op that reads it in any region, and longer where `passed` says so."""
     ops: list[Op] = []
     owner: list[tuple[int, int]] = []
     starts = [0]
@@ -178,10 +177,12 @@ ROUNDS = 4
 def solve_stepping(
     joined: Joined, solve: Callable[[Joined], Solution], most_bytes: int | None = None
 ) -> tuple[Joined, Solution]:
-    """A problem, and its solution by `solve` in which no operator reads a parameter after the optimiser has stepped it.
-    The solution holds at most `most_bytes` (None: any) once each step comes right after the operators that it waits
-    for. The problem is the given one, or one that leaves more steps to the end of the backward; after `ROUNDS` attempts
-    all are left to it."""
+    """A solution by `solve` in which no operator reads a parameter after the optimizer has stepped it, and the problem
+    that it solves: `joined`, or one that leaves more steps to the end of the backward (all of them after `ROUNDS`
+    attempts).
+
+    In the solution each step comes right after the operators that it waits for, and the peak is at most `most_bytes`
+    (None: any)."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -200,9 +201,10 @@ def solve_stepping(
 
 
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
-    """The schedule with the optimiser's step of each parameter right after the last evaluation that reads the parameter
-    or its gradient, which is where the step is emitted; and the numbers of the inputs whose step must be left to the
-    end of the backward, because no such position is valid. If there are any, the schedule is returned unchanged."""
+    """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
+    or its gradient, which is where the emitted code has it. Also returns the numbers of the inputs whose step must wait
+    for the end of the backward, because no such position is valid; if there are any, the schedule is returned
+    unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:

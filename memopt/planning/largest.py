@@ -97,12 +97,11 @@ _NEAR = 1.25
 
 
 def estimated_bytes(planner: CallPlanner, call: Call) -> int:
-    """About the smallest budget in bytes within which a call can be planned, under all allowed levers at once or fewer
-    of them; levers on parameters and optimiser are left out.
+    """An estimate of the smallest budget in bytes within which a call can be planned with the allowed levers, without
+    those on parameters and the optimizer.
 
-    It is no more than the budget given wherever a schedule within that is found. Raises `CaptureError` where the call
-    cannot be captured on fake tensors or traced.
-    """
+    It is at most the given budget wherever a schedule within that budget is found. Raises `CaptureError` where the call
+    cannot be captured on fake tensors or traced."""
     budget_bytes = planner.terms.options.budget_bytes
     found: list[int] = []
     with planner.terms.types(), torch.enable_grad():
@@ -158,10 +157,9 @@ class _PlannedSize(Protocol):
 class LargestSize:
     """Searches for the largest multiple of `step`, up to `at_most`, whose plan fits and adds at most `added_time`.
 
-    `plan(size)` raises `BudgetError` for a size that does not fit. All sizes below one that fits are taken to fit too.
-    A plan takes many times as long as `estimate`, so that sizes are looked for by estimates first, and planned only
-    around the one that the estimates lead to; a wrong estimate costs time and changes no result.
-    """
+    `plan(size)` raises `BudgetError` for a size that does not fit. If a size fits, all smaller ones are assumed to fit.
+    `estimate(size)`, in bytes, takes a fraction of a plan's time: the search first follows estimates, and plans only
+    sizes near the one that these lead to. A wrong estimate costs time and changes no result."""
 
     plan: Callable[[int], _PlannedSize]
     budget_bytes: int
@@ -174,8 +172,8 @@ class LargestSize:
     _tell: Callable[[str], None] = field(default=lambda detail: None, init=False, repr=False)
 
     def find(self) -> int:
-        """The largest size. Raises `BudgetError` if the smallest does not fit, and `ValueError` if it adds more time
-        than allowed, if no size is too large, or if `at_most` is below `step`."""
+        """The largest size. Raises `BudgetError` if the smallest does not fit, and `ValueError` if the smallest adds
+        more time than allowed, if every size fits, or if `at_most` is below `step`."""
         most = _ENDLESS if self.at_most is None else self.at_most // self.step
         if most < 1:
             raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")

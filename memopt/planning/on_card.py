@@ -50,13 +50,12 @@ _SHARE = 1 / 256
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
-    """The account with the least overhead of the allocator with which the step completes; without any on the CPU.
+    """The account with the least rounding and fragmentation of torch's allocator with which the step completes, found
+    by replaying its allocations; none on the CPU.
 
-    A process with that much memory and no more completes its steps, because an allocator on a full card returns free
-    segments. The peak that follows is the budget that a refusal names, and `within` gives an account for it. That does
-    not mean that the replay passes with every larger budget. `expandable` says whether segments are expandable; None
-    takes the setting from the environment.
-    """
+    An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
+    completes its steps: this is the budget that a refusal names. The replay need not pass with every larger budget.
+    `expandable` says whether segments are expandable; None takes the setting from the environment."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -119,9 +118,9 @@ def within(
     expandable: bool | None = None,
     ways: Sequence[Sequence[BlockCall]] | None = None,
 ) -> Account | None:
-    """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns no
-    segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed;
-    `expandable` is as for `on_card`, and `ways` are those of `step_ways`, where they are at hand."""
+    """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
+    free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not replayed.
+    `expandable` is as for `on_card`; `ways` are the results of `step_ways`, if they are known already."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -140,9 +139,9 @@ def within(
 def compiled_within(
     joined: Joined, schedule: Schedule, account: Account, ways: Sequence[Sequence[BlockCall]], budget_bytes: int
 ) -> Account:
-    """The account with the allocator's overhead where compiled code runs by the schedule, whose calls of the allocator
-    are any of `ways`: in a process that has `budget_bytes`, or where it needs more, in one that has as little as it
-    needs."""
+    """The account with the allocator's overhead of compiled code. `ways` has the sequences of allocator calls that the
+    code may make, and the overhead is for any of them: in a process that has `budget_bytes`, or, where that is too
+    little, in one that has as little as the step needs."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -170,7 +169,7 @@ def compiled_within(
 
 
 def without_allocator(account: Account) -> Account:
-    """The account with no overhead of the allocator."""
+    """The account without rounding and fragmentation of the allocator."""
     return replace(account, rounding=0, fragmentation=0)
 
 
@@ -287,15 +286,15 @@ class _FreeBudget(NamedTuple):
 
 
 def free_budget(model: torch.nn.Module) -> _FreeBudget:
-    """What this process can hold on the model's card now, less a margin. Raises `TypeError` where that is not known,
-    as on a CPU, whose memory is shared."""
+    """What this process can hold on the model's card now, less a margin. Raises `TypeError` for a device whose free
+    memory says nothing about a budget, as on a CPU, whose memory is shared."""
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
     kind = device_of(device)
     free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
     if free is None:
         raise TypeError(
-            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, 8), "
-            "not None: only of a card it is known what is free"
+            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
+            "8), not None, since free memory is a budget only on a CUDA card"
         )
     card = kind.hardware(device) or kind.reported(device)
     margin = int(_MARGIN * card.memory_bytes)

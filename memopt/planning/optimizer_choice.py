@@ -27,7 +27,7 @@ _NOT_FUSED = (
 
 @dataclass
 class OptimizerChoice:
-    """The levers on the optimiser for one model on one device."""
+    """Which levers on the optimizer one model on one device can use, and those that were chosen."""
 
     terms: ModelTerms
     chosen: PricedLevers | None = None
@@ -41,7 +41,7 @@ class OptimizerChoice:
         return self.terms.rewriting.autocast
 
     def decide(self, names: Collection[str]) -> None:
-        """Choose exactly the levers with these names for good: every further plan counts on them."""
+        """Choose exactly the levers with these names. The choice is final: every later plan assumes them."""
         self.chosen = self._priced(names) if names else None
         self.decided = True
 
@@ -64,8 +64,8 @@ class OptimizerChoice:
         return any(map(_in_backward, self._named(self.allowed)))
 
     def check_allowed(self) -> None:
-        """Raise `ValueError` where an allowed lever cannot work with this step's dtype: one that narrows parameters
-        needs bf16, and one that steps in the backward cannot have fp16."""
+        """Raise `ValueError` where an allowed lever cannot work with this step's dtype: one that casts parameters to
+        bf16 needs a step in bf16, and one that steps in the backward cannot have fp16."""
         requested, card = f"precision={self.terms.options.precision!r}", self.terms.card.name
         for lever in self.terms.options.levers:
             if _narrows(lever) and self._low is not torch.bfloat16:
@@ -89,9 +89,11 @@ class OptimizerChoice:
     def combinations(
         self, wanted: Wanted, *, gradients_held: bool = False, further: bool = True
     ) -> Iterator[PricedLevers]:
-        """All possible combinations: those of allowed levers, the cheapest first, and then, unless `further` is false,
-        those with others as far as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`:
-        for a call that adds to existing gradients."""
+        """The combinations of levers on the optimizer: first those of allowed levers, the cheapest first; then, if
+        `further`, the `wanted` ones among those with levers that are not allowed, the smallest first. None once levers
+        are chosen.
+
+        `gradients_held`: the call adds to existing gradients, which rules out stepping in the backward."""
         levers = self._possible(gradients_held) if self.chosen is None else []
         levers = [lever for lever in levers if further or lever.name in self.allowed]
         if levers:
@@ -110,55 +112,60 @@ class OptimizerChoice:
 
     @property
     def facts(self) -> TrainingFacts:
-        """The parameters that the optimiser trains, and on which device."""
+        """The parameters that the optimizer trains, their device, and what else the prices of levers on the optimizer
+        depend on."""
         return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:
-        """The account of the step with the chosen levers."""
+        """The account as it is with the chosen levers on the optimizer."""
         return account if self.chosen is None else self.chosen.adjusted(account)
 
     @property
     def stepping(self) -> Stepping | None:
-        """How the optimiser steps within the backward under the chosen levers; None where it steps after it."""
+        """How parameters are stepped within the backward under the chosen levers; None where the optimizer steps after
+        it."""
         return None if self.chosen is None else self.chosen.stepping
 
     def account_of(self, account: Account, plan: Plan) -> Account:
-        """The account of a call with the optimiser's levers of `plan`, a plan from the cache."""
+        """The account as it is with the levers on the optimizer that `plan`, a plan from disk, uses."""
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
-        """How the optimiser steps within the backward under the levers of `plan`, a plan from the cache."""
+        """How parameters are stepped within the backward under the levers of `plan`, a plan from disk."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
     def narrowed_by(self, plan: Plan) -> ParameterCast | None:
-        """The cast of parameters and inputs under the levers of `plan`; None where they keep their dtype."""
+        """The cast of parameters and fp32 inputs to bf16 that the levers of `plan` make; None where dtypes stay as they
+        are."""
         return self.narrowing() if any(map(_narrows, self._named(plan.proposals))) else None
 
     @property
     def narrowed(self) -> ParameterCast | None:
-        """The cast of parameters and inputs under the chosen levers; None where they keep their dtype."""
+        """The cast of parameters and fp32 inputs to bf16 that the chosen levers make; None where dtypes stay as they
+        are."""
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> ParameterCast:
-        """The cast of parameters and inputs under a lever that narrows them."""
+        """The cast to bf16 that a lever on parameters makes, with the parameters that stay in fp32."""
         return ParameterCast(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
 
     @property
     def floats(self) -> torch.dtype | None:
-        """The dtype in which the model takes its fp32 inputs; None where they keep it."""
+        """The dtype to which fp32 inputs of the model are cast under the chosen levers; None where they stay in
+        fp32."""
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:
-        """Raise `ValueError` where plans assume parameters in another dtype than they have, or assume that an optimiser
-        steps them in the backward and none does."""
+        """Raise `ValueError` where plans assume parameters in another dtype than they have, or assume that they are
+        stepped in the backward and no optimizer does that."""
         narrowed = self.narrowed
         if narrowed and any(
             narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.terms.model.parameters()
         ):
             raise ValueError(
-                "the plan counts on parameters in bf16, and they are not yet: memopt.wrap_optimizer(model, optimizer) "
-                "casts them; train with the optimizer that it returns"
+                "the plan assumes parameters in bf16, but they are not cast yet: memopt.wrap_optimizer(model, "
+                "optimizer) casts them; train with the optimizer that it returns"
             )
         if self.stepping is not None:
             self._check_stepping()

@@ -66,7 +66,7 @@ class PlanOptions(StepOptions, total=False):
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to look for a plan."""
+    """How long to look for a plan: the name of the effort, and for "best" the limit in seconds of each search."""
 
     name: EffortName = "default"
     limit_seconds: float = 60.0
@@ -96,8 +96,8 @@ def _real(name: str, value: Any, kind: str, bounds: str, *, positive: bool = Fal
 
 
 def budget_bytes(budget_gb: float | None) -> int:
-    """Gigabytes of 1024³ bytes as bytes. Raises `TypeError` for what is no number, `ValueError` for a number that is
-    not positive and finite."""
+    """`budget_gb` (GB of 1024³ bytes) in bytes. Raises `TypeError` where it is no number, None included, and
+    `ValueError` where it is not positive and finite."""
     kind, bounds = "a number of gigabytes, such as 12 or 7.5", "a positive, finite number of gigabytes (of 1024³ bytes)"
     return int(_real("budget_gb", budget_gb, kind, bounds, positive=True) * GIB)
 
@@ -110,8 +110,9 @@ def _bytes_or_none(name: str, gb: float | None) -> int | None:
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
-    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `ValueError` for another name, for
-    a limit with another effort, and for one that is not positive and finite; `TypeError` for one that is no number."""
+    """The two arguments as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `ValueError` for an
+    unknown effort, for a limit with an effort other than "best", and for a limit that is not positive and finite;
+    `TypeError` for a limit that is no number."""
     _one_of("effort", get_args(EffortName))(effort)
     if limit_seconds is None:
         return Effort(effort)
@@ -123,7 +124,8 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
 
 
 def check_points(points: int) -> int:
-    """The number of points of a curve, checked. Raises `TypeError` for what is no int, `ValueError` for one below 2."""
+    """The number of points of a frontier, checked. Raises `TypeError` where it is no int, `ValueError` where it is
+    below 2."""
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
@@ -132,13 +134,14 @@ def check_points(points: int) -> int:
 
 
 def check_share(name: str, value: Any) -> float:
-    """`value` as a fraction of 0 or more. Raises `TypeError` for what is no number, `ValueError` for a number that is
-    negative or not finite."""
+    """`value`, the argument called `name`, as a fraction of 0 or more. Raises `TypeError` where it is no number,
+    `ValueError` where it is negative or not finite."""
     return _real(name, value, "a fraction, such as 0.3 for 30%", "a fraction of 0 or more")
 
 
 def positive_int(name: str, value: Any) -> int:
-    """`value`, a whole number of 1 or more. Raises `TypeError` for what is no int, `ValueError` for one below 1."""
+    """`value`, the argument called `name`, as a whole number of 1 or more. Raises `TypeError` where it is no int,
+    `ValueError` where it is below 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < 1:
@@ -195,7 +198,7 @@ def _check_repr(name: str, value: object) -> None:
     if re.search(r" at 0x[0-9a-f]+", repr(value)):
         raise ValueError(
             f"{name} must have a repr that shows its options, as a frozen dataclass has, not {value!r}: plans are "
-            "kept under it"
+            "stored on disk under it"
         )
 
 
@@ -207,8 +210,9 @@ def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `memopt.optimize`, valid. An option is its type in `StepOptions` or `PlanOptions`, and a field
-    here with its default and its check; what several options make together is made in `check_options`."""
+    """The arguments of `memopt.optimize`, checked. To add an option, give it a type in `StepOptions` or
+    `PlanOptions`, and a field here with its default and its check; fields that depend on several options are made in
+    `check_options`."""
 
     budget_bytes: int
     loss_fn: Callable[..., Any] | None = field(metadata=_given(None, _check_loss))
@@ -256,13 +260,14 @@ class Options:
 
     @property
     def planned_by(self) -> tuple[Any, ...]:
-        """The values that plans depend on and that print the same in all processes: see `Job`."""
+        """The options that plans depend on, as values whose text is equal in all processes, for the keys of plans on
+        disk."""
         host = () if self.host_bytes is None else (self.host_bytes,)
         return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic, *host
 
     def backend_on(self, device_type: str) -> Literal["aten", "inductor"]:
-        """The backend of a model's plans on a device of that type, or on the card that was named: "auto" means what
-        `optimize` runs there, "inductor" on CUDA and "aten" elsewhere."""
+        """The backend of plans for a device of that type, or for the card that `device` names: "auto" becomes
+        "inductor" on CUDA and "aten" elsewhere."""
         planned_for = device_of(device_type) if self.hardware is None else device_of(hardware(self.hardware))
         return planned_for.backend if self.backend == "auto" else self.backend
 

@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 
 class PlanSource(Protocol):
-    """Answers questions about the step of a plan that was made in this process, beyond the plan's own figures."""
+    """Answers questions about a plan's step that need its graphs; plans that were made in this process have one."""
 
     @property
     def priced(self) -> PricedStep:
-        """The graphs that the plan is for, priced."""
+        """The step's graphs, with bytes and seconds for each operator."""
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         """The plan of the same step for another budget. Raises `BudgetError` where none fits."""
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
-        """The whole curve of the step."""
+        """The frontier of the plan's step: the least added time for each of `points` budgets."""
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """The peaks and times that checkpointing by hand reaches on this step."""
+        """The peaks and added times that recipes of checkpointing by hand reach on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
 
     def smallest_bytes(self, plan: Plan) -> int:
-        """The smallest budget that works."""
+        """The smallest budget in bytes that works for the plan's step."""
 
 
 PLAIN_STEP, CAPTURE = "plain step", "one graph"
@@ -60,7 +60,8 @@ graph that holds nothing beyond its last use."""
 
 @dataclass(frozen=True)
 class ReceiptRow:
-    """A row of a plan's receipt: the step with one more lever in use than in the row before."""
+    """One row of a plan's receipt: the step's peak and seconds once `lever` is used on top of the levers of the rows
+    before."""
 
     lever: str
     """Name of the lever, or `PLAIN_STEP`, `CAPTURE`; empty for the step as captured where the plain step was not
@@ -143,22 +144,23 @@ class Plan(PlanViews):
 
     @property
     def priced(self) -> PricedStep | None:
-        """The graphs that the plan is for, priced; None if loaded."""
+        """The step's graphs, with bytes and seconds for each operator; None for a plan that was loaded from a file."""
         return None if self.source is None else self.source.priced
 
     @property
     def captured(self) -> TracedStep | None:
-        """The graphs that the plan is for; None if loaded."""
+        """The joint graphs that the plan is for; None for a plan that was loaded from a file."""
         return None if self.source is None else self.source.priced.traced
 
     @property
     def joined(self) -> Joined | None:
-        """The step as one problem of the solver, in bytes and seconds, with all captured regions; None if loaded."""
+        """All regions of the step as one problem of the solver, in bytes and seconds; None for a plan that was loaded
+        from a file."""
         return None if self.source is None else self.source.priced.problem
 
     @property
     def solved(self) -> tuple[PricedStep, Schedule]:
-        """The priced graphs and the schedule of a plan that was made in this process. Raises `ValueError` if loaded."""
+        """The priced graphs and the schedule. Raises `ValueError` for a plan that was loaded from a file."""
         source = self._source()
         assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
         return source.priced, self.schedule
@@ -186,7 +188,7 @@ class Plan(PlanViews):
 
     @property
     def host_share(self) -> float:
-        """Time of guards and of memopt's own work (`host_seconds`) as a fraction of `step_seconds`."""
+        """Time of Dynamo's guards and of memopt's own Python code (`host_seconds`), as a fraction of `step_seconds`."""
         return self.host_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -199,8 +201,8 @@ class Plan(PlanViews):
         """The graphs of each stage, one module per region; their `print_readable` shows code.
 
         "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
-        graphs before and after them, of the regions that have one. Raises `ValueError` if loaded.
-        """
+        graphs before and after them, of the regions that have one. Raises `ValueError` for a plan that was loaded from
+        a file."""
         return stage_graphs(self._source().priced.traced, self.regions)
 
     @overload
@@ -208,17 +210,17 @@ class Plan(PlanViews):
     @overload
     def diff(self, stage: str, *, order: bool = False) -> StageDiff: ...
     def diff(self, stage: Plan | str | None = None, *, order: bool = False) -> PlanDiff | StageDiff:
-        """The changes that the plan makes, by module, for readers; or those of one stage to its graphs, line by line.
+        """The changes that the plan makes, by module; or those of one stage to its graphs, line by line.
 
         Args:
-            stage: None: everything that the plan changes in the meaning of the captured step, and why. Another plan,
-                for another budget or of another version of the model: the changes that only one of them makes. A
-                name: "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
+            stage: None: everything that the plan changes in the captured step, and why. Another plan, for another
+                budget or of another version of the model: the changes that only one of them makes. A name:
+                "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
                 "operators": all passes on the joint and on the operator graphs; "precision": the dtype of each
                 operator, with the reasons; or one pass, or one labelled pipeline.
             order: show nodes that only moved, and renamed temporaries, too.
 
-        Raises `ValueError` for another name, or if loaded.
+        Raises `ValueError` for another name, and for a plan that was loaded from a file.
         """
         captured = self._source().priced.traced
         if isinstance(stage, Plan):
@@ -229,14 +231,13 @@ class Plan(PlanViews):
         return stage_diff(captured, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
-        """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each
-        node that reads it.
+        """The captured joint graph as a `networkx.DiGraph`; an edge leads from a node to each node that reads it.
 
         Nodes are named as in `graphs["captured"]`, in a plan of several regions with the region's number before
         ("1.addmm"). Attributes of each node:
 
         - "region", "kind" (of the fx node: "placeholder", "get_attr" or "call_function"; "account" for what takes
-          memory beside the graph's nodes, such as a generator's state), "operator", "half" ("input", "forward",
+          memory but is no node of the graph, such as a generator's state), "operator", "half" ("input", "forward",
           "backward"), "module" (path, "" if unknown) and "source" ("file:line" of the call, or None).
         - "bytes": memory that the node makes; 0 for a view. "seconds": one run of it, by the time model.
         - "recomputed": how often it runs beyond the first time. "held_bytes": the part of "bytes" that the forward
@@ -245,50 +246,53 @@ class Plan(PlanViews):
           (dies within its half), "alias" of another node's memory, "fused" into the nodes that read it, or "input".
 
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
-        "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
+        "recomputed" to `diff().recomputed`. Raises `ValueError` for a plan that was loaded from a file.
         """
         step, schedule = self.solved
         return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
-        """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.
+        """The plan of the same captured step for another budget in GB of 1024³ bytes, by default with the effort of
+        this one.
 
-        Raises `BudgetError` where none fits, and `ValueError` if loaded.
-        """
+        Raises `BudgetError` where none fits, and `ValueError` for a plan that was loaded from a file."""
         chosen = self._effort(effort, limit_seconds)
         return self._source().at(self, budget_bytes(budget_gb), chosen)
 
     def frontier(
         self, points: int = 40, *, effort: EffortName | None = None, limit_seconds: float | None = None
     ) -> Frontier[Plan]:
-        """The whole curve of the same captured step: see `memopt.frontier`. Raises `ValueError` if loaded."""
+        """The least added time of the same captured step for each of `points` budgets: see `memopt.frontier`. Raises
+        `ValueError` for a plan that was loaded from a file."""
         return self._source().frontier(self, check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
         """The peaks and times of the recipes of checkpointing by hand on the same captured step, by simulation.
 
-        Raises `ValueError` if loaded.
-        """
+        Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().recipes(self)
 
     def cards(self) -> tuple[OnCard, ...]:
-        """The same step on each CUDA card that can be named, within all of its memory: whether it fits, in which time,
-        and about how many times the batch fits: by a straight line through the smallest budgets of two larger batches,
-        which are the first dimension of the inputs. It costs the tracing under all levers of the step and of those
-        batches, and for each card a part of a second to some seconds.
+        """The same step on each known CUDA card, with all of the card's memory as the budget: whether it fits, the time
+        it takes, and about how many times larger the batch (the first dimension of the inputs) could be. The latter is
+        extrapolated from the smallest budgets of two larger batches.
 
-        Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has not made.
-        """
+        It traces the step and these batches under all levers, and solves for each card, which takes up to some
+        seconds each. Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has
+        not made."""
         return self._source().cards(self)
 
     def smallest_gb(self) -> float:
-        """The smallest budget in GB that works for this step with the levers of this plan. Through a backend that
-        compiles, the code of the smallest plan is compiled to know it, if the plan is for this device: the first call
-        takes as long as a first step. Raises `ValueError` if loaded."""
+        """The smallest budget in GB of 1024³ bytes that works for this step with the levers of this plan. Raises
+        `ValueError` for a plan that was loaded from a file.
+
+        With a backend that compiles, the first call compiles the smallest plan to know what its code holds, if the plan
+        is for this device; that takes as long as a first step."""
         return self.smallest_bytes() / GIB
 
     def smallest_bytes(self) -> int:
-        """The smallest budget in bytes that works for this step. Raises `ValueError` if loaded."""
+        """The smallest budget in bytes that works for this step. Raises `ValueError` for a plan that was loaded from a
+        file."""
         return self._source().smallest_bytes(self)
 
     def table(self) -> str:
@@ -300,8 +304,8 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`
-        where it cannot be written."""
+        """Write the plan as JSON. It replaces an older file of that name in one go. Raises `OSError` where it cannot be
+        written."""
         save(path, self)
 
     @classmethod

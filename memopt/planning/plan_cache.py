@@ -34,11 +34,12 @@ from memopt.solver import Schedule, simulate
 
 
 def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int) -> bool:
-    """Whether a plan with graphs has a valid schedule, figures that follow from it, and a peak within its budget.
+    """Whether a plan that was read from disk can be trusted: its schedule is valid for its graphs, its figures follow
+    from the schedule, and its peak is within its budget.
 
     Args:
         footprint: the bytes that the compiled graphs hold; None where they are not compiled.
-        own: the account of the step, without the allocator's overhead and what forwards to come hold.
+        own: the account of the step, without the allocator's overhead and what later forwards hold.
         to_come: the number of further forwards that hold as much as this one until the backward.
     """
     step, schedule = plan.solved
@@ -87,7 +88,8 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as the cache on disk has it: without graphs, with what is needed to find them again."""
+    """A plan as it is stored on disk: without graphs, with the number of its lever set and the bytes of its compiled
+    code."""
 
     plan: Plan
     """The plan, without graphs."""
@@ -97,17 +99,18 @@ class Kept:
     """The bytes that its compiled graphs hold, where these are found by compiling."""
 
     def live(self, step: Callable[[], PricedStep]) -> Plan:
-        """The plan with its graphs, which `step` captures and prices on first use."""
+        """The plan with its graphs: `step` is called to capture and price them when they are first needed."""
         return replace(self.plan, source=StepOfPlan(step))
 
     def as_json(self) -> dict[str, Any]:
-        """The values that `from_json` makes an equal plan of."""
+        """The plan as values for JSON, from which `from_json` makes an equal one."""
         assert self.plan.schedule is not None
         return as_json(_Written(self.plan, self.plan.schedule, self.lever_set, self.footprint))
 
     @classmethod
     def from_json(cls, values: Any) -> Kept:
-        """The plan of `as_json`. Raises `ValueError` for values that are damaged or of another version."""
+        """The stored plan from the values of `as_json`. Raises `ValueError` for values that are damaged or of another
+        version."""
         found = value_from(_Written, values)
         return cls(replace(found.plan, schedule=found.schedule), found.lever_set, found.footprint)
 
@@ -123,37 +126,37 @@ class _Written:
 
 
 def is_on() -> bool:
-    """Whether jobs have keys, so that plans are read and written: not with `MEMOPT_CACHE=0` in the environment."""
+    """Whether plans are read from and written to disk: not with `MEMOPT_CACHE=0` in the environment."""
     return os.environ.get("MEMOPT_CACHE", "1") != "0"
 
 
 def find(key: str | None) -> Kept | None:
-    """The plan stored under a key; None where there is none. A file that holds something else is deleted."""
+    """The plan stored on disk under `key`, or None. A file under that name that holds no plan is deleted."""
     return _read(key, Kept.from_json)
 
 
 def keep(key: str | None, kept: Kept) -> None:
-    """Store a plan under a key. Where the folder cannot be written to, that is warned of once, and nothing else
-    happens."""
+    """Store a plan on disk under `key`; does nothing where `key` is None. Where the folder cannot be written to, it
+    warns once."""
     if key is not None:
         _write(key, kept.as_json())
 
 
 def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
-    """The key that was last noted for a sketch (`Job.sketch`), and the plan stored under it; None for what is not
-    there."""
+    """The key that `note` last stored under `sketch` (see `Job.sketch`), and the plan stored under that key; None for
+    what is not stored."""
     key = _read(sketch, _key_of)
     return key, find(key)
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store the key of a job under that of its sketch, by which `find_by` finds it before the call is captured."""
+    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 
 
 def drop(key: str | None) -> None:
-    """Delete a plan that turned out to belong to another step."""
+    """Delete the plan stored under `key`: it turned out to belong to another step."""
     if key is not None:
         with contextlib.suppress(OSError):
             _path(key).unlink(missing_ok=True)
@@ -211,12 +214,11 @@ def _age(file: Path) -> Any:
 
 
 def agreed(key: str, kept: Kept) -> Kept:
-    """The plan of the rank that was the first to come here with this key: `kept`, or one that another rank found.
+    """The plan that all ranks use for `key`: that of the rank that called this first, which may be `kept` itself.
     Outside of a process group it is `kept`.
 
     Plans of ranks differ where they measured other times, or searched for a limited time. No rank waits for another: a
-    rank with other shapes has other keys.
-    """
+    rank with other shapes has other keys."""
     store = shared_store()
     if store is None:
         return kept

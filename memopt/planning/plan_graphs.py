@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 def in_columns(text: str) -> str:
-    """Text as HTML in which columns stand below each other: not every notebook sets `<pre>` in a monospaced font."""
+    """HTML that shows `text` with its columns aligned, also in notebooks that do not set `<pre>` in a monospaced
+    font."""
     return f'<pre style="font-family: ui-monospace, Menlo, Consolas, monospace">{escape(text)}</pre>'
 
 
 @dataclass(frozen=True)
 class StageDiff:
-    """The changes of one stage to the graphs: one `GraphDiff` per region. `str` gives the text of all of them, which
-    reads like that of `git diff`."""
+    """The changes that one stage made to the graphs, one `GraphDiff` per region. `str` gives them as text like that of
+    `git diff`."""
 
     regions: tuple[GraphDiff, ...]
     recomputed: int = 0
@@ -129,7 +130,8 @@ def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
 
 @dataclass(frozen=True, repr=False)
 class PlanDiff:
-    """The changes of a plan by operator. `str` shows them by module, folded; rich prints them in colours."""
+    """The changes of a plan by operator. `str` shows them by module, with like changes of several blocks on one line;
+    rich prints them in colours."""
 
     title: str
     changes: tuple[Change, ...]

@@ -33,7 +33,7 @@ _AS_DECIDED = "the levers are those of the plan for other sizes of this call; no
 
 @dataclass(frozen=True)
 class Decided:
-    """The levers of a call's plan, which the search for a plan of the same call with other sizes tries first."""
+    """The levers of a plan, which the search for a plan of the same call with other sizes tries first."""
 
     rewriting: Rewriting
     """The set of levers that its graphs are rewritten by."""
@@ -45,7 +45,7 @@ class Decided:
 
     @classmethod
     def by(cls, plan: Plan) -> Decided | None:
-        """The decisions of a plan; None for one with levers on the optimiser or offloads, or without its graphs."""
+        """The levers of `plan`; None for a plan with levers on the optimizer or offloads, or without its graphs."""
         if plan.captured is None or plan.proposals or plan.moved_bytes or plan.hosted_bytes:
             return None
         return cls(plan.captured.rewriting, plan.levers, plan.added_time, plan.account.inputs)
@@ -53,7 +53,7 @@ class Decided:
 
 @dataclass
 class PlanSearch:
-    """The search for the best plan of one call, over lever sets in the order in which they are tried."""
+    """The search for the fastest plan of one call: sets of levers are tried in order, each with one lever more."""
 
     budget_bytes: int
     effort: Effort
@@ -92,10 +92,15 @@ class PlanSearch:
         self._notes |= dict.fromkeys(self.notes)
 
     def fastest(self, recorded: Recorded, *, lowering_bytes: int = 0, decided: Decided | None = None) -> Plan:
-        """The plan of a recorded call with the shortest step, over lever sets and, where none of these fits, proposals.
-        Further lever sets are not tried once a plan adds next to no time, nor where those `decided` for other sizes of
-        the call do as well as they did there. `lowering_bytes` are those that compiled code holds beyond its plan.
-        Raises `BudgetError` where none fits, `CaptureError` where the call cannot be traced."""
+        """The plan of a recorded call with the shortest step, over sets of levers and, where none of these fits, levers
+        on the optimizer. The search ends with the first plan that adds next to no time. `lowering_bytes`: what compiled
+        code holds beyond the peak of its schedule.
+
+        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be traced.
+
+        Args:
+            decided: the levers of a plan for other sizes of the call. If they do as well for these sizes, no others are
+                tried."""
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
             return plan
         if recorded.planner.terms.options.passes:
@@ -128,13 +133,14 @@ class PlanSearch:
         return None
 
     def skip(self, levers: Rewriting, notes: tuple[str, ...]) -> None:
-        """Record that the newest lever of a set has nothing to change, for the reasons in `notes`."""
+        """Record that the last lever of the set `levers` finds nothing to rewrite in this call, for the reasons in
+        `notes`."""
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
     def consider(self, priced: Priced) -> Plan | None:
-        """Plan a step without offloading. Returns the plan if it is good enough to end the search, None where further
-        lever sets should be tried. A step is left to `best` where the lower bound proves that none of its plans is
+        """The plan of a step, without offloads, if it is good enough to end the search; None if further sets of levers
+        should be tried. A step is not solved yet, but left to `best`, where a lower bound proves that no plan of it is
         good enough."""
         levers = priced.levers
         self._steps.append(priced)
@@ -173,12 +179,11 @@ class PlanSearch:
                 seconds = seconds if plan is None else min(seconds, _seconds(plan))
 
     def best(self) -> tuple[Plan, Rewriting]:
-        """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
+        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set.
 
-        Where none fits, the plan with the first combination of further levers in `allow`, such as those on the
-        optimizer, that makes one fit. Raises `BudgetError` where none does, with the smallest budget of all and the
-        cheapest combinations that would help, those that `allow` lacks among them.
-        """
+        Where none fits, the plan with the first combination of levers on the optimizer in `allow` with which one fits.
+        Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would
+        help, also with levers that `allow` lacks."""
         self._solve_left(min((_seconds(plan) for plan, _ in self._plans), default=math.inf))
         self._offload()
         return self._fastest() if self._plans else self._with_proposals()

@@ -44,7 +44,7 @@ def joint_digraph(captured: TracedStep, joined: Joined, schedule: Schedule) -> D
 
 
 def op_names(captured: TracedStep, joined: Joined) -> Iterator[str]:
-    """The name in the directed graph of each op of the problem."""
+    """For each op of the problem, the name of its node in the directed graph that `joint_digraph` makes."""
     several = len(captured.regions) > 1
     for owner, local in joined.owner:
         priced = joined.prices[owner]
@@ -140,7 +140,7 @@ Format = Literal["snapshot", "trace", "dot"]
 
 
 class PlanViews:
-    """The views of a plan, for `Plan` to derive from."""
+    """Base class of `Plan` with its ways of being shown: page, pictures, explanation and files of other tools."""
 
     def report(self, path: str | Path, *, frontier: Frontier[Any] | None = None, cards: Sequence[OnCard] = ()) -> None:
         """Write the plan as one HTML page that needs no network: the budget, memory over the step, bytes by module,
@@ -148,22 +148,23 @@ class PlanViews:
 
         Args:
             path: a file named *.html.
-            frontier: the curve that `frontier` returned, to be shown beside the plan.
-            cards: what `cards` returned, to be shown as a table.
+            frontier: what `Plan.frontier` returned, to be drawn on the page.
+            cards: what `Plan.cards` returned, to be shown as a table.
 
-        A plan that was loaded has no graphs, and its page the budget only. Raises `ValueError` for another name.
+        The page of a plan that was loaded from a file shows the budget only. Raises `ValueError` for a path that does
+        not end in .html.
         """
         shown("views").write_report(self, Path(path), frontier, cards)
 
     def explain(self, op: str | None = None) -> str:
-        """Say, as text, where the bytes go and which of the largest values are saved, recomputed or offloaded; with
-        `op` the story of one operator: its line, dtype, bytes, time and fate, and why.
+        """Explain as text where the bytes go, and which of the largest values are saved, recomputed or offloaded. With
+        `op`, explain one operator: its line of code, dtype, bytes, time, whether it is saved or recomputed, and why.
 
         Args:
-            op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". Where it
-                means several, they are listed, and the story is that of the one whose forward takes longest.
+            op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". If
+                several match, they are listed, and the one whose forward takes longest is explained.
 
-        Raises `ValueError` if no operator is meant, or if loaded.
+        Raises `ValueError` if no operator matches, or if the plan was loaded from a file.
         """
         return shown("op_story").explain(self, op)
 
@@ -175,7 +176,7 @@ class PlanViews:
             format: "snapshot" (.pickle) for pytorch.org/memory_viz; "trace" (.json) for ui.perfetto.dev and
                 chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph with the fate of each node.
 
-        Raises `ValueError` for another format, or if loaded.
+        Raises `ValueError` for another format, and for a plan that was loaded from a file.
         """
         shown("views").export(self, Path(path), format)
 
@@ -184,7 +185,7 @@ class PlanViews:
         into a file too: .svg, .png or .pdf.
 
         Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
-        of file, or if loaded.
+        of file, and for a plan that was loaded from a file.
         """
         return shown("views").timeline(self, path)
 

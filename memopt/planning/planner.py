@@ -29,7 +29,7 @@ _NEXT = 1, 256
 
 @dataclass(frozen=True)
 class Request:
-    """The account, the budget and the effort with which a step's schedule is solved for."""
+    """What a schedule is searched for: the account and the budget of the step, and the effort of the search."""
 
     account: Account
     budget_bytes: int
@@ -41,24 +41,24 @@ class Request:
 
     @property
     def graph_bytes(self) -> int:
-        """The bytes of the budget that are left for the graph: all but the resident ones."""
+        """The bytes of the budget that are left for activations and temporaries, after the resident bytes."""
         return self.budget_bytes - self.account.resident_bytes
 
     def fits_optimizer_step(self, joined: Joined) -> bool:
-        """Whether the optimiser's own step is within the budget."""
+        """Whether the peak of the optimizer's own step is within the budget."""
         return self.account.optimizer_step_bytes(joined.problem.output_bytes) <= self.budget_bytes
 
     def is_hopeless(self, joined: Joined) -> bool:
-        """Whether it is known without a search that no schedule fits: one operator or the optimiser's step needs more.
-        Nothing is known where parameters are stepped within the backward."""
+        """Whether no schedule can fit, as is known without a search: one operator alone, or the optimizer's step, needs
+        more than the budget. False where parameters are stepped within the backward, since nothing is known then."""
         if joined.steps:
             return False
         bare = replace(self, account=without_allocator(self.account))
         return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
-        """The error for a budget that no schedule fits, with the smallest budget that works; on a card where torch's
-        allocator runs out of memory at this budget and not at a smaller one, with a larger budget that works."""
+        """The error for a budget that no schedule fits, with the smallest budget that works. On a card, where torch's
+        allocator may fail at this budget though a smaller one works, it has a larger budget that works."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
@@ -114,12 +114,11 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
-    """The solution of `solve_with_steps` with the problem that it solves and the account that includes the allocator's
-    overhead, solved with fewer bytes where torch's allocator would exceed the budget. Where that finds none, schedules
-    that were found on the way are replayed as well.
+    """As `solve_with_steps`, with the account that includes the allocator's overhead as a third result. Where torch's
+    allocator would exceed the budget, the step is solved again with fewer bytes; if that finds no schedule, those found
+    before are replayed too.
 
-    Raises `BudgetError` where none of them fits.
-    """
+    Raises `BudgetError` where no schedule fits."""
     if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
             raise request.refusal(joined)
@@ -220,9 +219,9 @@ def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int
 
 
 def solve_with_steps(joined: Joined, request: Request) -> tuple[Joined, Solution]:
-    """As `solve`, together with the problem that the solution is for: a different one where recomputed operators would
-    read some parameters after their step, so that these are stepped at the end of the backward. Raises
-    `BudgetError`."""
+    """The solution of `solve` and the problem that it is for. This is `joined`, unless recomputed operators would read
+    some parameters after the optimizer has stepped them in the backward: then it is one that steps these at the end of
+    the backward. Raises `BudgetError`."""
     if not joined.steps:
         return joined, solve(joined, request)
     try:
@@ -241,7 +240,8 @@ def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Sol
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
-    """A line for the user while the best plan is searched: added time so far, its lower bound, and seconds used."""
+    """A line of text about the search of effort "best": the added time so far, its lower bound, and the seconds
+    used."""
     added, bound = (
         seconds / step_seconds if step_seconds else 0.0
         for seconds in (progress.added_seconds, progress.lower_bound_seconds)
@@ -250,7 +250,8 @@ def progress_line(progress: Progress, step_seconds: float, limit_seconds: float)
 
 
 def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> int:
-    """The peak in bytes of a step whose forward and backward hold `graph_peak_bytes` besides resident bytes."""
+    """The peak in bytes of a step: the resident bytes and `graph_peak_bytes`, the peak of forward and backward without
+    them; or that of the optimizer's step, if that is more."""
     after = account.optimizer_step_bytes(joined.problem.output_bytes)
     return max(graph_peak_bytes + account.resident_bytes, after)
 
@@ -267,7 +268,7 @@ def smallest(joined: Joined, account: Account, *, expandable: bool | None = None
 
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
-    """The peak and added time of hand-written checkpointing recipes."""
+    """The peak and the added time of each recipe of checkpointing by hand, by simulation."""
     return tuple(
         Recipe(
             baseline.name,

@@ -44,7 +44,8 @@ _MOST_PRICED = 32
 
 @dataclass(frozen=True)
 class PriceSettings:
-    """What the graphs of a step are priced for."""
+    """What prices of a step depend on: the hardware, and which of recomputation, offloading and stepping in the
+    backward are allowed."""
 
     hardware: Hardware = field(hash=False)
     timed: bool = False
@@ -69,16 +70,15 @@ class PriceSettings:
     """Bytes that other code takes between the forward and the backward."""
 
     def under(self, account: Account) -> PriceSettings:
-        """These settings with what an account says: whether gradients are held, and what other code takes."""
+        """These settings with those that follow from an account: whether gradients exist before the step, and the bytes
+        that other code allocates between forward and backward."""
         return replace(self, accumulating=account.gradients_held, meanwhile=account.meanwhile)
 
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """The joint graphs of one training call, in the order of their forwards, under one set of levers.
-
-    It owns the prices that are made of them: a few, since their settings differ by a few flags only.
-    """
+    """The joint graphs of one training call, in the order of their forwards, rewritten by one set of levers. It caches
+    its prices for the latest settings."""
 
     model_name: str
     regions: tuple[JointGraph, ...]
@@ -104,7 +104,7 @@ class TracedStep:
     """The prices of nodes, by the device, their graph and the sizes that they are for."""
 
     def price(self, settings: PriceSettings) -> PricedStep:
-        """The step priced by these settings. Those of the latest settings are kept."""
+        """The step priced by these settings; cached for the latest settings."""
         if settings not in self._priced:
             self._priced[settings] = PricedStep.of(self, settings)
         return self._priced[settings]
@@ -128,45 +128,48 @@ class TracedStep:
 
     @property
     def draws(self) -> bool:
-        """Whether any of its operators draws random numbers."""
+        """Whether any operator draws random numbers, as dropout does."""
         return any(map(is_random, (node for region in self.regions for node in region.module.graph.nodes)))
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The rewriting for a call of several regions, which need not find something to rewrite in every one."""
+        """The same rewriting for a call of several regions: it is no error if it finds nothing to rewrite in one of
+        them."""
         return replace(self.rewriting, needed="")
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes for the plan on the capture, on the passes of each region, and on data-dependent sizes."""
+        """The plan's notes about the capture, the passes of each region, and data-dependent sizes."""
         regions = (note for region in self.regions if region.operators for note in region.operators.notes)
         return self.notes + tuple(dict.fromkeys(regions)) + self.data_sizes.notes()
 
     @property
     def operators(self) -> tuple[Operators, ...]:
-        """The operator graphs, with the stages of their passes, of the regions whose operator graphs were rewritten."""
+        """The operator graphs, before and after each pass, of the regions whose operator graphs were rewritten."""
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     def sizes_of(self, number: int, *, as_seen: bool = False) -> Mapping[str, int]:
-        """The values of the symbols of region `number`: the largest that are allowed, or those of the batch at hand."""
+        """The values of the symbolic sizes of region `number`: the largest that are planned for, or with `as_seen`
+        those of the current batch."""
         sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
         return sizes.seen if as_seen else sizes.allowed
 
     def with_sizes(self, number: int, *, as_seen: bool = False) -> AbstractContextManager[None]:
-        """Context in which the sizes of region `number` are the largest that are allowed, or those of the batch at
-        hand."""
+        """Context in which the symbolic sizes of region `number` have their largest planned values, or with `as_seen`
+        those of the current batch."""
         sizes = self.sizes_of(number, as_seen=as_seen)
         return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
 
     def decisions(self, number: int, card: Hardware) -> frozenset[fx.Node]:
-        """The nodes of region `number` that are never recomputed, since they decide, as `topk` does, and rounding may
-        change the decision. Empty for plain operators on a CPU, which give the same bits each time; compiled kernels
-        need not, nor those of a card."""
+        """The nodes of region `number` that are never recomputed because they make a discrete choice, as `topk` does,
+        that rounding could change. Empty for plain operators on a CPU, which give the same bits each time; compiled
+        kernels and those of a card need not."""
         region = self.regions[number]
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
     def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
-        """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""
+        """A function that gives the bytes and the seconds of each node of region `number`; made once for all regions
+        with the same graph and sizes."""
         region = self.regions[number]
         of_device = PriceSettings(settings.hardware, settings.timed)
         key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
@@ -181,7 +184,7 @@ class TracedStep:
 
 @dataclass(frozen=True, eq=False)
 class PricedStep:
-    """A traced step as problems in bytes and seconds, priced by some settings when it is made."""
+    """A traced step as problems of the solver in bytes and seconds, under one `PriceSettings`."""
 
     traced: TracedStep
     settings: PriceSettings
@@ -196,7 +199,7 @@ class PricedStep:
 
     @classmethod
     def of(cls, traced: TracedStep, settings: PriceSettings) -> PricedStep:
-        """The traced step with the problems that it makes when it is priced by these settings."""
+        """The traced step as problems of the solver, priced by these settings."""
         made: dict[frozenset[int], Joined] = {}
 
         def leaving(left: frozenset[int]) -> Joined:
@@ -214,8 +217,8 @@ class PricedStep:
 
     @cached_property
     def hostable(self) -> dict[int, int]:
-        """The numbers and the bytes of the inputs that may lie on the host, in the order in which they are read first:
-        frozen parameters of a call that is one region of plain operators."""
+        """The bytes of each input that may lie on the host, by input number, in the order in which they are first read:
+        frozen parameters, if the call is one region of plain operators."""
         traced, (region, *others) = self.traced, self.traced.regions
         of_region = getattr(region.trace, "region", None)
         if not self.settings.frozen or of_region is None or others or traced.eager or traced.sharded or region.places:
@@ -227,7 +230,8 @@ class PricedStep:
 
     @property
     def problems(self) -> tuple[Joined, ...]:
-        """All problems that were made of the step so far, each with its solvers."""
+        """All problems made of the step so far, among them those that step some parameters at the end of the
+        backward."""
         return (self.seen, self.plain, *self._leaving.values())
 
     def under(self, account: Account) -> PricedStep:
@@ -235,13 +239,12 @@ class PricedStep:
         return self.traced.price(self.settings.under(account))
 
     def priced_for(self, **changes: Any) -> PricedStep:
-        """The same step for other settings: fields of `PriceSettings`."""
+        """The same step priced by these settings with some fields of `PriceSettings` changed."""
         return self.traced.price(replace(self.settings, **changes))
 
     def stepping_as(self, steps: Sequence[Sequence[int]]) -> PricedStep:
-        """The same step where the optimiser steps only the parameters of `steps` as soon as their gradients are
-        complete, and all others at the end of their region's backward. `steps` has the input numbers of parameters by
-        region."""
+        """The same step where only the parameters in `steps` (by region, input numbers) are stepped by the optimizer as
+        soon as their gradients are complete, and all others at the end of their region's backward."""
         if self.settings.stepping is None:
             return self
         inside = {number for numbers_of_region in steps for number in numbers_of_region}

@@ -21,7 +21,7 @@ from memopt.solver.simulator import lifetimes
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a compiled forward and backward hold beside the region's inputs."""
+    """The bytes that compiled code of a region's forward and backward holds, without the region's inputs."""
 
     forward_bytes: int
     """Peak of the forward."""
@@ -144,8 +144,9 @@ class _Regions:
 
 @dataclass
 class Refit(Generic[Made]):
-    """Rounds of planning and compiling: with fewer bytes after a compilation that exceeds the budget, with more after
-    one that leaves room though the plan recomputes. The compiled code of a round is kept with its plan."""
+    """Alternates planning and compiling until compiled code fits: plans again with fewer bytes where the compiled code
+    exceeds the budget, with more where it leaves room and the plan recomputes. Compiled code that fits is stored with
+    its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0
@@ -195,15 +196,16 @@ class Refit(Generic[Made]):
             self.again = self.again and self.lowering_bytes < left
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Have the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
-        Returns False, and changes nothing, where that is above the budget."""
+        """Make the next round compile the plan with the smallest peak, `smallest_bytes` before compilation. Returns
+        False, and changes nothing, where that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes
         return True
 
     def best(self) -> tuple[Plan, Made]:
-        """The fitting plan with the shortest step, and its compiled code. Raises `BudgetError` where none fits."""
+        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` where none
+        fits."""
         if not self._fitting:
             why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
             needed = self._above[-1] if self._took_smallest else min(self._above)
@@ -212,5 +214,5 @@ class Refit(Generic[Made]):
 
     @property
     def fits(self) -> bool:
-        """Whether a compiled plan fits the budget."""
+        """Whether the compiled code of any plan so far fits the budget."""
         return bool(self._fitting)

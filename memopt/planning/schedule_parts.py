@@ -19,7 +19,8 @@ from passes import ApplyOffloads, ApplySchedule, HostStay
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """In which order a region's nodes run, which run several times, and which values are offloaded meanwhile."""
+    """The schedule of one region: the order in which its nodes run, which of them run several times, and which values
+    are offloaded."""
 
     fingerprint: str
     """Hash of the joint graph that the schedule is for."""
@@ -36,13 +37,14 @@ class RegionSchedule:
 
 
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
-    """The joint graph with a node for each recomputation of the schedule, and for each copy to and from the host."""
+    """The joint graph with an extra node for each recomputation, and for each copy to and from the host, that the
+    schedule has."""
     order = schedule.evaluations, schedule.boundary, joint.forward_outputs
     return (ApplyOffloads(*order, schedule.offloads) if schedule.offloads else ApplySchedule(*order))(joint.module)
 
 
 def split(joined: Joined, traced: TracedStep, schedule: Schedule) -> tuple[RegionSchedule, ...]:
-    """The part of a joint schedule that belongs to each region."""
+    """The schedule of each region, from the one schedule of the joined problem."""
     evaluations: list[list[str]] = [[] for _ in traced.regions]
     boundaries = [0] * len(traced.regions)
     remaining = [priced.problem.forward_ops for priced in joined.prices]
@@ -95,7 +97,7 @@ def _region_offloads(joined: Joined, schedule: Schedule) -> dict[int, list[HostS
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module's share of a plan. Bytes are of a whole step, seconds by the time model."""
+    """One module's row in a plan's table. Bytes are of a whole step, seconds by the time model."""
 
     path: str
     """Qualified name of the module; empty for operators outside of any submodule."""
@@ -144,7 +146,8 @@ def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
 
 @dataclass(frozen=True)
 class DecisionRow:
-    """The calls of one operator in one module that decide, which are never recomputed."""
+    """The calls of one operator in one module that are never recomputed because they make a discrete choice, as `topk`
+    does."""
 
     operator: str
     """Name of the operator: "topk"."""
@@ -156,7 +159,8 @@ class DecisionRow:
 
 
 def decision_rows(joined: Joined, step: PricedStep, schedule: Schedule) -> tuple[DecisionRow, ...]:
-    """The operators that decide, in the order of the forward, with what it costs that they are not recomputed."""
+    """The operators that are never recomputed because they make a discrete choice (`topk`, comparisons), in the order
+    of the forward, with the bytes that are saved for that reason."""
     problem, card = joined.problem, step.settings.hardware
     saved = _saved_storages(problem, schedule)
     names = [
@@ -189,7 +193,8 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
-    """The storages that the forward leaves for the backward and the caller, without the gradients of its outputs."""
+    """The storages that the forward leaves for the backward and the caller; gradients of its outputs are not among
+    them."""
     boundary = forward_evaluations(problem, schedule)
     for storage, made in live_versions(problem, schedule, boundary):
         given = problem.storages[storage].kept and problem.ops[problem.producer[storage]].is_receipt
@@ -198,13 +203,14 @@ def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
 
 
 def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the backward: up to and with the first evaluation of the last forward op."""
+    """How many evaluations of the schedule belong to the forward: all up to the first evaluation of the last forward
+    op."""
     return schedule.evaluations.index(problem.forward_ops - 1) + 1 if problem.forward_ops else 0
 
 
 def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the forward returns: the gradients of its outputs, and what the caller's code
-    takes until these are there, come after it."""
+    """How many evaluations come before the forward returns: neither the gradients of its outputs nor what the caller's
+    code allocates before they exist."""
     last = problem.forward_ops - 1
     while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1

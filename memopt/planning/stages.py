@@ -42,7 +42,7 @@ _QUICK = Effort("fast")
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A training call as Dynamo recorded it, in the situation that it is planned for."""
+    """A training call as Dynamo recorded it, with the situation that it is planned for."""
 
     planner: CallPlanner
     captured: CapturedCall
@@ -50,16 +50,16 @@ class Recorded:
     situation: Situation
 
     def trace(self, levers: Rewriting) -> Traced:
-        """The call under a set of levers, as operators and then differentiated; traced once.
+        """The call rewritten by a set of levers and differentiated into joint graphs; a second trace of the same is
+        cached.
 
-        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the newest lever finds nothing to
-        rewrite.
-        """
+        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds
+        nothing to rewrite."""
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
     def tightest(self, batches: int = 1) -> Priced:
-        """The call with a batch `batches` times as large, priced under the largest set of levers whose last one changes
-        it. Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
+        """The call with a batch `batches` times as large, priced under all levers that find something to rewrite in it.
+        Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
         with self.planner.terms.types(), torch.enable_grad():
             recorded = self if batches == 1 else self._larger(batches)
             for levers in reversed(self.planner.terms.lever_sets):
@@ -78,8 +78,9 @@ class Recorded:
         *,
         lowering_bytes: int = 0,
     ) -> Iterator[Priced]:
-        """The call priced under lever sets with more and more levers, each when it is asked for. `skip` is called with
-        a set whose newest lever finds nothing to rewrite, and why. Raises `CaptureError` as `trace` does."""
+        """Yields the call priced under each set of levers in turn, every set with one lever more. `skip` is called
+        with each set whose last lever finds nothing to rewrite, and with the reasons. Raises `CaptureError` as
+        `trace` does."""
         lever_sets = self.planner.terms.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
@@ -99,8 +100,7 @@ class Traced:
     step: TracedStep
 
     def account(self, lowering_bytes: int = 0) -> Account:
-        """What the step holds beside its activations; `lowering_bytes` are those that compiled code holds beyond its
-        plan."""
+        """The account of the step; `lowering_bytes`: what compiled code holds beyond the peak of its schedule."""
         recorded = self.recorded
         account = recorded.planner.accounts.of_captured(
             recorded.captured, recorded.call, recorded.situation, self.step.regions, lowering_bytes
@@ -109,19 +109,20 @@ class Traced:
 
     @property
     def callers_code(self) -> tuple[int, int]:
-        """The bytes that the caller's own code takes until the backward, as they were seen or are guessed; and how many
-        more a plan that is based on a guess leaves free as far as the budget allows. Both are 0 where the situation
-        says these bytes."""
+        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and, for a
+        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation gives these
+        bytes."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
 
     def price(self, account: Account) -> Priced:
-        """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimiser."""
+        """The step in bytes and seconds on the device that is planned for, with the chosen levers on the optimizer."""
         return Priced(self.step.price(self.recorded.planner.price_settings.under(account)), account)
 
     def price_for(self, plan: Plan, account: Account) -> Priced:
-        """The step priced for `plan`, which was made earlier or by another rank: with its levers on the optimiser."""
+        """The step priced with the levers on the optimizer that `plan` uses, which was made earlier or by another
+        rank."""
         planner = self.recorded.planner
         stepping = planner.optimizer_choice.stepping_of(plan)
         step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
@@ -130,7 +131,7 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A step priced for its device, and what it holds beside its activations: all that a plan is solved from."""
+    """A step in bytes and seconds, and its account: all that a plan is solved from."""
 
     step: PricedStep
     account: Account
@@ -145,11 +146,11 @@ class Priced:
         return Priced(self.step.under(account), account)
 
     def opened(self, **settings: Any) -> Priced:
-        """The same step priced by other settings of what the host may hold: fields of `PriceSettings`."""
+        """The same step priced by other settings of what may lie on the host, given as fields of `PriceSettings`."""
         return Priced(self.step.priced_for(**settings), self.account)
 
     def hosting(self, numbers: Collection[int]) -> Priced:
-        """The same step with the inputs of these numbers, and no others, on the host."""
+        """The same step with exactly the inputs of these numbers (frozen parameters) in the host's memory."""
         step = self.step.priced_for(hosted=frozenset(numbers))
         lying = (one.problem.problem.home_bytes for one in (self.step, step))
         before, now = lying
@@ -207,7 +208,7 @@ class Priced:
             return None, error.with_traceback(None)
 
     def hosting_all(self) -> Priced | None:
-        """The step with as much on the host as may lie there; None where nothing may."""
+        """The same step with as many frozen parameters in the host's memory as may lie there; None where none may."""
         found = choices(self.step)
         return self.hosting(found[-1]) if found else None
 
@@ -233,8 +234,8 @@ class Priced:
         return joined.problem.seconds + least_added_seconds(joined, Request(self.account, budget_bytes))
 
     def planned(self, joined: Joined, solution: Solution, account: Account, budget_bytes: int, effort: Effort) -> Plan:
-        """The plan by a solution of `joined`, the step's problem or one with fewer parameters stepped in the backward;
-        `account` has the allocator's overhead too."""
+        """The plan from `solution`, which solves `joined`: the step's problem, or one that steps fewer parameters in
+        the backward. `account` includes the allocator's overhead."""
         regions = split(joined, self.step.traced, solution.schedule)
         step = self.step.stepping_as([region.steps for region in regions])
         source = StepOfPlan(lambda: step)
@@ -245,7 +246,7 @@ class Priced:
         return min(smallest(one.step.problem, one.account, expandable=expandable) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
-        """The step as it is, and, where it has nothing on the host yet, with as much there as may lie there."""
+        """The step as it is; and, if no parameters lie on the host yet, also with as many there as possible."""
         everything = None if self.step.settings.hosted else self.hosting_all()
         return (self,) if everything is None else (self, everything)
 
@@ -257,8 +258,8 @@ def _load_solver() -> None:
 
 @dataclass(frozen=True)
 class StepOfPlan:
-    """The priced step that a plan is for: the `PlanSource` of every plan that has its graphs. A plan from disk has them
-    priced when they are first asked for."""
+    """The priced step of a plan, from which it answers questions that need graphs. That of a plan from disk is captured
+    and priced when it is first needed."""
 
     price: Callable[[], PricedStep]
     freed: Plan | None = None
@@ -311,8 +312,8 @@ class StepOfPlan:
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:
-    """`plan`, which under FSDP2 keeps blocks gathered, with the smallest budget and the curve of `freed`, the plan that
-    frees all of them after their forward."""
+    """`plan`, in which FSDP2 keeps some blocks gathered between forward and backward, with the smallest budget and the
+    frontier of `freed`, the plan of the same call that keeps none."""
     if plan.source is None:
         return plan
     own = plan.source
@@ -324,12 +325,11 @@ Solve = Callable[[Account], Plan]
 
 
 def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
-    """The plan of a step under FSDP2 on a cluster with as many of the last blocks kept gathered as its budget has room
-    for. Where its step waits for gathers, as many are kept as fit if more is recomputed, if that takes less time by the
-    rates of the links.
+    """The plan of a step under FSDP2 with as many of the last blocks kept gathered, from their forward to their
+    backward, as the budget has room for. Where the step waits for gathers, more blocks are kept and more is recomputed,
+    if that is faster by the rates of the links.
 
-    A plan for one card is returned as it is.
-    """
+    A plan for one card is returned as it is."""
     sharded = None if plan.captured is None else plan.captured.sharded
     if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
         return plan

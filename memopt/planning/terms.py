@@ -43,7 +43,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Situation:
-    """The circumstances of a training call when its forward begins."""
+    """The circumstances of a training call when its forward begins, by which its plan is chosen."""
 
     gradients_held: bool = False
     """Gradients are there before the step: gradient accumulation."""
@@ -68,14 +68,14 @@ class Situation:
 
 @dataclass(frozen=True, eq=False)
 class ModelTerms:
-    """The terms that the plans of all calls of a model have in common, by the user's options."""
+    """What all plans of a model depend on, derived from the user's options."""
 
     model: nn.Module
     options: Options
 
     @cached_property
     def histories(self) -> str:
-        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
+        """The prefix by which the scale histories of the model's 8-bit layers are named."""
         return histories_of(self.model).prefix
 
     def device(self) -> torch.device:
@@ -104,8 +104,8 @@ class ModelTerms:
 
     @cached_property
     def card(self) -> Hardware:
-        """The hardware that the step is planned for, with the room on the host: the card that was named, or the device
-        at hand."""
+        """The hardware that the step is planned for, the card that `device` names or else this machine's device, with
+        the bytes that offloads may take on the host."""
         card, room = self._card, self.options.host_bytes
         if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
             free = device_of(HOST).free_bytes(HOST)
@@ -122,19 +122,20 @@ class ModelTerms:
 
     @cached_property
     def rewriting(self) -> Rewriting:
-        """The rewriting without levers and without the user's passes, which every lever set includes: precision, and
-        whether results are written in place."""
+        """The rewriting that every set of levers starts from: the precision, and whether results are written in
+        place."""
         by_types = precision_rewriting(self.options.precision, self.card)
         return replace(by_types, reinplace=REINPLACE.name in self.options.allow, card=self.absent_card)
 
     @property
     def absent_card(self) -> str:
-        """The name of the card that is planned for, where steps are traced on a device of another kind; else empty."""
+        """The name of the card that is planned for, if steps are traced on a device of another kind; else ""."""
         return "" if self.card.device_type == self.device().type else self.card.name
 
     @cached_property
     def lever_sets(self) -> tuple[Rewriting, ...]:
-        """The rewritings to try, each with one lever more, the cheapest first; all of them have the user's passes."""
+        """The sets of levers to try, as rewritings, each with one lever more than the one before, the cheapest first.
+        All include the user's passes."""
         levers = [lever for lever in self.options.levers if lever.name not in self.idle_levers]
         found = lever_sets(self.rewriting, levers, self.card, histories=self.histories)
         passes = self.options.passes
@@ -142,13 +143,15 @@ class ModelTerms:
 
     @cached_property
     def idle_levers(self) -> frozenset[str]:
-        """The allowed levers that need a step in 16 bits, where it is in fp32 and nobody has asked for a precision."""
+        """The names of allowed levers that need a step in 16 bits, where precision "auto" gives fp32; they are not
+        tried."""
         if self.options.precision != "auto" or self.rewriting.autocast is not None:
             return frozenset()
         return frozenset(lever.name for lever in self.options.levers if lever.graph and lever.graph.needs_low)
 
     def types(self) -> AbstractContextManager[None]:
-        """A context in which the caller's autocast is off, if the plan decides dtypes itself."""
+        """Context in which the caller's autocast is off, if the plan decides dtypes itself; else a context that does
+        nothing."""
         return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
 
     @cached_property
@@ -181,7 +184,7 @@ class _RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes behind all others, and their names before those of its levers. Raises
+    """The rewriting with the user's passes run after all others, and their names put before those of its levers. Raises
     `TypeError` for an object that is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:

@@ -18,30 +18,32 @@ SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
 
 @dataclass
 class Tries:
-    """The work that is left for trying changes with which a refused step would fit. It is counted in nodes of graphs to
-    be traced, so that a refusal says the same on every machine. `untried` has the changes that would take more."""
+    """How much work a refusal may still spend on trying changes with which the step would fit. Work is counted in
+    graph nodes to trace, so that a refusal says the same on every machine. `untried` lists the changes that would
+    take more."""
 
     left: float
     untried: list[str] = field(default_factory=list)
 
     @classmethod
     def beside(cls, steps: Sequence[Priced], effort: Effort) -> Tries:
-        """The work for a refusal: a share of that of the search for the plan, which traced `steps`. With the effort
-        "best" it is unlimited; with "fast" it is 0, which leaves changes that need no trace."""
+        """The work that a refusal may take, relative to the search for the plan, which traced `steps`: a fifth of it
+        with effort "default", any amount with "best", and 0 with "fast", which leaves the changes that need no
+        trace."""
         if effort.name == "default":
             return cls(max(_AT_LEAST, sum(map(nodes_of, steps)) / _SHARE))
         return cls(math.inf if effort.name == "best" else 0.0)
 
     def allow(self, way: str, traces: float, step: Priced) -> bool:
-        """Whether a change may be tried that takes as long as so many traces of `step`. If so, that work is taken from
-        what is left; if not, the change is noted as untried."""
+        """Whether the change `way` may be tried, which takes as long as `traces` traces of `step`. If so, that work is
+        subtracted from what is left; if not, the change is added to `untried`."""
         if not self.can(way, traces, step):
             return False
         self.left -= traces * nodes_of(step)
         return True
 
     def can(self, way: str, traces: float, step: Priced) -> bool:
-        """As `allow`, without taking the work from what is left."""
+        """As `allow`, without subtracting the work from what is left."""
         possible = traces * nodes_of(step) <= self.left
         self.untried += [] if possible else [way]
         return possible
@@ -56,5 +58,5 @@ class Tries:
 
 
 def nodes_of(step: Priced) -> int:
-    """The number of nodes in the joint graphs of a step."""
+    """The number of nodes in all joint graphs of a step."""
     return sum(len(region.module.graph.nodes) for region in step.step.traced.regions)

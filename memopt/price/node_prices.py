@@ -26,8 +26,8 @@ _PROJECTIONS = ("aten.mm.", "aten.addmm.")
 
 
 def number_blocks(paths: Iterable[str]) -> dict[str, int]:
-    """The number of the repeated block of each path: its outermost list element, as `layers.3` of `layers.3.mlp`. Paths
-    outside of blocks are left out."""
+    """For each path of a module in a repeated block, the block's number: that of its outermost list element (`layers.3`
+    of `layers.3.mlp`). Paths outside of blocks are left out."""
     numbers: dict[str, int] = {}
     blocks: dict[str, int] = {}
     for path in paths:
@@ -40,8 +40,8 @@ def number_blocks(paths: Iterable[str]) -> dict[str, int]:
 
 
 def is_attention_core(node: fx.Node, path: str) -> bool:
-    """Whether the node computes attention scores, their softmax or the weighted sum, rather than a projection: by its
-    operator, or by the `path` of its module, as "layers.0.attn", where that names attention."""
+    """Whether the node computes attention scores, their softmax or the weighted sum, and not a projection: judged by
+    its operator, or by the `path` of its module where that names attention ("layers.0.attn")."""
     target = str(node.target)
     return "attention" in target or ("att" in path.lower() and not target.startswith(_PROJECTIONS))
 
@@ -56,8 +56,8 @@ def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tu
 def is_scheduled(node: fx.Node) -> bool:
     """Whether a schedule names the node: it makes memory or has effects.
 
-    Views and elements of tuples follow what they read, and copies to and from the host run beside compute.
-    """
+    Views and elements of tuples come with what they read, and copies to and from the host run in parallel with
+    compute."""
     if node.op != "call_function" or node.target in TRANSFERS:
         return False
     writes = is_mutation(node) or node.target is WAIT
@@ -76,9 +76,8 @@ def price_nodes(
 
     On the CPU each distinct op is run once to measure what its kernel allocates and, if `timed`, its seconds; ops that
     are too large to run, and those of other devices, are estimated. If `timed`, the ops that make up most of the step
-    are then timed one by one, on the CPU or on this machine's GPU. Nodes that are `generated` run in compiled kernels
-    without temporaries.
-    """
+    are then timed one by one, on the CPU or on this machine's GPU. Nodes in `generated` run in kernels that a compiler
+    generates, which have no temporaries."""
     if generated:
         prices = price_nodes([node for node in nodes if node not in generated], card, timed=timed)
         return prices | {node: NodePrice(node_seconds(node, card), 0) for node in nodes if node in generated}
@@ -129,9 +128,8 @@ _GRADIENT_SECONDS = 40e-6
 
 
 def host_seconds(regions: int, gradients: int) -> float:
-    """Seconds by which a planned step takes longer on the host than the same operators of a plain step.
+    """Seconds that the host needs for a planned step beyond those for the same operators in a plain step.
 
-    On a CPU they add to the step; on a GPU they are hidden while its queue of kernels does not run empty. Both
-    constants are fitted to measurements on one core of a server (`benchmarks/host_time.py`).
-    """
+    On a CPU they add to the step; on a GPU they are hidden while its queue of kernels is not empty. Both constants were
+    measured on one core of a server (`benchmarks/host_time.py`)."""
     return regions * _REGION_SECONDS + gradients * _GRADIENT_SECONDS

@@ -32,7 +32,7 @@ class ParameterSteps:
 
 
 class MemoryUses:
-    """Which nodes of a joint graph read which storages, whether a schedule names these nodes or not."""
+    """Which nodes of a joint graph read which storages; nodes that no schedule names, such as views, are included."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         self.storages = storages
@@ -47,12 +47,11 @@ class MemoryUses:
         self.returned = Counter(index for node in nodes for index in storages.of.get(node, ()))
 
     def before_step(self, position: int, number: int) -> list[fx.Node] | None:
-        """The nodes that must have run before the parameter at input `number` is stepped by the gradient at result
-        `position`, in program order: the one that makes the gradient, and all that read the storage of either.
+        """The nodes that must run before the optimizer steps the parameter at input `number` with the gradient at
+        result `position`, in program order: the one that makes the gradient, and all that read the storage of either.
 
         None where the step has to wait for the end of the backward: the parameter's storage is returned, or the
-        gradient's is also another result's, or was there before the backward.
-        """
+        gradient's storage also belongs to another result or existed before the backward."""
         gradient = self.results[position]
         assert isinstance(gradient, fx.Node)
         own, made = (self.storages.of.get(node, ()) for node in (self.inputs[number], gradient))
@@ -66,8 +65,8 @@ class MemoryUses:
 
 
 def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dict[int, int]:
-    """Number of an input → its bytes, for those of the inputs `numbers` that may lie on the host, in the order in which
-    they are read first. The graph must read them, and neither write to them nor return their memory; smaller ones than
+    """The bytes of those inputs among `numbers` that may lie on the host, by input number, in the order in which they
+    are first read. The graph must read them, and neither write to them nor return their memory; inputs below
     `least_bytes` are left out."""
     storages = find_storages(graph)
     uses = MemoryUses(graph, storages)
@@ -85,7 +84,7 @@ def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dic
 
 @dataclass(frozen=True)
 class PlacedParameterStep:
-    """The optimiser's step of a parameter, with what must come before it."""
+    """The optimizer's step of one parameter within the backward, with the nodes that must run before it."""
 
     position: int
     """The position of the gradient among the results."""
@@ -102,7 +101,7 @@ class PlacedParameterStep:
 def place_steps(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
-    """For each node of `backward`, which is in program order, the parameter steps that may run right behind it."""
+    """For each node of `backward` (in program order), the parameter steps that may run right after it."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -123,7 +122,7 @@ def place_steps(
 
 @dataclass(frozen=True)
 class Reduction:
-    """The gradients of one group of parameters, which are reduced together once all of them are made."""
+    """The gradients of one group of parameters, which are reduced over ranks together once all of them are computed."""
 
     name: str
     """The name of its op."""
@@ -138,8 +137,8 @@ class Reduction:
 def place_reductions(
     reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
-    """For each node of `backward`, which is in program order, the reductions that run right behind it, each with the
-    storages of its gradients; reductions without gradients that the backward makes are left out."""
+    """For each node of `backward` (in program order), the reductions that run right after it, each with the storages of
+    its gradients. Reductions for which the backward computes no gradient are left out."""
     if not reductions:
         return {}
     order = {node: number for number, node in enumerate(backward)}
@@ -170,13 +169,13 @@ class NodePrice:
 
 
 def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
-    """The allocator's calls within a node, renumbered from blocks as the node returns them to blocks as an op has them
-    (`Op.calls`): by their place among the storages that it makes. A result that is written over an operand has no block
-    of its own.
+    """The allocator's calls within a node, renumbered: `calls` number blocks by the node's results, the calls returned
+    number them by the storages that the node makes, as `Op.calls` does. A result that is written over an operand has no
+    block of its own.
 
     Args:
         results: the storage of each of the node's results.
-        made: those among them that the node makes.
+        made: the storages among `results` that the node makes.
     """
     places = {number: made.index(storage) for number, storage in enumerate(results) if storage in made}
     beyond = len(made) - len(results)
@@ -189,8 +188,8 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
 
 @dataclass(frozen=True)
 class PassedOn:
-    """What one of several regions of a call shares with other code: results that this code takes, and inputs that are
-    outputs of earlier regions."""
+    """What one of several regions of a call exchanges with other code: results that other code reads, and inputs that
+    are outputs of earlier regions."""
 
     results: frozenset[int]
     """Positions, among all results of its joint graph, of outputs that are held at most until its backward begins, and
@@ -203,7 +202,8 @@ class PassedOn:
 
 @dataclass(frozen=True)
 class PricedParameterStep:
-    """The optimiser's step of one parameter within the backward: an op of the problem that stands for no node."""
+    """The optimizer's step of one parameter within the backward, as an op of the problem that corresponds to no
+    node."""
 
     number: int
     """The number of the parameter among the graph's inputs."""
@@ -213,7 +213,8 @@ class PricedParameterStep:
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A joint graph as a problem. `nodes[i]` names the node that op `i` evaluates; "" where it stands for none."""
+    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` evaluates, "" for an op
+    without one."""
 
     problem: RematProblem
     nodes: tuple[str, ...]
@@ -235,7 +236,8 @@ class PricedGraph:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """The use of a joint graph in a step; by default alone, with all results kept to the end of the step."""
+    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and all results stay
+    to its end."""
 
     accumulated: Collection[int] = ()
     """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made.
@@ -272,11 +274,12 @@ ALONE = GraphUse()
 
 
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) -> PricedGraph:
-    """The priced region `number` of a call with what eager code holds around its forward and around its backward.
+    """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
+    backward.
 
-    The most that such code holds before the forward or the backward is the workspace of an op. What it holds while one
-    of them runs is a storage that lives as long. After the last region's forward there is a storage for what is held
-    until its backward begins.
+    What such code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
+    while one of them runs, a storage of that lifetime. After the last region's forward, an extra storage stands for
+    what is held until its backward begins.
 
     Args:
         eager: the bytes around each region; at the end those after the last backward, after the forward, and between

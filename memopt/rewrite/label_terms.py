@@ -35,8 +35,8 @@ from passes.graphs.op_kinds import (
 
 
 class Amounts(NamedTuple):
-    """Seconds of the step, bytes saved for the backward, and error in squared unit roundoffs: each of one pair, or a
-    sum."""
+    """Seconds of the step, bytes saved for the backward, and error in squared unit roundoffs, of one pair of labels or
+    summed over several."""
 
     seconds: float = 0.0
     nbytes: float = 0.0
@@ -130,7 +130,8 @@ class _LabelTerms:
 
 @dataclass(frozen=True)
 class Influence:
-    """Weights between 0 and 1. Rounding a value to a unit roundoff u moves the gradients by about u·√weight of them."""
+    """How much the rounding of each value moves the gradients, as weights between 0 and 1: rounding to a unit roundoff
+    u moves them by about u·√weight, relative to their size."""
 
     of: Mapping[fx.Node, float]
     """The weight of a value through all its readers."""
@@ -175,9 +176,8 @@ class GraphTerms:
 
     Calls that only move data have the label of their input. A value is cast once for all its readers in the other
     dtype, and so is its gradient. A value is saved once in every dtype in which the backward reads it, except for
-    inputs and parameters, which are held anyway (copies of them are cast again). Every rounding adds an error of its
-    value's weight: that of 16-bit results and their gradients, that of casts, and that of values saved in bf16.
-    """
+    inputs and parameters, which are held anyway (copies of them are cast again). Every rounding adds an error with the
+    weight of its value: in 16-bit results and their gradients, in casts, and in values saved in bf16."""
 
     def __init__(
         self, graph: fx.Graph, plan: PrecisionPlan, free: frozenset[str], prices: OpPrices, influence: Influence
@@ -201,7 +201,7 @@ class GraphTerms:
             self._round(node)
 
     def labels(self, plan: PrecisionPlan) -> Flags:
-        """Returns the labels of a plan's choices."""
+        """The labels of the dtypes that a plan chooses, for each call."""
         chosen = {label: plan.choices[name].dtype == self.low for name, label in self.label_of.items()}
         return self.terms.complete(chosen)
 

@@ -100,10 +100,10 @@ def tolerated(
     exact: frozenset[str] = frozenset(),
     tolerant: frozenset[str] = _TOLERATE_BF16,
 ) -> bool:
-    """Returns whether only `tolerant` operators of the backward read a value, also through views.
+    """Whether the backward reads a value only by `tolerant` operators, also through views.
 
-    By default these are the ones that may read it in bf16. What is traced from a node in `exact` tolerates nothing.
-    """
+    By default these are the operators that may read it in bf16. Anything traced from a node in `exact` is not
+    tolerated."""
     if traced_from(value) in exact:
         return False
     return all(
@@ -123,7 +123,8 @@ _TOLERATE_8_BITS = frozenset({"gelu_backward", "mul", "silu_backward", "threshol
 
 
 def has_units(card: Hardware, scaling: str = "current") -> bool:
-    """Returns whether a card has units for one of `SCALINGS`, by the hardware table or by measurement."""
+    """Whether a card has units for 8-bit products with the scaling `scaling` (one of `SCALINGS`), by the hardware table
+    or by measurement."""
     return card.multiplies(SCALINGS[scaling].values)
 
 
@@ -168,7 +169,7 @@ class DecideFp8:
             return Decision(Pipeline((), label=self.lever), notes=notes)
         by = self._scaling
         passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
-        units = "" if self._quick else f"; {self.card.name} multiplies wider copies of them"
+        units = "" if self._quick else f"; {self.card.name} has no 8-bit units for it and multiplies wider copies"
         done = (
             f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
             f"{self.scaling} scaling{units}"
@@ -259,7 +260,7 @@ def _is_embedding(layer: fx.Node) -> bool:
 
 
 def note_activations(graph: OperatorGraph) -> Decision:
-    """Returns a decision without passes, whose note says what `quantizing` does to the joint graph."""
+    """A decision without passes, with the note for the plan on what `quantizing` does to the joint graph."""
     note = f"{FP8_ACTIVATIONS}: what activations and products save for the backward is saved in 8 bits"
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 

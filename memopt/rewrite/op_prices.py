@@ -26,7 +26,7 @@ from passes.graphs.op_kinds import CAST_FIRST_ONLY
 
 
 class Saved(Enum):
-    """What is saved of an operand or a result for the backward of an operator."""
+    """What an operator saves of an operand or a result for its backward."""
 
     NOTHING = 0
     ROUNDED = 1
@@ -36,7 +36,7 @@ class Saved(Enum):
 
 @dataclass(frozen=True)
 class OpPrice:
-    """The price of one call in one dtype."""
+    """The seconds of one call in one dtype, forward and backward, and what it saves."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -51,9 +51,8 @@ class OpPrice:
 class OpPrices:
     """Prices calls for a device. Each kind of call is differentiated once, on fake tensors; nothing runs.
 
-    With `narrows`, fp32 values that the backward may read rounded are priced as such: the joint graph is to go through
-    `memopt.rewrite.narrow`.
-    """
+    With `narrows`, fp32 values that the backward may read in bf16 are priced as saved in bf16, since
+    `memopt.rewrite.narrow` will rewrite the joint graph so."""
 
     hardware: Hardware
     narrows: bool = False

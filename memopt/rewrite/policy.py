@@ -46,12 +46,12 @@ class PrecisionPlan:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """By node name, for printing beside the lines of a graph: `bf16: autocast's list`."""
+        """The dtype with its reason by node name, for printing with a graph: `bf16: autocast's list`."""
         return {name: f"{dtype_name(choice.dtype)}: {choice.reason}" for name, choice in self.choices.items()}
 
     @property
     def exact(self) -> frozenset[str]:
-        """The nodes that the user, or a measurement, wants in fp32."""
+        """The names of the nodes that are in fp32 because the user, or a measurement, requires it."""
         return frozenset(
             name for name, choice in self.choices.items() if choice.wished and choice.dtype == torch.float32
         )
@@ -86,7 +86,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name that users give. Raises ValueError for others."""
+    """The dtype for a name that users give, such as "bf16". Raises `ValueError` for others."""
     if name not in NAMES:
         raise ValueError(f"unknown dtype {name!r} in precision; known are fp32, bf16, fp16")
     return NAMES[name]
@@ -100,9 +100,8 @@ class Rules:
     """Dtypes by pattern, in the user's order.
 
     A pattern is the name of a node, of an operator (`softmax`, `aten.softmax`), or of a module with all that is in it
-    (`lm_head`, `layers.0`, `layers.*.mlp`). If several match, the name of the node goes before that of the operator,
-    and that before the longest module pattern.
-    """
+    (`lm_head`, `layers.0`, `layers.*.mlp`). If several match, a node's name takes precedence over an operator's name,
+    and that over the longest module pattern."""
 
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
 
@@ -141,8 +140,8 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def check_policy(policy: Any) -> Policy:
-    """Returns the policy. Raises TypeError or ValueError for one that is no known name and no mapping to known
-    dtypes."""
+    """Returns the policy unchanged. Raises `TypeError` or `ValueError` for one that is no known name and no mapping to
+    known dtypes."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
@@ -162,8 +161,8 @@ def check_policy(policy: Any) -> Policy:
 def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
     """Returns bf16 where the device computes in it, fp16 where it has only that, else fp32.
 
-    A CPU has bf16 if it has the instructions (AVX512-BF16 or AMX); `cpu_has_bf16` says so for another CPU than this.
-    """
+    A CPU has bf16 if it has the instructions (AVX512-BF16 or AMX); `cpu_has_bf16` tells it for a CPU other than this
+    machine's."""
     device = device_of(hardware)
     if device.is_host and cpu_has_bf16 is not None:
         return torch.bfloat16 if cpu_has_bf16 else torch.float32
@@ -177,8 +176,8 @@ def searches(policy: Policy) -> bool:
 
 
 def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
-    """Returns the dtype that a policy, or the default among a user's rules, stands for on a device. Raises ValueError
-    for fp16 where the device does not compute in it."""
+    """Returns the dtype that a policy, or the "default" of a user's rules, means on a device. Raises ValueError for
+    fp16 where the device does not compute in it."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
     if name == "auto":
         return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)

@@ -48,7 +48,7 @@ class Range:
     """A bound on intermediate values of the kernel: attention's scores, by the norms of queries and keys."""
 
     def joined(self, other: Range) -> Range:
-        """Returns the range of both together, for several tensors or several runs."""
+        """The range that covers both, for several tensors or several runs."""
         return Range(
             min(self.low, other.low),
             max(self.high, other.high),
@@ -72,7 +72,7 @@ class Screening(fx.Interpreter):
         self.ranges: dict[str, Range] = {}
 
     def run_all(self, inputs: Sequence[Any]) -> Any:
-        """Returns the graph's results."""
+        """Run the graph on `inputs` and return its results."""
         with plain_tensors(), torch.no_grad():
             return self.run(*inputs)
 
@@ -126,7 +126,7 @@ def _rows(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def looking_bytes(device_type: str) -> int:
-    """Returns the bytes that finding a range takes at most: copies and masks of a block, and results for its rows."""
+    """The most bytes that `range_of` allocates: copies and masks of a block of the tensor, and results for its rows."""
     return 24 * _largest_block(device_type)
 
 
@@ -188,9 +188,9 @@ def _because_of_results(node: fx.Node, ranges: Ranges) -> str:
     found = ranges.get(node.name, Range())
     largest = max(found.high, 0.0 if _masks(node) else -found.low)
     if largest > LARGEST / HEADROOM:
-        return f"reached {largest:.3g} on the sample batch, fp16 ends at {LARGEST:.0f}"
+        return f"reached {largest:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
     if found.inside > LARGEST / HEADROOM:
-        return f"its scores may reach {found.inside:.3g} on the sample batch, fp16 ends at {LARGEST:.0f}"
+        return f"its scores may reach {found.inside:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
     if found.lost > LOST_SHARE:
         return f"{found.lost:.0%} of its nonzero values on the sample batch are too small for fp16"
     return ""
@@ -204,7 +204,9 @@ def _because_of_operands(node: fx.Node, ranges: Ranges) -> str:
         masked = operand is mask or op_name(node) == "softmax" or _masks(operand)
         largest = max(found.high, 0.0 if masked else -found.low)
         if largest > LARGEST / HEADROOM:
-            return f"reads {operand.name}, which reached {largest:.3g} on the sample batch, fp16 ends at {LARGEST:.0f}"
+            return (
+                f"reads {operand.name}, which reached {largest:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
+            )
         if found.lost > LOST_SHARE:
             return f"reads {operand.name}: {found.lost:.0%} of its nonzero values are too small for fp16"
     return ""

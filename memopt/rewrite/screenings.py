@@ -37,8 +37,8 @@ class _NotRun(Exception):
 
 
 class Screenings:
-    """The ranges of values by region, as observed when it was first run; later captures of a region use the same
-    ones."""
+    """The ranges of values by region, as observed on the batch of its first run; later captures of a region use the
+    same ranges."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, Ranges] = {}
@@ -59,12 +59,12 @@ class Screenings:
         room_bytes: int | None,
         differentiate_all: bool,
     ) -> None:
-        """Runs the forward of a training call in fp32, without gradients, unless a call like it was run before.
+        """Runs the forward of a training call in fp32, without gradients, to record the ranges of its values, unless
+        that was done for a call like it.
 
         It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
-        `room_bytes` (None: any) beside the model and the call. If it would hold more, if there are no values, or if it
-        fails, the plan says why fp16 was not screened. `differentiate_all` is as for `RecordedRegion.record`.
-        """
+        `room_bytes` (None: any) besides the model and the call. If it would hold more, if there are no values, or if it
+        fails, the plan says why fp16 was not screened. `differentiate_all` is as for `RecordedRegion.record`."""
         signature = f"{call_signature(call)} {autocast_state()}"
         if signature in self._looked:
             return
@@ -97,8 +97,8 @@ class Screenings:
         return getattr(decide, "screenings", None) is not self
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
-        """Returns the plan that `decide` makes if operators whose values leave fp16's range are kept out of fp16, and a
-        note on them."""
+        """The plan that `decide` makes when operators whose values leave fp16's range are kept out of fp16, and a note
+        on these operators."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
             ranges = self._in_part(graph.module)
@@ -163,10 +163,9 @@ class _Look:
 
 
 def held_bytes(module: fx.GraphModule) -> int:
-    """Returns the peak bytes, beside its inputs, of running an operator graph without gradients and recording ranges.
+    """The peak bytes, besides its inputs, of running an operator graph without gradients while recording ranges.
 
-    Found on fake tensors. Raises `_NotRun` where sizes depend on data.
-    """
+    Found on fake tensors. Raises `_NotRun` where sizes depend on data."""
     if any(True for _ in new_symbols(module.graph)):
         raise _NotRun("sizes depend on data, so that what its forward would hold is not known")
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

@@ -39,19 +39,18 @@ _DOUBLINGS = 30
 class SearchPrecision:
     """Decides dtypes by a minimum cut over the choices that are free; others are those of the default.
 
-    Free are elementwise operators, norms and the softmax of attention that the default gives 16 bits, and in bf16 also
-    elementwise operators and norms that it keeps in fp32, unless an exponential, a loss, a sum or the like reads them.
-    Everything else is as in the default: the user's rules, operators whose values leave fp16's range, casts to fp32 in
-    the model, and autocast's fp32 and 16-bit lists; for the latter it is not known which fp32 kernels a device has. In
-    fp16 all fp32 choices of the default remain, since they protect range as well as precision.
+    Free to choose are the dtypes of elementwise operators, norms and the softmax of attention that the default gives 16
+    bits, and in bf16 also elementwise operators and norms that it keeps in fp32, unless an exponential, a loss, a sum
+    or the like reads them. Everything else is as in the default: the user's rules, operators whose values leave fp16's
+    range, casts to fp32 in the model, and autocast's fp32 and 16-bit lists; for the latter it is not known which fp32
+    kernels a device has. In fp16 all fp32 choices of the default remain, since they protect range as well as precision.
 
     The cut finds the least of `seconds of the step + price · bytes saved for the backward` among the choices that save
     no more bytes than the default and whose squared first-order error (`memopt.rewrite.label_terms`) is at most
     `most_error` times the default's. Seconds are those of operators and casts, forward and backward, on the device of
     `prices`. The price of a byte is that of recomputing it, the seconds of the forward divided by all saved bytes,
     both in the default; it doubles until no more bytes are saved than in the default. If nothing cheaper is found, the
-    default is returned. The same graph gets the same choices.
-    """
+    default is returned. The same graph gets the same choices."""
 
     default: AssignPrecision
     prices: OpPrices
@@ -89,7 +88,9 @@ class SearchPrecision:
         after = terms.terms.total(found)
         rounding = (after.error / before.error) ** 0.5 if before.error else 1.0
         gains = _gains(before - after)
-        note = f"search: the cut saves {gains} beside the default choices, at {rounding:.2f} of their rounding"
+        note = (
+            f"search: against the default choices the cut saves {gains}, with {rounding:.2f} times their rounding error"
+        )
         return PrecisionPlan(plan.low, choices, (*plan.notes, note))
 
 

@@ -39,9 +39,8 @@ _MOST_TRACES = 256
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
     """Run the passes that the deciders return for a graph, one decider after the other.
 
-    `needed` is as for `Rewriting`. Raises `NothingToRewrite` as soon as the decision of that label has no passes,
-    `ValueError` where no decision has that label, and `PassError` where a pass fails.
-    """
+    `needed` is the label of a decision that must have passes. Raises `NothingToRewrite` where it has none, `ValueError`
+    where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
 
     def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -102,14 +101,14 @@ def trace_call(
 
 
 class Traces:
-    """The joint graphs of regions that were traced last, so that a region of several calls is traced once."""
+    """A cache of the joint graphs traced last, so that a region in several calls is traced once."""
 
     def __init__(self) -> None:
         self._joints: LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = LruCache(_MOST_TRACES)
         """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
 
     def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
-        """The joint graph of a region under a rewriting. Raises as `trace`."""
+        """The joint graph of a region under a rewriting, cached. Raises as `trace` does."""
         known = self._joints.get((region, backend)) or []
         for other, joint in known:
             if other is rewriting or other == rewriting:
@@ -120,7 +119,7 @@ class Traces:
 
 
 def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
-    """A region's forward without gradients, which computes in the dtypes that the rewriting gives it."""
+    """A region's forward as a function without gradients, in the dtypes that the rewriting gives it."""
     with region.autocast.restored():
         operators = _rewritten_operators(region, replace(rewriting, needed=""))
         stages = operators.stages if operators is not None else ()

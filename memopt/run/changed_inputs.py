@@ -21,7 +21,8 @@ from memopt.run.ledger import Moment
 
 @dataclass(frozen=True, eq=False)
 class WatchedInputs:
-    """The inputs of one run of a region, watched for changes in place by the caller until its backward begins."""
+    """The inputs of one run of a region, watched until its backward begins for changes that the caller makes in
+    place."""
 
     region: RecordedRegion
     watched: dict[int, tuple[torch.Tensor, int]]
@@ -32,9 +33,9 @@ class WatchedInputs:
     def of(
         cls, region: RecordedRegion, inputs: Sequence[Any], model: nn.Module, plan_again: Callable[[], None]
     ) -> WatchedInputs:
-        """Watch the tensors among `inputs` that the caller gave and that need no gradient, but for those that the
-        region writes to or whose memory it returns. `plan_again` drops the plans of the region; it is called if one was
-        changed."""
+        """Watch those tensors among `inputs` that come from the caller and need no gradient, without those that the
+        region itself writes to or returns. `plan_again` is called if one is changed; it drops the plans of the
+        region."""
         state = set(map(id, (*model.parameters(), *model.buffers())))
         left_out = region.written | _returned(region.graph_module)
         found = {
@@ -46,17 +47,17 @@ class WatchedInputs:
         return cls(region, found, plan_again)
 
     def copies(self, plan: Plan, moment: Moment) -> dict[int, torch.Tensor]:
-        """Copies of the watched inputs by number, if they fit into the bytes that are planned for the optimiser's state
-        and not taken yet, and no further forward is expected before the backward; else an empty dict. A forward that
-        runs on the copies is not harmed where the caller changes the inputs in the first step."""
+        """Copies of the watched inputs, by input number, for the forward to run on, so that a change by the caller does
+        no harm in the first step. Empty where the copies do not fit into the memory planned for optimizer state that
+        does not exist yet, or where further forwards are expected before the backward."""
         nbytes = sum(value.nbytes for value, _ in self.watched.values())
         if not nbytes or moment.to_come or nbytes > moment.left_before_state(plan):
             return {}
         return {number: value.clone() for number, (value, _) in self.watched.items()}
 
     def look(self) -> None:
-        """Note in the region which inputs were changed since the forward: later plans do not read these again in the
-        backward. Called when the backward begins; drops the region's plans if any input was changed."""
+        """When the backward begins, record in the region which inputs were changed since the forward: later plans do
+        not read these again in the backward. Drops the region's plans if any input was changed."""
         changed = frozenset(number for number, (value, version) in self.watched.items() if value._version != version)
         self.watched.clear()  # the caller may free them now
         self.region.changed = changed | (self.region.changed or frozenset())
@@ -65,7 +66,7 @@ class WatchedInputs:
 
 
 def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> None:
-    """Note in `entry`, when the backward of `outputs` begins, which tensors of a plain call the caller has changed in
+    """Record in `entry`, when the backward of `outputs` begins, which tensors of a plain call the caller has changed in
     place since its forward."""
     given = [(number, weakref.ref(one), one._version) for number, one in enumerate(tensors_in(call)) if _is_data(one)]
     node = next((one.grad_fn for one in outputs if one.grad_fn is not None), None)
@@ -81,8 +82,8 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
 
 
 def mark_changed(region: RecordedRegion, inputs: Sequence[Any], call: Call, entry: Entry) -> None:
-    """Have a region that had no backward yet planned with the inputs as changed that the caller changed in plain
-    steps."""
+    """Mark those inputs of a region as changed by the caller that were changed during plain steps (`watch_plain`); does
+    nothing for a region that has had a backward."""
     if region.changed is None and entry.changed_inputs:
         changed = {id(one) for number, one in enumerate(tensors_in(call)) if number in entry.changed_inputs}
         region.changed = frozenset(number for number, value in enumerate(inputs) if id(value) in changed)

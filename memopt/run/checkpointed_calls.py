@@ -38,10 +38,9 @@ class CheckpointedCalls:
     """Runs calls as the plain model does, with some modules as activation checkpoints: of several choices of modules,
     the fastest whose step fits the budget.
 
-    No plan can free what code between the regions of a broken forward holds, as it is in no graph; a checkpoint runs
-    that code a second time. A forward in one region runs with checkpoints, too, where it would have to be recorded
-    again for smaller sizes, until calls have lost as much time to that as a plan takes to make.
-    """
+    No plan can free what eager code between regions holds, as it is in no graph; a checkpoint runs that code a second
+    time. A forward in one region runs with checkpoints, too, where it would have to be captured again for smaller
+    sizes, until that has cost calls as much time as a plan takes to make."""
 
     def __init__(
         self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
@@ -60,8 +59,8 @@ class CheckpointedCalls:
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
     def fitting(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
-        """The first choice with which a call that cannot be planned fits the budget, and the count of its step; None
-        where no choice fits."""
+        """The first choice of checkpoints with which a call that cannot be planned fits the budget, with the bytes of
+        its step; None where no choice fits."""
         found = self._first_that_fits(call, situation, moment, parts)
         self.serve |= found is not None
         return found
@@ -69,8 +68,8 @@ class CheckpointedCalls:
     def instead_of_planning(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts, plan: Plan, planning_seconds: float
     ) -> Choice | None:
-        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. None once calls have lost
-        about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
+        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. None once running with
+        checkpoints has cost calls about `planning_seconds`, the time that a plan takes to make."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
             self._lost_seconds = 0.0  # by sizes that are planned now
@@ -82,8 +81,8 @@ class CheckpointedCalls:
             self._lost_seconds += time.perf_counter() - started
 
     def run(self, choice: Choice, call: Call, situation: Situation, moment: Moment, plan: Plan | None) -> Any:
-        """Run a call with a choice that fits. `plan`: that of a larger call, where this one could be planned; the time
-        that this one loses is then counted."""
+        """Run a call with a choice of checkpoints that fits. `plan` is that of a larger call, where this call could be
+        planned: the time that the checkpoints cost compared to it is then counted."""
         calls, fits = choice
         started = time.perf_counter()
         result = calls.run(call, fits, situation, moment)
@@ -100,7 +99,7 @@ class CheckpointedCalls:
         return None
 
     def forget(self) -> None:
-        """Have modules chosen, and calls counted, again."""
+        """Drop the choices of checkpoints and the counted bytes of calls, so that both are made again."""
         vars(self).pop("_calls", None)
 
     def explain(
@@ -111,9 +110,9 @@ class CheckpointedCalls:
         situation: Situation,
         moment: Moment,
     ) -> BudgetError | CaptureError:
-        """The refusal of a call, naming the smallest budget in which it runs with checkpoints, where no plan can be
-        made or all need more. `broken` is the reason why the forward breaks into regions; where it is None, the refusal
-        by a `BudgetError` stays as it is."""
+        """The refusal of a call, with the smallest budget in which it runs with checkpoints, where no plan can be made
+        or every plan needs more. `broken` is the reason why the forward breaks into regions; if it is None, a
+        `BudgetError` is returned unchanged."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes
             least = self._least(call, situation, moment, _WORTH_NAMING * budget)
@@ -123,9 +122,12 @@ class CheckpointedCalls:
         if broken is None:
             return refused
         least = self._least(call, situation, moment, refused.smallest_bytes) or refused.smallest_bytes
-        further = [f"no plan frees what code between the regions of its forward holds, which breaks: {broken}"]
+        further = [
+            "its forward breaks into regions, and no plan can free what the code between them holds; the reason for "
+            f"the break: {broken}"
+        ]
         if least < refused.smallest_bytes:
-            further.append("with the smallest budget its modules run as activation checkpoints")
+            further.append("with that budget its modules run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
 
     def _least(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:

@@ -66,7 +66,8 @@ class Checkpoints:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """A block in which `RecomputedOtherwiseError` is raised where a second run returns other values."""
+        """A block in which `RecomputedOtherwiseError` is raised where the second run of a module returns other
+        values."""
         before, self._checks = self._checks, True
         try:
             with set_checkpoint_early_stop(False):
@@ -76,9 +77,10 @@ class Checkpoints:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A block in which a step is counted, whose backward may not come to its end. After it the module calls drop
-        all that they hold. Autograd would keep them by its hooks on saved tensors, and Python's collector does not find
-        the reference cycle where a call was given a container to which it adds outputs."""
+        """A block in which a step is run only to count its bytes, so that its backward may stop early. After it, the
+        checkpointed calls free all that they saved: autograd would keep it through its hooks on saved tensors, in a
+        reference cycle that Python's collector does not find where a call adds outputs to a container that it was
+        given."""
         before, self._of_count = self._of_count, []
         try:
             yield
@@ -208,10 +210,9 @@ def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -
 
 
 def choices(model: nn.Module) -> Iterator[Checkpoints]:
-    """The choices of modules that are worth trying, from the fastest to the one that holds least. The first is the
-    repeated blocks of the model. The next has in each block the modules that it is made of as checkpoints, too, for
-    while the block runs a second time; the last has the parts of these as well. None for a model without such
-    blocks."""
+    """The choices of checkpointed modules that are worth trying, from the fastest to the one that holds least: first
+    the repeated blocks of the model; next these blocks and, nested in them, their submodules; last also the submodules
+    of these. None for a model without repeated blocks."""
     blocks = tuple(dict.fromkeys(_blocks(model)))
     before = None
     for depth in range(_DEEPEST) if blocks else ():

@@ -37,9 +37,8 @@ _MOST = 4
 class ControlPaths:
     """The control-flow paths that calls of one kind have taken, most recent first, each as a captured call.
 
-    A path joins the runs of many forwards, each of which leaves some of them out. Forwards that run other regions on
-    the same parameters take different paths.
-    """
+    A path covers many forwards, each of which runs a part of its regions. Forwards that run other regions on the same
+    parameters take different paths."""
 
     calls: list[CapturedCall]
     sizes: LargestSizes
@@ -55,17 +54,17 @@ class ControlPaths:
 
     @classmethod
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
-        """The paths of a kind of which `call` is the first that was captured; `new`: it runs next, on the values that
-        it was captured on."""
+        """The paths of calls of a kind, after `captured`, the capture of `call`, as the first. `new`: the captured call
+        is about to run on the same values."""
         return cls([captured], LargestSizes.of(call), new=new)
 
     def move_to_front(self, path: CapturedCall) -> None:
-        """Move a path to the front of `calls`, so that it is tried first when such a call comes again."""
+        """Move a path to the front of `calls`, so that it is tried first for later calls."""
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
-        """Join the capture of a call to the path that was taken last. Where some runs of that path are dropped by this,
-        it is kept beside the joined one."""
+        """Merge the capture of a call into the first path. If the merged path lacks regions of the old one, the old
+        path is kept too, behind it."""
         self.sizes, self.new = self.sizes.covering(call), True
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
@@ -78,9 +77,9 @@ class ControlPaths:
         self.calls = [both, *others][:_MOST]
 
     def separate(self) -> CapturedCall | None:
-        """Put the latest capture by itself before the first path, to which it was joined and which does not serve it:
-        regions with the same operators may have other graphs for other sizes. Returns the capture; None where the first
-        path has no capture joined to it."""
+        """Put the latest capture, which was merged into the first path, in front of it as a path of its own: the merged
+        path does not serve the call, since regions with equal operators can have different graphs for other sizes.
+        Returns the capture; None where nothing was merged into the first path."""
         first = self.calls[0]
         if first not in self._joins or self._joins[first][1] is first:
             return None
@@ -90,13 +89,13 @@ class ControlPaths:
         return captured
 
     def before(self, path: CapturedCall) -> CapturedCall | None:
-        """The path that was first when the latest capture of `path` was added; None where there was none."""
+        """The path that the latest capture was merged into to make `path`; None where nothing was merged."""
         return self._joins[path][0] if path in self._joins else None
 
     def lacking(self, plan: Plan, between_bytes: int) -> int:
-        """The bytes that a step of the first path needs beyond its budget under `plan`, where code between the regions
-        was found to hold `between_bytes` after the forward. If that is more than when it was captured, what the code
-        holds at other times is taken to grow in proportion. 0 or less where the step fits."""
+        """The bytes by which a step of the first path exceeds the budget of `plan` if code between its regions holds
+        `between_bytes` after the forward; 0 or less where it fits. If that is more than at capture, what this code
+        holds at other times is assumed to grow in proportion."""
         if self.new:
             self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
         captured = self.calls[0]
@@ -108,9 +107,9 @@ class ControlPaths:
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """The captured calls to plan for, one after the other: the caller takes the next one where a plan for the last
-        one does not fit the budget. They are the first path; and if a capture was joined to it, the same without a
-        margin above the sizes that were seen (as all later ones), and the latest capture alone."""
+        """Yields captured calls to plan for, until a plan fits the budget: the first path; and, if a capture was merged
+        into it, the same path without a margin above the sizes seen, then the latest capture alone. Later paths get no
+        margin either."""
         first = self.calls[0]
         yield first
         if first in self._joins:
@@ -124,7 +123,7 @@ class ControlPaths:
             yield captured
 
     def take(self, path: CapturedCall) -> None:
-        """Have a path take the place of the first."""
+        """Replace the first path by `path`."""
         self.calls[0] = path
 
 
@@ -144,10 +143,9 @@ class PlansOfPaths:
     """The plans of calls in several regions, by the control-flow path and the situation.
 
     Each run of a region in a forward has a schedule of its own, also where Dynamo compiles one region for several runs
-    (a block that is called in a loop). A forward may leave out runs that are planned. One that has others, or larger
-    ones, is captured by `capture`, and planned together with those before it, so that after a few steps one plan serves
-    every path through the model's code. Sizes that differ between runs are symbols of one region.
-    """
+    (a block that is called in a loop). A forward may leave out planned runs. A forward with other or larger runs is
+    captured by `capture` and planned together with earlier ones, so that after a few steps one plan serves every path
+    through the model's code. Sizes that differ between runs are symbols of one region."""
 
     def __init__(
         self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
@@ -171,21 +169,20 @@ class PlansOfPaths:
             self._plans[captured, situation] = self._with_runs(captured, plan)
 
     def use_road(self, road: Road) -> None:
-        """Have calls planned again, by another road."""
+        """Drop the plans, and plan calls again through `road`."""
         self.road, self._plans_freed = road, 0
         self._plans.clear()
 
     def forget(self, but: Plan | None = None) -> None:
-        """Drop all plans but `but`; all of them where it is None."""
+        """Drop all plans except `but`, if that is given."""
         kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
         self._plans.clear()
         for key, planned in kept:
             self._plans[key] = planned
 
     def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
-        """The paths of calls of the same kind as `call`, the first of them for sizes at least as large. The call is
-        captured by `first` where it is the first of its kind, and by `capture` where it is larger than those before
-        it."""
+        """The paths of calls of the same kind as `call` that are at least as large. The first call of a kind is
+        captured by `first`, a call larger than those before it by `capture`."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)
@@ -202,9 +199,9 @@ class PlansOfPaths:
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
-        """The plan for a call on one of `paths` that fits beside all else on the device. `freed`: under FSDP2, where
-        this plan may keep blocks gathered, the plan of the same call that frees all of them. Raises `BudgetError` where
-        no plan fits, and `CaptureError`."""
+        """The plan, ready to run, for a call on one of `paths`, which fits the budget together with all else on the
+        device. `freed`: under FSDP2, where this plan may keep blocks gathered, the plan of the same call that frees all
+        of them. Raises `BudgetError` where no plan fits, and `CaptureError`."""
         try:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)

@@ -43,7 +43,7 @@ _numbers = count(1)
 
 
 class Waiting(Protocol):
-    """A forward that may wait for its backward, as the ledger knows it."""
+    """A forward that may wait for its backward, with the attributes that the ledger reads."""
 
     entry: Entry
     held_bytes: int
@@ -92,7 +92,7 @@ class _Forward(Waiting, Protocol):
 
 
 class Plain(Waiting, Protocol):
-    """A forward that runs as the plain model does, as the ledger knows it."""
+    """A forward that runs without a plan, with the attributes that the ledger reads."""
 
     room_bytes: int
     peak_bytes: int
@@ -102,7 +102,7 @@ class Plain(Waiting, Protocol):
 
 @dataclass
 class LatestLooks:
-    """The latest looks at moments of one kind."""
+    """What was found in the latest searches of the device for tensors outside of the step, at moments of one kind."""
 
     found: Found
     """What the latest one found."""
@@ -116,24 +116,25 @@ class LatestLooks:
 
     @property
     def level(self) -> int:
-        """The bytes that were allocated at the latest look, without those that are known."""
+        """The bytes that were allocated at the latest search, less those that memopt accounts for
+        (`Moment.known_bytes`)."""
         return self.levels[-1][0]
 
     @property
     def lowest(self) -> int:
-        """The fewest bytes that were allocated at one of these looks, without those that are known."""
+        """The smallest number of bytes allocated at any of these searches, less those that memopt accounts for."""
         return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
-        """No less than what a look would find where `level` bytes are allocated without those that are known. It takes
-        at least as many of them not to lie elsewhere as at each of the latest looks did not."""
+        """An upper bound on what a search would find elsewhere if `level` bytes are allocated besides those that memopt
+        accounts for. It assumes that no fewer of them belong to the step than at the latest searches."""
         return max(0, level - min([rest for _, rest in self.levels]))
 
 
 @dataclass(eq=False)
 class Entry:
-    """An optimised model in the ledger of its device: its forwards that wait for their backward, which disappear by
-    themselves once they are freed, and what was found beside its steps."""
+    """An optimised model in the ledger of its device: its forwards that wait for their backward, which are removed when
+    they are freed, and what was found on the device outside of its steps."""
 
     model: nn.Module
     budget_bytes: int
@@ -227,28 +228,28 @@ class Entry:
 
     @cached_property
     def tolerance_bytes(self) -> int:
-        """The bytes that plans leave free for what appears unnoticed. Half of them may have appeared before a forward,
-        the other half before its backward."""
+        """The bytes that plans leave free for tensors that appear on the device without being noticed: half of them
+        before a forward, the other half before its backward."""
         return max(_LEAST_TOLERANCE, sum(parameter.nbytes for parameter in self.model.parameters()) // _TOLERANCE)
 
     @property
     def notable_bytes(self) -> int:
-        """The bytes by which what is held outside of the step may change before it must be counted again."""
+        """The smallest change in the bytes held outside of the step for which they are counted again."""
         return self.tolerance_bytes // 2
 
     @property
     def with_state(self) -> bool:
-        """Whether the account has the optimiser's state, so that more than it expects is counted elsewhere."""
+        """Whether plans count optimizer state, so that any state beyond what they count is counted as elsewhere."""
         return self.optimizer is not None
 
     @property
     def has_looked(self) -> bool:
-        """Whether it is known which optimisers step the model, and what tensors lie beside it."""
+        """Whether it is known which optimizers step the model and which other tensors are on the device."""
         return self.fixed_bytes is not None or bool(self.looks)
 
     def begin(self, waiting: int) -> None:
-        """Count a forward that begins while `waiting` others wait for their backward; if none waits, it is the first of
-        a group."""
+        """Count a forward that begins while `waiting` others wait for their backward. Forwards that wait together are a
+        group; with `waiting` 0 a new group begins."""
         self.ending.clear()
         if waiting:
             self._group = max(self._group, waiting + 1)
@@ -259,13 +260,12 @@ class Entry:
 
     @property
     def groups_done(self) -> int:
-        """The number of groups before the present one, as far as they are remembered."""
+        """The number of groups of forwards before the current one, as far as they are remembered."""
         return len([one for one in self._groups if one])
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
-        """The bytes of what the latest forward returned that are still there, beside the model's own tensors and
-        `inputs`. 0 where it returned too little to matter, and where any forward waits for its backward, which counts
-        them."""
+        """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
+        0 where they are too few to matter, and where any forward waits for its backward, which already counts them."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
         if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
             return 0
@@ -273,21 +273,21 @@ class Entry:
         return sum(nbytes for address, nbytes in there.items() if address not in own)
 
     def note_outputs_in_backward(self, nbytes: int) -> None:
-        """Note the bytes of outputs that are there when a backward begins."""
+        """Record how many bytes of a forward's outputs are still alive when its backward begins."""
         self.outputs_in_backward = max(self.outputs_in_backward or 0, nbytes)
 
     def dropped_outputs(self, plan: Plan) -> int:
-        """The bytes of a plan's outputs that are free again when its backward begins, judged by the backwards before
-        it: where the caller keeps no name for them, they are freed as soon as a loss outside of the model has been
-        differentiated. 0 where more than `notable_bytes` were still there, or no backward was seen."""
+        """The bytes of a plan's outputs that will have been freed when its backward begins, judged by earlier
+        backwards: outputs that the caller does not keep are freed as soon as a loss outside of the model has been
+        differentiated. 0 where more than `notable_bytes` were still alive, or no backward was seen."""
         kept = self.outputs_in_backward
         if kept is None or kept > self.notable_bytes:
             return 0
         return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
-        """The bytes that are expected to appear between a forward, in which `elsewhere` bytes lie elsewhere, and its
-        backward."""
+        """The bytes that are expected to appear elsewhere between a forward and its backward, if `elsewhere` bytes lie
+        there in the forward."""
         return (
             self.later_bytes
             if self.reached_bytes is None
@@ -322,15 +322,16 @@ class Entry:
         forward.number = self.number = next(_numbers)
 
     def figure(self, name: Hashable, plan: Plan, of: Callable[[], int]) -> int:
-        """A figure of a plan, in bytes, by its name: the result of `of`, which is called once for each plan."""
+        """A number of bytes that depends on a plan, cached under `name`: the result of `of`, which is called once per
+        plan."""
         if (known := self.figures.get((name, id(plan)))) is None:
             known = self.figures[name, id(plan)] = plan, of()
         return known[1]
 
     def until_backward(self, tangent_bytes: int) -> int | None:
-        """The bytes that the caller's own code takes between a forward and its backward, beside the gradients of
-        `tangent_bytes` that the backward begins with: as it was seen, and more in proportion for larger outputs. None
-        where it was not seen; 0 where no look is made (`fixed_bytes`)."""
+        """The bytes that the caller's own code was seen to allocate between a forward and its backward, besides the
+        gradients of `tangent_bytes` that the backward begins with; scaled up for larger outputs. None where nothing was
+        seen; 0 where the user gave the bytes elsewhere (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
         if self.meanwhile is None:
@@ -339,15 +340,15 @@ class Entry:
         return max(0, int(grown * self.meanwhile) - tangent_bytes)
 
     def in_backward_bytes(self, plan: Plan) -> int:
-        """The most bytes that a step by a plan holds at once beside what lasts from step to step, without the caller's
-        own code."""
+        """The peak in bytes of a step under a plan, less what stays from step to step, without the caller's own
+        code."""
         return self.figure("backward", plan, lambda: backward_bytes(plan))
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """The bytes that are enough for each of the latest plans, and for the latest plain step; None before the first.
-        Where gradients are held now and no plan counted on that, each new one is computed beside the one that it is
-        added to: the peaks have room for the largest."""
+        """Bytes that cover the steps of all recent plans and of the latest plain step; None before the first. Where
+        gradients exist now although no plan counted on that, the peaks include the largest gradient once more, as it is
+        computed before it is added."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)
@@ -371,7 +372,7 @@ class Entry:
         return optimizer_account(self.optimizer, self._trained, self.device.type).state_bytes
 
     def gradients_expected(self, beside: Entry | None = None) -> int:
-        """The bytes of the gradients that it will hold, without those of parameters that it shares with the model of
+        """The bytes of the gradients that the model will have, without parameters that it shares with the model of
         `beside`."""
         own = set(map(id, beside.model.parameters())) if beside else ()
         most = distinct_bytes(parameter for parameter in self._trained if id(parameter) not in own)
@@ -384,28 +385,29 @@ class Entry:
         return tuple(one for one in given if one.requires_grad and id(one) not in own)
 
     def stepped_beside(self) -> tuple[torch.Tensor, ...]:
-        """The parameters that are no part of the model and that its optimiser instance steps too, as those of a loss
-        with weights: once it has stepped, those that it has state for, or that have gradients now."""
+        """The parameters outside of the model that its optimizer instance steps too, such as those of a loss with
+        weights: those with a gradient now; once the optimizer has stepped, those with state."""
         if not self._beside or not (state := self.optimizer.state):
             return self._beside
         return tuple(one for one in self._beside if one in state or one.grad is not None)
 
     def gradients_now(self, beside: Entry | None = None) -> list[torch.Tensor]:
-        """The gradients that it holds, without those of parameters that it shares with the model of `beside`."""
+        """The gradients that the model has now, without those of parameters that it shares with the model of
+        `beside`."""
         own = set(map(id, beside.model.parameters())) if beside else ()
         return [one.grad for one in self._trained if one.grad is not None and id(one) not in own]
 
     def state_expected(self) -> int:
-        """The bytes of state that its optimiser will hold."""
+        """The bytes of state that the model's optimizer will hold."""
         return self._expected_state if self.state_bytes is None else self.state_bytes
 
     def state_now(self) -> list[torch.Tensor]:
-        """The state of its optimiser, where that is known."""
+        """The state tensors of the model's optimizer, where that optimizer is known."""
         return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
     def state_to_come(self, plan: Plan, returned_bytes: int, elsewhere_bytes: int) -> int:
-        """The bytes of the optimiser's state that a plan counts and that were not there at the latest look. 0 where the
-        optimiser's own step would not fit the budget beside outputs of `returned_bytes` and `elsewhere_bytes`
+        """The bytes of optimizer state that a plan counts and that did not exist at the latest search. 0 where the
+        optimizer's step would not fit the budget together with outputs of `returned_bytes` and `elsewhere_bytes`
         elsewhere; also on a GPU, and where the plan steps parameters in the backward."""
         account = plan.account
         if account.caching or any(region.steps for region in plan.regions):
@@ -414,25 +416,25 @@ class Entry:
         return max(0, account.optimizer_state - self.found.state) if in_step <= plan.budget_bytes else 0
 
     def waiting(self) -> list[_Forward]:
-        """The planned forwards whose backward has not run yet, in their order."""
+        """The planned forwards whose backward has not run yet, in the order in which they began."""
         if not self.planned:  # iterating takes longer than this
             return []
         return sorted([forward for forward in self.planned if not forward.done], key=attrgetter("number"))
 
     def plain_waiting(self) -> list[Plain]:
-        """The forwards of calls that ran as the plain model whose backward has not begun yet."""
+        """The forwards that ran without a plan and whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
     def in_backward(self) -> list[_Forward]:
-        """The planned forwards to which the backward that runs now has come."""
+        """The planned forwards that the running backward has reached."""
         return [forward for forward in self.planned if forward.is_in_backward()]
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that forwards hold which wait for their backward, those of plain calls too."""
+        """The bytes held by forwards, planned or not, that wait for their backward."""
         return sum([forward.held_bytes for forward in self.waiting()]) + self.plain_held_bytes
 
     @property
     def plain_held_bytes(self) -> int:
-        """The bytes that forwards of plain calls hold which wait for their backward."""
+        """The bytes held by forwards that ran without a plan and wait for their backward."""
         return sum([forward.held_bytes for forward in self.plain]) if self.plain else 0

@@ -40,7 +40,7 @@ class _FoundRun:
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A plan that can be run, the captured call that it is for, and the runs that it schedules."""
+    """A plan ready to run, with the captured call that it is for, and the runs of regions that it has schedules for."""
 
     captured: CapturedCall
     plan: Plan
@@ -58,30 +58,29 @@ class Executable:
 
     @property
     def step(self) -> TracedStep:
-        """The graphs of the plan."""
+        """The traced graphs that the plan is for."""
         step = self.plan.captured
         assert step is not None
         return step
 
     def limits(self, number: int) -> dict[str, int]:
-        """The limits of the sizes that depend on data within planned run `number`, by their symbol in its graph."""
+        """The largest values of data-dependent sizes in planned run `number`, by their symbol in its graph."""
         changing = self.runs[number].data_sizes.allowed
         within = {name: most for name, most in self.step.sizes_of(number).items() if name not in changing}
         return in_shapes(self.step.regions[number].module.graph, within)
 
     @property
     def rewriting(self) -> Rewriting:
-        """The passes and the precision of its regions."""
+        """The passes and the precision that the plan's graphs were rewritten with."""
         return self.step.rewriting_of_regions
 
     def find(self, run: RegionRun, first: int, trace: Trace) -> _FoundRun | None:
-        """The planned run, of those numbered `first` or later, whose place a run of the present forward takes; None
-        where there is none, or the run has larger sizes than the plan is for.
+        """The first planned run, from number `first` on, whose schedule fits `run`, a run of a region in the current
+        forward; None where there is none, or where `run` has larger sizes.
 
         `trace` returns the joint graph of a region under a rewriting. It is called where the run's region is not the
-        planned one: that was recorded on fakes, or the code was recorded once more under other guards or for other
-        sizes.
-        """
+        planned one: that was captured on fake tensors, or the same code was captured again under other guards or for
+        other sizes."""
         for number in range(first, len(self.runs)):
             planned, joint = self.runs[number], self.step.regions[number]
             if planned.place != run.place:
@@ -152,8 +151,8 @@ class _Value:
 
 
 def values_of(joint: JointGraph) -> tuple[_Value, ...]:
-    """The nodes of a graph that allocate memory or have effects, in its order, with the sizes that `upper_bound` takes
-    for its symbols. Raises `CaptureError` where a size is not known."""
+    """The nodes of a graph that allocate memory or have side effects, in order, with their sizes: for symbolic sizes
+    the upper bounds. Raises `CaptureError` where a size is not known."""
     graph = joint.module.graph
     made = {info.maker: info.bytes for info in find_storages(graph).infos}
     of_node: dict[fx.Node, int] = {}
@@ -178,8 +177,8 @@ def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
 
 
 def names_in(ours: Sequence[_Value], planned: Sequence[_Value]) -> dict[str, str] | None:
-    """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Values
-    with the same computation are paired in their order."""
+    """For each value of `planned`, by name, the name of the equal value in `ours`; None unless both have the same
+    values and none is larger in `ours`. Several values with the same computation are paired in order."""
     left: defaultdict[int, list[_Value]] = defaultdict(list)
     for value in reversed(ours):
         left[value.computation].append(value)

@@ -29,7 +29,7 @@ from memopt.run.sizes import PlansBySize, SizeBounds, captured_for, insisted, pl
 
 @dataclass(frozen=True, eq=False)
 class CallInProgress:
-    """A training call that is being run, and its situation."""
+    """A training call that is running, with its situation."""
 
     call: Call
     situation: Situation
@@ -42,17 +42,16 @@ class CallInProgress:
 
     @property
     def crowded(self) -> Situation:
-        """The situation with the forwards that wait for their backward."""
+        """The call's situation, with the bytes counted that forwards waiting for their backward hold."""
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
-        """The result of `make` for the first situation whose plan fits beside everything else on the device.
+        """The result of `make` for the first of several situations whose plan fits together with everything else on the
+        device.
 
-        `known` says whether there is a plan for a situation already. Before a new one is made, which takes longer than
-        a look, what lies elsewhere is looked for. Where no plan fits, the last one that was made is returned if no
-        situation was refused, or if it fits once forwards to come are done before its backward. Else the last refusal,
-        a `BudgetError`, is raised.
-        """
+        `known` says whether a plan for a situation exists already; before a new one is made, the device is searched for
+        other tensors. Where no plan fits, the last one made is returned if no situation was refused, or if it fits once
+        later forwards are done before its backward. Otherwise the last `BudgetError` is raised."""
         made = make(self.situation)
         if self.moment.fits(made.plan, self.situation):
             return made
@@ -113,7 +112,8 @@ class CallInProgress:
             yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=None)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
-        """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""
+        """Register the forward that now begins to run by `plan`. `exchanges` identifies its collectives
+        (`Emitted.exchanges`)."""
         return self.begin_forward(plan, self.situation, exchanges)
 
 
@@ -127,7 +127,7 @@ class _Stopped(Exception):
 
 
 class Recorded(_Stopped):
-    """Ends a call that was to be recorded and not run, with the region that was recorded and its inputs."""
+    """The exception that ends a call which was run only to be captured; it has the captured region and its inputs."""
 
     def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ class Recorded(_Stopped):
 
 
 class Insists(_Stopped):
-    """Ends a call for whose sizes the graphs that were captured are not valid, with the line of the model that insists
-    on each of them."""
+    """The exception that ends a call for whose sizes the captured graphs are not valid; it has, for each such size, the
+    line of the model that requires another value."""
 
     def __init__(self, lines: dict[Place, str]) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ class Insists(_Stopped):
 
 
 class PlansOfRegions:
-    """The plans of calls in one region, by region, situation and ceiling. Sizes that differ between calls are symbols
-    of one region; a new situation needs no new capture."""
+    """The plans of calls in one region, by region, situation and the largest sizes they are for. Sizes that differ
+    between calls are symbols of one graph; a new situation needs no new capture."""
 
     def __init__(self, road: Road, bounds: SizeBounds) -> None:
         self.road, self.bounds = road, bounds
@@ -162,26 +162,26 @@ class PlansOfRegions:
 
     @property
     def runs(self) -> bool:
-        """Whether any call has run by a plan."""
+        """Whether any call has run by a plan so far."""
         return bool(self._emitted)
 
     def changing(self, call: Call) -> Collection[Place]:
-        """The places of a call whose sizes are to be symbols in its capture."""
+        """The dimensions of a call's tensors that become symbols when it is captured."""
         found = markable(call, self.bounds.changing(call))
         self._marked |= found
         return found
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> CapturedCall:
-        """The captured call of a region that was recorded ahead of its run, with the sizes up to which it is to be
+        """The captured call of a region that was captured before its first run, with the sizes up to which it is to be
         planned."""
         return self._captured_call(region, self.bounds.ahead(region, inputs, call), inputs, call)
 
     def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
-        """Have the first run in this situation use a plan that was made ahead."""
+        """Make the first run in this situation use `plan`, which was made before that run."""
         self._plans[captured.regions[0], situation, captured.ceiling] = plan
 
     def forget(self) -> None:
-        """Drop all plans and emitted code, so that calls are planned again; captured calls are kept."""
+        """Drop all plans and emitted code, so that calls are planned again; captured calls stay."""
         self._plans.clear()
         self._emitted.clear()
         self._refused.clear()
@@ -192,8 +192,9 @@ class PlansOfRegions:
         self._captured.clear()
 
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
-        """The plan that a call of this region runs by, with its code: one that fits beside all else on the device.
-        Raises `Insists` where the region's graphs are not valid for the call's sizes, `BudgetError`, `CaptureError`."""
+        """The plan that a call of this region runs by, with its code; it fits together with all else on the device.
+        Raises `BudgetError`, `CaptureError`, and `Insists` where the region's graph is not valid for the call's
+        sizes."""
         _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)

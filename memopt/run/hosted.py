@@ -72,7 +72,8 @@ def _lying(model: nn.Module) -> list[tuple[nn.Parameter, _Home]]:
 
 @contextmanager
 def on_device(model: nn.Module) -> Iterator[None]:
-    """A block in which the parameters of a model that lie on the host are tensors on their device, without memory."""
+    """A block in which parameters of a model that are stored on the host look like tensors on their device, but have no
+    memory there."""
     if model in _called:
         yield
         return
@@ -88,15 +89,15 @@ def on_device(model: nn.Module) -> Iterator[None]:
 
 
 def bring_back(model: nn.Module) -> None:
-    """Move all parameters of a model that lie on the host to their device again."""
+    """Move all parameters of a model that are stored on the host back to their device."""
     for parameter, home in _lying(model):
         home.bring_back(parameter)
         del _homes[parameter]
 
 
 def place(model: nn.Module, plan: Plan) -> None:
-    """Move the parameters of a model that its plan has on the host there, and all others to the device. A plan that has
-    any there must have its graphs."""
+    """Move the parameters that the plan has on the host there, and all others to the device. A plan that has any on the
+    host must have its graphs."""
     numbers = plan.regions[0].hosted
     captured = plan.captured if numbers else None
     parameters = {captured.regions[0].frozen_ids[number] for number in numbers} if captured else ()
@@ -111,8 +112,8 @@ def place(model: nn.Module, plan: Plan) -> None:
 
 
 def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
-    """The inputs of a region, with the tensors on the host in place of the parameters with the numbers `hosted`. These
-    are moved to the host if they are not there yet, and all other parameters among the inputs to the device."""
+    """The inputs of a region with host tensors in place of the parameters numbered in `hosted`. These are moved to the
+    host if necessary, and all other parameters among the inputs to the device."""
     if not hosted and not _homes:
         return tuple(inputs)
     found = []
@@ -151,9 +152,9 @@ class _Bringing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def plainly(model: nn.Module, *, compiled: bool) -> Iterator[None]:
-    """A block in which the plain model may be called while parameters lie on the host. Without gradients, each operator
-    gets copies of them on the device. With gradients, or if the model's own call is `compiled`, they are moved to the
-    device for good."""
+    """A block in which the plain model can be called although parameters are stored on the host. Without gradients,
+    each operator gets temporary copies of them on the device. With gradients, or if the model's own call is `compiled`,
+    they are moved to the device for good."""
     if torch.is_grad_enabled() or compiled:
         bring_back(model)
     if not _lying(model):

@@ -28,16 +28,16 @@ from memopt.planning.terms import Situation
 
 
 class KeptPlans:
-    """Finds and keeps the plans of one model's calls. A plan from disk or from another rank is not trusted: it is used
-    only where it was made for the same options and graphs, and where its schedule is valid for these and has the peak
-    that the plan names (`is_sound`)."""
+    """Finds and stores the plans of one model's calls on disk. A plan from disk or from another rank is used only if it
+    was made for the same options and graphs, and if its schedule is valid for these and has the peak that it states
+    (`is_sound`)."""
 
     def __init__(self, planner: CallPlanner) -> None:
         self.planner = planner
 
     def key(self, recorded: Recorded) -> str | None:
-        """The key that plans of a recorded call are kept under; None for a call in several regions, one whose inputs
-        the caller changes in place, and where plans are not kept."""
+        """The key that plans of a recorded call are stored under. None where they are not stored: for a call in several
+        regions, one whose inputs the caller changes in place, and with `MEMOPT_CACHE=0`."""
         graph = recorded.captured.graph
         changed = any(region.changed for region in recorded.captured.regions)
         if graph is None or changed or not self._keeps():
@@ -45,12 +45,12 @@ class KeptPlans:
         return self.planner.job(recorded.call, recorded.situation).key(graph)
 
     def note(self, key: str | None, recorded: Recorded) -> None:
-        """Store the key of a recorded call on disk, by which `find_uncaptured` finds its plan at the next start."""
+        """Store the key of a recorded call on disk, so that `find_uncaptured` finds its plan in a later process."""
         plan_cache.note(self._sketch(recorded.call, recorded.situation), key)
 
     def find_uncaptured(self, call: Call, situation: Situation) -> Kept | None:
-        """The plan on disk for a call that is not captured yet, if it fits beside what lies on the device now; it is
-        judged by the call's graphs before it runs."""
+        """The plan on disk for a call that is not captured yet, if it fits together with what lies elsewhere on the
+        device now; it still has to be checked against the call's graphs before it runs."""
         key, kept = plan_cache.find_by(self._sketch(call, situation))
         if kept and not self._belongs(kept):
             plan_cache.drop(key)
@@ -58,7 +58,7 @@ class KeptPlans:
         return kept if kept and self.planner.accounts.still_fits(kept.plan, call, situation) else None
 
     def find(self, key: str | None) -> Kept | None:
-        """The plan on disk under a key; one that is not for these options is deleted."""
+        """The plan on disk under `key`; one made for other options is deleted."""
         kept = plan_cache.find(key)
         if kept and not self._belongs(kept):
             plan_cache.drop(key)
@@ -66,8 +66,8 @@ class KeptPlans:
         return kept
 
     def plan(self, key: str | None, recorded: Recorded) -> Plan | None:
-        """The plan on disk under a key with the graphs of this recorded call; None where there is none for these
-        graphs, in which case what is there is deleted."""
+        """The plan on disk under `key`, with the graphs of this recorded call. None where there is none; a plan for
+        other graphs is deleted."""
         kept = self.find(key)
         plan = self.adopted(kept, recorded) if kept else None
         if plan is None:
@@ -75,19 +75,19 @@ class KeptPlans:
         return plan
 
     def keep(self, key: str | None, plan: Plan, footprint: Footprint | None = None) -> None:
-        """Keep a plan on disk for the next start, with the bytes that its compiled code holds."""
+        """Store a plan on disk for later processes, with the bytes that its compiled code holds."""
         kept = self._data_of(plan, footprint)
         if kept is not None:
             plan_cache.keep(key, kept)
 
     def drop(self, key: str | None) -> None:
-        """Delete the plan under a key, which turned out to belong to another step."""
+        """Delete the plan stored under `key`, which turned out to belong to another step."""
         plan_cache.drop(key)
 
     def adopted(self, kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan | None:
-        """A plan from disk or of another rank with the graphs of this recorded call; None where it was made for other
-        graphs, or is not sound for these (`is_sound`). `lowering_bytes` are those that compiled code holds beyond its
-        plan."""
+        """The stored plan, from disk or another rank, with the graphs of this recorded call; None where it was made for
+        other graphs or is not sound for these (`is_sound`). `lowering_bytes`: what compiled code holds beyond the peak
+        of its schedule."""
         planner = self.planner
         # What was left to other models is in no figure of a plan.
         recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
@@ -105,8 +105,8 @@ class KeptPlans:
         return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
 
     def agreed(self, plan: Plan, recorded: Recorded, lowering_bytes: int = 0) -> Plan:
-        """The plan that the first rank made for such a call, with this rank's graphs; `plan` itself on one rank, and
-        where that one is not valid here. `lowering_bytes` is as for `adopted`."""
+        """The plan that the first rank to need one made for this call, with this rank's graphs; `plan` itself on one
+        rank, or where that plan is not valid here. `lowering_bytes` is as for `adopted`."""
         kept = self._data_of(plan)
         first = self.of_ranks(kept, recorded, lowering_bytes) if kept else None
         if first is kept or first is None:
@@ -114,7 +114,7 @@ class KeptPlans:
         return self.adopted(first, recorded, lowering_bytes=lowering_bytes) or plan
 
     def of_ranks(self, kept: Kept, recorded: Recorded, lowering_bytes: int = 0) -> Kept:
-        """The plan by which all ranks run such a call, which is `kept` unless another rank has planned it before."""
+        """The plan by which all ranks run such a call: that of the rank that planned it first, else `kept`."""
         captured, situation = recorded.captured, recorded.situation
         if captured.graph is None or (situation.buckets is None and not captured.split):
             return kept
@@ -146,7 +146,8 @@ class KeptPlans:
 
 
 def check_compiled_least(recorded: Recorded) -> None:
-    """Raise `BudgetError` where the budget is known to be smaller than what compiled code needs."""
+    """Raise `BudgetError` where an earlier compilation has shown that the budget is too small for this call's compiled
+    code."""
     planner = recorded.planner
     if not _compiles(planner, recorded.situation):
         return

@@ -49,8 +49,9 @@ _MORE_STATE = 2
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """A moment at which a step of a model has to fit beside everything else on the device: the beginning of a training
-    call, or of a backward. Its fields say what belongs to the step or to a forward, and is counted there already."""
+    """A moment at which a step of a model must fit together with everything else on the device: the beginning of a
+    training call or of a backward. Its fields say which bytes on the device are counted already, in the step or in
+    another forward."""
 
     entry: Entry
     kind: object = None
@@ -90,19 +91,21 @@ class Moment:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The call's inputs, and the copies by which calls can be undone now: a call's are made after it begins."""
+        """The call's inputs, and the copies by which earlier calls can be undone (those of this call are made
+        later)."""
         return (*self.inputs, *CallState.copies_of(self.entry.model))
 
     @property
     def known_bytes(self) -> int:
-        """The bytes beside the plan's own that memopt knows without a look: the call's inputs, what forwards that wait
-        hold, and gradients and optimizer states of other optimised models. They do not count as elsewhere."""
+        """The bytes outside of the plan that memopt knows without searching the device: the call's inputs, what waiting
+        forwards hold, and gradients and optimizer states of other optimised models. They do not count as elsewhere."""
         inputs = sum([tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided])
         return inputs + self.waiting_bytes + self.lasting_now
 
     @property
     def to_come_elsewhere(self) -> int:
-        """The bytes elsewhere that looks leave out: gradients and states of other models, and what will appear."""
+        """The bytes elsewhere that do not exist yet: gradients and optimizer states that other models will hold, and
+        what is expected to appear before the backward."""
         return self._later(0) + self.lasting_bytes
 
     def _later(self, elsewhere: int) -> int:
@@ -125,21 +128,21 @@ class Moment:
 
     @property
     def beyond_expected(self) -> int:
-        """The number of forwards that may follow where more wait than were expected: as many again as wait, from
-        `_SEVERAL` on."""
+        """The number of further forwards to allow for where more wait than were expected: once several do, as many
+        again as wait; else 0."""
         return self.waiting if self.waiting >= max(_SEVERAL, self.entry.others_expected + 1) else 0
 
     @property
     def group_situation(self) -> Situation | None:
         """The situation in which one plan serves all forwards before a backward: each leaves room for the others, which
-        hold as much as it does. None where no other forward is expected."""
+        hold as much as it does. None where no further forward is expected."""
         if not self.entry.others_expected:
             return None
         return Situation(other_forwards=self.gradients, to_come=max(self.entry.others_expected, self.waiting))
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
-        """Whether a plan that was made for a situation leaves room for all that is here, and that is to come. A plan
-        that adds time and was made beside far more than is here now does not fit either (`_has_shrunk`)."""
+        """Whether a plan made for `situation` leaves room for all that is on the device now or is expected. Also False
+        for a plan that adds time and was made while far more lay elsewhere than now: a faster one is possible."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         own = situation.to_come or self.entry.held_after is None
         others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)
@@ -163,14 +166,14 @@ class Moment:
         return self.entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:
-        """The bytes that the caller's own code takes between the forward and the backward of a plan, as it was seen;
-        as the plan guesses where it was not."""
+        """The bytes that the caller's own code allocates between the forward and the backward of a plan: as seen in
+        earlier steps, else as the plan guesses."""
         seen = self.entry.until_backward(tangent_bytes(plan))
         return plan.account.meanwhile if seen is None else seen
 
     def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
-        """The situation with the bytes that the caller's own code was seen to take beside `plan`; as it is where that
-        was not seen."""
+        """The situation with the bytes that the caller's own code was seen to allocate during steps like that of
+        `plan`; unchanged where nothing was seen."""
         if self.entry.meanwhile is None:
             return situation
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
@@ -192,48 +195,48 @@ class Moment:
         return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
-        """The bytes of forwards that wait, and of gradients that the backward of this call may find beside those in its
-        plan. Where forwards are to come, these are theirs. Where gradients are held and forwards wait, they are those
-        of one backward through all of them, which cannot add to `.grad` before its end."""
+        """The bytes that the backward of this call finds besides its plan: of waiting forwards, and of gradients that
+        their backwards leave if further forwards come. With `gradients_held` and forwards waiting, half of the
+        gradients count: one backward through all forwards cannot add to `.grad` before its end."""
         if self.to_come:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
 
     def may_fit(self, plan: Plan) -> bool:
-        """Whether a plan leaves room for all that is here, if the forwards to come are done before its backward
-        begins."""
+        """Whether a plan leaves room for all that is on the device now, provided that forwards still to come are done
+        before its backward begins."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         alone = self._alone(plan)
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
-        """The refusal of a call, with the budget that works for larger ones, such as came before it and may come again;
-        `refused` itself where that is no larger. `above` is the refusal of the larger ones. To its budget is added by
-        how much more lay elsewhere when an earlier forward began."""
+        """The refusal of a call with the budget that works for larger calls too, which came before and may come again;
+        `refused` itself where that budget is no larger. `above` is the refusal of the larger calls; the growth of bytes
+        elsewhere since an earlier forward is added to its budget."""
         grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
         smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # of which no look was made
         if smallest <= refused.smallest_bytes:
             return refused
         more = size(smallest - refused.smallest_bytes)
-        words = f"{more} of it are for the largest batches seen, and beyond them where batches grow"
+        words = f"{more} of it are for the largest batches seen, with a margin where batches grow"
         return refused.adding(words, smallest_bytes=smallest)
 
     def may_hold(self, held_bytes: int) -> bool:
-        """Whether this call may hold `held_bytes` until its backward, so that each forward that waits already still has
-        room for its own backward."""
+        """Whether this call may hold `held_bytes` until its backward without taking the room that waiting forwards need
+        for theirs."""
         return self.spare_bytes is None or held_bytes <= self.spare_bytes
 
     def reserved_bytes(self, held_bytes: int) -> int:
-        """The bytes that a step has to leave where it runs without a plan and holds `held_bytes` until its backward:
-        for forwards that wait, for those to come that hold as much as this one, for the gradients that the first of
-        their backwards leaves, and for other models' steps."""
+        """The bytes that a step without a plan has to leave free if it holds `held_bytes` until its backward: for
+        waiting forwards, for those to come (as large as this one), for the gradients that the first of their backwards
+        leaves, and for other models' steps."""
         several = self.waiting or self.to_come
         group = self.to_come * held_bytes + (self.gradients if several else 0)
         wanted, broader = self._ledger.wanted(self.entry)
         return self.waiting_bytes + group + wanted + int(broader * held_bytes)
 
     def leaves(self, room_bytes: int, account: Account) -> bool:
-        """Whether the device memory in use at this moment by all but the step that `account` describes is at most
+        """Whether everything on the device now, except the step that `account` describes, takes at most
         `room_bytes`."""
         return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
 
@@ -245,12 +248,12 @@ class Moment:
         return most is not None and self._beside(most, account) <= room_bytes
 
     def elsewhere_beside(self, account: Account) -> int:
-        """The bytes that lie on the device now and are no part of a step with this account."""
+        """The bytes that are on the device now and do not belong to a step with this account."""
         return self._beside(self._ledger.now(self), account)
 
     def known_elsewhere(self, account: Account) -> int:
-        """The bytes elsewhere on the device, beside a step with this account, as far as they are known without a look:
-        in the step's backward a look would find what it has saved."""
+        """The bytes elsewhere, outside of a step with this account, as far as they are known without a search of the
+        device; in a backward, a search would also find what the step has saved."""
         return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), account)
 
     def _beside(self, found: Found, account: Account) -> int:
@@ -258,11 +261,10 @@ class Moment:
 
 
 class Ledger(ModelsOnDevice):
-    """Counts what lies on a device beside the steps of the optimised models there.
+    """Counts what is on a device besides the steps of the optimised models there.
 
-    Python's objects are walked when a plan is made; later only where the bytes allocated on the device have grown so
-    much that a plan might not fit.
-    """
+    Python's objects are searched for tensors when a plan is made; later only where the bytes allocated on the device
+    have grown so much that a plan might not fit."""
 
     _by_device: ClassVar[dict[torch.device, Ledger]] = {}
 
@@ -279,7 +281,7 @@ class Ledger(ModelsOnDevice):
 
     @classmethod
     def of(cls, entry: Entry) -> Ledger:
-        """The ledger of the device on which a model is, with the model in it."""
+        """The ledger of the device that a model is on; the model's entry is added to it."""
         device = entry.device
         if device not in cls._by_device:
             cls._by_device[device] = cls(device)
@@ -289,7 +291,7 @@ class Ledger(ModelsOnDevice):
 
     @contextmanager
     def held_still(self, moment: Moment) -> Iterator[None]:
-        """A context in which what appears is not counted, for copies that are made to check a step."""
+        """A block during which new allocations are not counted as growth: they are copies made to check a step."""
         self.now(moment)
         before, self._held_still = self._held_still, True
         try:
@@ -298,8 +300,8 @@ class Ledger(ModelsOnDevice):
             self._held_still = before
 
     def at_most(self, moment: Moment, enough: int = 0) -> Found | None:
-        """An upper limit of what lies elsewhere now, found in microseconds; None where only a look can tell. A limit of
-        at most `enough` bytes may be far above what is there: it takes less time to find."""
+        """An upper bound on what lies elsewhere now, found in microseconds without a search of the device; None where
+        only a search can tell. A bound of at most `enough` bytes need not be tight."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Found(entry.fixed_bytes)
@@ -310,8 +312,8 @@ class Ledger(ModelsOnDevice):
         return self._limit_by(entry, *self._level(moment))
 
     def latest_elsewhere(self, moment: Moment) -> int:
-        """The bytes that tensors of other code held at the latest look at such a moment, less what has been freed
-        since; no look is made."""
+        """The bytes that tensors of other code held at the latest search at a moment of this kind, less what has been
+        freed since. The device is not searched."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return entry.fixed_bytes
@@ -321,20 +323,19 @@ class Ledger(ModelsOnDevice):
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
     def look_before_planning(self, moment: Moment) -> Found:
-        """What lies elsewhere before a call is planned, found by a look whatever time that takes. Planning allocates
-        memory of its own, so that the next moment is looked at, too."""
+        """Search the device for what lies elsewhere before a call is planned, however long it takes. Planning leaves
+        memory of its own behind, so the device is also searched at the next moment."""
         found = self.now(replace(moment, closely=True), planning=True)
         self._since = self._since or time.monotonic()
         moment.entry.due = True
         return found
 
     def now(self, moment: Moment, *, planning: bool = False) -> Found:
-        """The bytes elsewhere now, or an upper limit of them where a look would take too much of the time. `planning`:
-        the look belongs to planning, so that its time does not count.
+        """What lies elsewhere now; an upper bound on it where a search would take too much of the training time.
+        `planning`: the search is part of planning, so that its time does not count.
 
-        Garbage that has not been collected is collected before growth is believed. Growth no larger than the noise of
-        `malloc` is no growth, while looks have taken their share of the time.
-        """
+        Growth counts only if it is still there after Python's garbage has been collected; while searches have used up
+        their share of the time, growth within the noise of `malloc` is ignored."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Found(entry.fixed_bytes)
@@ -368,7 +369,7 @@ class Ledger(ModelsOnDevice):
         return _MALLOC_NOISE if device_of(self.device).is_host else 0
 
     def may_look(self) -> bool:
-        """Whether one more look takes no more of the time than looks may."""
+        """Whether a further search of the device stays within the share of training time that searches may take."""
         since = time.monotonic() - (self._since or time.monotonic())
         return self.look_seconds + self._latest_seconds <= _SHARE_OF_TIME * since
 

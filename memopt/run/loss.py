@@ -18,9 +18,9 @@ LossFunction = Callable[..., Any]
 def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
     """The mean loss of `batch`, a scalar with its graph.
 
-    With a loss function (the one that the model was optimised with, else `loss_fn`) the batch is the pair
-    `(inputs, targets)`, or whatever the loss function takes beside the model. Without one the batch is the model's
-    input, and the model returns the loss.
+    With a loss function (the one that the model was optimised with, else `loss_fn`) the batch is the pair `(inputs,
+    targets)`, or whatever a loss function that takes the model expects. Without one the batch is the model's input, and
+    the model returns the loss.
 
     Raises:
         TypeError: the batch is no pair, or the model's output has no loss.
@@ -87,11 +87,10 @@ def _check_single_loss_function(given: LossFunction | None, own: LossFunction | 
 
 
 class UntilTarget(nn.Module):
-    """The last stage of a pipeline. Its training calls wait for the target, so that its module and its loss run as one
-    planned region.
+    """The last stage of a pipeline. Its training calls wait for the target, so that module and loss run as one planned
+    region.
 
-    Before it is planned, and where the schedule evaluates, it runs as the plain stage.
-    """
+    Before it is planned, and when the pipeline only evaluates, it runs as the plain stage."""
 
     def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -100,15 +99,15 @@ class UntilTarget(nn.Module):
         self._given: tuple[torch.Tensor, ...] | None = None
 
     def forward(self, *args: torch.Tensor) -> Any:
-        """What the module returns; in training, once it is planned, a view of the first input, which the schedule hands
-        on to `loss`."""
+        """What the module returns. In training, once planned, it returns a view of its first input instead, which the
+        pipeline passes on to `loss`, where the module runs."""
         if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
             return self.module(*args)
         self._given = args
         return args[0].view_as(args[0])
 
     def loss(self, output: Any, target: Any, **further: Any) -> Any:
-        """The loss of a microbatch."""
+        """The loss of a microbatch, given what `forward` returned and the target."""
         given, self._given = self._given, None
         if given is None:
             assert self.loss_fn is not None

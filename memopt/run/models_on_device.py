@@ -29,8 +29,8 @@ class ModelsOnDevice:
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def others_training(self, entry: Entry) -> list[Entry]:
-        """The entries of other optimised models that train now, one for each model; none where the user says what lies
-        elsewhere."""
+        """The entries of other optimised models on the device that are being trained, one for each model. Empty where
+        the user gave the bytes elsewhere."""
         found: dict[int, Entry] = {}
         if len(self.entries) == 1 or entry.fixed_bytes is not None:
             return []
@@ -43,9 +43,9 @@ class ModelsOnDevice:
         return list(found.values())
 
     def lasting(self, entry: Entry) -> tuple[int, list[torch.Tensor]]:
-        """The bytes of gradients and optimiser states that other optimised models will hold from step to step, beside
-        what belongs to this one, too, and of the gradients of parameters that its optimiser steps beside all of them;
-        and those of these tensors that are there now."""
+        """The bytes of gradients and optimizer states that other optimised models hold or will hold from step to step,
+        without what they share with this model; and those of these tensors that exist now. Gradients of parameters
+        outside of all models that this model's optimizer steps are included."""
         others, steppers = self.others_training(entry), [entry.optimizer]
         beside = () if entry.fixed_bytes is not None else entry.stepped_beside()
         if beside and others:
@@ -62,7 +62,7 @@ class ModelsOnDevice:
         return max(nbytes, sum([tensor.nbytes for tensor in now])), now
 
     def begins(self, forward: Waiting) -> None:
-        """Note that a forward begins, as an `Overlap` of each forward of another model that waits."""
+        """Record that a forward begins while forwards of other models wait for their backward."""
         waiting = [one for one in self._waiting() if one is not forward]
         for position, other in enumerate(waiting):
             if other.entry.model is not forward.entry.model:
@@ -72,7 +72,8 @@ class ModelsOnDevice:
                 )
 
     def backward_begins(self, forward: Waiting) -> None:
-        """Note that the backward of a forward begins: what ran beside it until then, and what is still there."""
+        """Record that the backward of a forward begins: which steps of other models ran since the forward, and which of
+        their forwards still wait."""
         later = self._later(forward)
         for other in later:
             other.overlaps.add(Overlap((), weakref.ref(forward.entry), begun_before=True))
@@ -82,7 +83,7 @@ class ModelsOnDevice:
         seen.known.update(other.model for other in self.others_training(forward.entry))
 
     def begun_since(self, forward: Waiting) -> int:
-        """The bytes that forwards of other models hold which began after a forward, and wait."""
+        """The bytes held by waiting forwards of other models that began after `forward`."""
         return sum(other.held_bytes for other in self._later(forward))
 
     def _later(self, forward: Waiting) -> list[Waiting]:
@@ -90,13 +91,14 @@ class ModelsOnDevice:
         return [other for other in waiting if other.number > forward.number]
 
     def knows(self, entry: Entry) -> bool:
-        """Whether it is known which other models run between the forward and the backward of this one."""
+        """Whether a backward of this model has shown, for each other model, if that runs between this model's forward
+        and backward."""
         return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
-        """The bytes that steps of other models take with nothing recomputed until the backward of this one: of those
-        that were seen to run then; of all that were called, where that is not known yet. And how many times as broad as
-        this model (`breadth`) those are together that were not called yet; 0 where it is known which run."""
+        """The bytes that steps of other models take, with nothing recomputed, before the backward of this model: of
+        those seen to run then, or of all called so far where that is not known. Second, for models not called yet, the
+        sum of their widths relative to this model (`breadth`); 0 where it is known which run."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
@@ -105,8 +107,8 @@ class ModelsOnDevice:
         return wanted, sum(breadth(other.model) for other, one in needs if one is None) / breadth(entry.model)
 
     def intervening_backward_bytes(self, entry: Entry) -> int:
-        """The bytes that the backward of another model takes beside what its forward holds already, where such a
-        backward was seen to run between the forward and the backward of this model; 0 where none was."""
+        """The bytes that the backward of another model takes on top of what its forward holds, where one was seen to
+        run between the forward and the backward of this model; 0 where none was."""
         seen = frozenset().union(*entry.seen.meanwhile)
         before = [overlap.runs() for overlap in seen if overlap.begun_before and overlap.runs]
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
@@ -120,9 +122,9 @@ class ModelsOnDevice:
         return sorted(found, key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
-        """The refusal of a call, with a budget in which the steps of all optimised models have room at the same time:
-        each by the plan that holds least, or as guessed where there is no plan of it yet; but none above what all of
-        them need with nothing recomputed. `plain` says how the call would run plain."""
+        """The refusal of a call with a budget in which the steps of all optimised models fit at the same time: each by
+        the plan that holds least, or as guessed where it has no plan yet, and never more than all of them need with
+        nothing recomputed. `plain` tells what the call needs without a plan."""
         others = self.others_training(entry)
         if not others:
             return refused
@@ -164,7 +166,7 @@ class ModelsOnDevice:
         return alone.budget_bytes - alone.peak_bytes + peak + waiting
 
     def others_held_bytes(self, entry: Entry) -> int:
-        """The bytes that forwards of other models hold which wait for their backward."""
+        """The bytes held by forwards of other models that wait for their backward."""
         return sum([other.held_bytes for other in self.entries if other is not entry])
 
     def others_waiting(self, entry: Entry) -> int:
@@ -172,9 +174,9 @@ class ModelsOnDevice:
         return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
-        """The addresses of what waiting forwards of all models hold, and of what they and this model's latest one
-        returned; without inputs, parameters and buffers, which their `held_bytes` leave out. Also of the gradients and
-        optimiser states that other models have now."""
+        """The addresses of storages that are counted already: what waiting forwards of all models hold, what they and
+        this model's latest forward returned (without inputs, parameters and buffers), and gradients and optimizer
+        states of other models."""
         forwards = [forward for one in self.entries for forward in one.waiting()]
         outputs = [*(one.outputs for one in forwards), *(one.outputs for of in self.entries for one in of.plain)]
         returned = [storage.address for storages in outputs for storage in storages]

@@ -1,4 +1,4 @@
-"""Outputs on demand: tensors with the sizes of a model's outputs, which are computed when they are first looked at."""
+"""Outputs on demand: tensors with the sizes of a model's outputs, which are computed when they are first read."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ _DDP = "torch.nn.parallel.distributed"
 
 
 class Notice:
-    """Says once for a model that an output was looked at."""
+    """Warns once per model that an output was computed on demand."""
 
     def __init__(self) -> None:
         self.said = False
 
     def say(self, results: Sequence[torch.Tensor], *, again: bool) -> None:
-        """Warn, the first time, that these outputs were computed beside the plan; `again`: by a second run of the
-        forward."""
+        """Warn, the first time, that these outputs were read and had to be computed outside of the plan; `again`: by a
+        second run of the forward."""
         if self.said:
             return
         self.said = True
         nbytes = sum(result.numel() * result.element_size() for result in results)
         how = "by a second run of the forward" if again else "from the forward's last values"
         warnings.warn(
-            f"an output of the model was looked at: {size(nbytes)} (the first of shape {tuple(results[0].shape)}) are "
-            f"computed {how}, and held beside what the plan counts; this is said once",
+            f"an output of the model was read that the plan does not hold: {size(nbytes)} (the first of shape "
+            f"{tuple(results[0].shape)}) are computed {how}, in memory outside of the budget; to plan for all "
+            "outputs, give optimize outputs='all' (this warning comes once)",
             stacklevel=2,
         )
 
@@ -60,7 +61,7 @@ class _Waiting(Protocol):
 
 class Releasable(Protocol):
     def release(self) -> None:
-        """Give up memory that can be done without."""
+        """Free the memory that this value can do without."""
 
 
 def run_deferring(
@@ -71,9 +72,9 @@ def run_deferring(
     forward: _Waiting,
     before: CallState | None,
 ) -> Sequence[Any]:
-    """Run a region by `run`, and return the outputs of the model's call: those that the region defers as tensors that
-    are computed when they are first looked at. `forward` has the values released that these are computed from when its
-    backward begins. `before` is the state before the region, if it is known."""
+    """Run a region by `run` and return the outputs of the model's call; outputs that the region defers are returned as
+    tensors that are computed when they are first read. When the backward of `forward` begins, the values that they
+    would be computed from are freed. `before` is the state before the region, if it is known."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
@@ -95,28 +96,30 @@ def run_deferring(
 
 
 class Later(ABC):
-    """A computation of tensors that runs when the first of them is looked at."""
+    """A computation of several tensors that runs when the first of them is read."""
 
     def __init__(self) -> None:
         self.values: weakref.WeakSet[_Value] = weakref.WeakSet()
 
     @property
     def is_stale(self) -> bool:
-        """Whether anything that it reads was changed since it was made; never, unless a subclass tells."""
+        """Whether anything that the computation reads has changed since this object was made; False unless a subclass
+        checks it."""
         return False
 
     @abstractmethod
     def compute(self) -> None:
-        """Compute the tensors, and give them to `hand_over`."""
+        """Compute the tensors, and pass them to `hand_over`."""
 
     def on_demand(
         self, number: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The tensor with this number, not computed yet."""
+        """A stand-in with these sizes, strides, dtype and device for the result with this number, which is not computed
+        yet."""
         return OnDemand(_Value(self, number), sizes, strides, dtype, device)
 
     def hand_over(self, results: Sequence[torch.Tensor]) -> None:
-        """Give each of the tensors, by its number, to the outputs that stand for it."""
+        """Give the computed tensors, in the order of their numbers, to the stand-ins that were made for them."""
         for value in list(self.values):
             value.take(results[value.number])
 
@@ -177,8 +180,8 @@ class _OfGroup(Later):
         that is read was changed since the forward."""
         if self.is_stale:
             raise StaleOutputError(
-                f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first looked at, but "
-                "the weights or inputs that it takes have changed since its forward; look at it before "
+                f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first read, but the "
+                "weights or inputs that it is computed from have changed since its forward; read it before "
                 "optimizer.step(), or optimise with outputs='all'"
             )
         results = self._results()
@@ -228,11 +231,9 @@ class _Value:
 
 
 class OnDemand(torch.Tensor):
-    """An output that is computed when it is first looked at.
+    """An output that is computed when its values are first read.
 
-    Its sizes, dtype and device are known without that. Every operator on it gives plain tensors, and so do pickles and
-    copies.
-    """
+    Its sizes, dtype and device are known without that. Operators on it, pickles and copies give plain tensors."""
 
     _value: _Value
 
@@ -292,7 +293,7 @@ class OnDemand(torch.Tensor):
 
 
 def as_plain(value: Any) -> Any:
-    """An output on demand as a plain tensor with the same memory and gradient; anything else as it is."""
+    """An output on demand as a plain tensor with the same memory and gradient; anything else is returned as it is."""
     return value.view(value.shape) if isinstance(value, OnDemand) else value
 
 

@@ -17,7 +17,8 @@ _REMEMBERED = 16
 
 
 class Alone(NamedTuple):
-    """A call that runs as the plain model does with no other forward beside it."""
+    """The bytes of a call that runs without a plan while no other forward waits: the budget it needs, what its forward
+    holds, and its peak."""
 
     budget_bytes: int
     """The smallest budget with which it does, with all that lies elsewhere."""
@@ -41,8 +42,9 @@ class _WithStepBytes(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """What other models held at one moment while a forward waited, or in its backward: the forwards of the entries
-    `waiting`, in the order in which they began, and the forward or backward of the entry `runs`."""
+    """What other models held at one moment while a forward waited for its backward, or in that backward: the
+    forwards of the entries `waiting`, in the order in which they began, and a running forward or backward of the
+    entry `runs`."""
 
     waiting: tuple[weakref.ref[_WithStepBytes], ...]
     runs: weakref.ref[_WithStepBytes] | None = None
@@ -51,8 +53,8 @@ class Overlap:
     """Whether the forward of `runs` had begun before the one that waited: what it holds was there already."""
 
     def held_bytes(self, *, least: bool) -> int:
-        """The bytes that they hold together, with the peak of the step that runs: by the plans that hold least, or with
-        nothing recomputed."""
+        """The bytes that the waiting forwards hold together with the peak of the running step: with `least` by the
+        plans that hold least, else with nothing recomputed."""
         held = sum(needs.least_held if least else needs.held for needs in _step_bytes_of(self.waiting))
         peaks = _step_bytes_of((self.runs,) if self.runs else ())
         return held + sum(needs.least_peak if least else needs.peak for needs in peaks)
@@ -67,7 +69,7 @@ def _step_bytes_of(entries: Iterable[weakref.ref[_WithStepBytes]]) -> Iterator[S
 
 @dataclass
 class SeenOverlaps:
-    """What was seen of other models' forwards beside those of one model."""
+    """Which forwards of other models were seen to run or wait while those of one model waited."""
 
     meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """For each of its latest backwards, what had run since the forward."""
@@ -80,9 +82,9 @@ class SeenOverlaps:
 def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:
     """How many of `room_bytes` a model leaves to forwards of other models that were seen to overlap with its own.
 
-    They get what they hold by the plans that hold least. What is left of the room, once the model has its own least
-    (`own_least`), is divided in proportion to what each of them would hold more with nothing recomputed, the model
-    itself `own_most`.
+    They get what they hold by the plans that hold least. What then remains of the room beyond the model's own least
+    (`own_least`) is divided in proportion to how much more each would hold with nothing recomputed (the model itself:
+    `own_most`).
     """
     found = list(seen)
     least = max((one.held_bytes(least=True) for one in found), default=0)
@@ -93,8 +95,8 @@ def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room
 
 
 def breadth(model: nn.Module) -> float:
-    """A number to which the activations of a model are about proportional, for a guess before its first forward: the
-    sum of the widths of its layers, where one without parameters is as wide as the one before."""
+    """A number roughly proportional to the activations of a model, for guesses before its first forward: the sum of the
+    widths of its layers, where a layer without parameters is as wide as the one before."""
     widths, width = 0.0, 1.0
     for module in model.modules():
         if next(module.children(), None) is None:

@@ -55,7 +55,7 @@ from memopt.units import size
 @dataclass(eq=False)
 class PendingForward:
     """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
-    does not include: see `before_backward`."""
+    does not include; `before_backward` checks for them."""
 
     plan: Plan
     model: weakref.ref[nn.Module]
@@ -111,9 +111,9 @@ class PendingForward:
     _extra_bytes: int = 0
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Have `value` release `nbytes` when the backward begins, if the plan counts on it. Else, on a GPU, hold it
-        until an optimiser has stepped: the plan counts it to the step's end. If the caller dropped it earlier, later
-        blocks would lie elsewhere, and whether the step fits would depend on that."""
+        """Make `value` release `nbytes` when the backward begins, if the plan counts on that. Otherwise, on a GPU, keep
+        it alive until an optimizer has stepped, as the plan does: freed earlier, it would change where the allocator
+        puts later blocks."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
@@ -122,7 +122,7 @@ class PendingForward:
             self._held.append(value)
 
     def note_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Note what a region of this forward returned, and return it."""
+        """Record the outputs of a region of this forward, and return them."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
         for node in [node for found in nodes for node in python_nodes(found)]:
@@ -134,8 +134,8 @@ class PendingForward:
         return outputs
 
     def note_made_between(self, result: Any) -> int:
-        """Note what code between the regions of this forward, which has returned `result`, returned and saved for its
-        backward: the plan has a row for it. Returns its bytes, without what regions returned."""
+        """Record what eager code between the regions of this forward saved for its backward and returned as `result`;
+        the plan has a row for it. Returns its bytes, without outputs of regions."""
         model = self.model()
         state = () if model is None else (*model.parameters(), *model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}
@@ -150,7 +150,7 @@ class PendingForward:
         return sum(nbytes for address, nbytes in here.items() if address not in of_regions)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that its regions, and the code between them, have saved and not freed yet."""
+        """The tensors that its regions, and eager code between them, have saved and that are not freed yet."""
         if self.again_bytes and self.second_run is not None:  # to read what is freed would run it
             return self.second_run.tensors
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
@@ -159,8 +159,8 @@ class PendingForward:
         return [tensor for node in nodes for tensor in saved_by(node)]
 
     def free_saved(self) -> int:
-        """Free what it has saved, and have its backward run the forward a second time; returns the bytes, 0 where it
-        cannot."""
+        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
+        freed; 0 where it cannot be run again."""
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if self.second_run is None or self.again_bytes or self.done or len(nodes) != 1:
             return 0
@@ -173,17 +173,17 @@ class PendingForward:
         return freed
 
     def present(self, device: torch.device) -> dict[int, int]:
-        """The bytes on a device, by address, of its inputs, and of what its regions have saved and returned, parameters
-        among them. They may be fewer and smaller than was planned for, where sizes change."""
+        """The bytes on a device, by address, of its inputs and of what its regions have saved and returned, parameters
+        included. They may be fewer than planned, where sizes change."""
         noted = (*self.given, *self.outputs)
         return bytes_by_address(self.held(), device) | {
             one.address: one.nbytes for one in noted if one.device == device
         }
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
-        """Called when the backward of a region begins. `leaves` are the tensors whose `grad` it adds to, `gradients`
-        those of the region's outputs. Raises `BudgetError` where it would exceed the budget, together with the memory
-        that is in use now."""
+        """Called when the backward of a region begins. `leaves` are the tensors whose `.grad` it adds to, `gradients`
+        those of the region's outputs. Raises `BudgetError` where the backward would exceed the budget, given the memory
+        in use now."""
         for value in self._lent:
             value.release()
         if not self.judged or self._beside_plan == current_backward():
@@ -284,9 +284,9 @@ class PendingForward:
         raise ledger.for_whole_step(self.entry, refused)
 
     def replayed(self) -> None:
-        """Note that a second forward has run beside the plan in the running backward, which is not judged by the plan
-        any more. Where that backward does not come to the regions of this forward, what they saved is freed, as
-        autograd would free it in the plain model."""
+        """Record that a second forward has run outside of the plan during the running backward, which from now on is
+        not checked against the plan. If that backward does not go through the regions of this forward, what they saved
+        is freed, as autograd does for a plain model."""
         self._beside_plan = current_backward()
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if not keeps_graph() and all(fate_at(node) is Fate.DROPPED for node in nodes):
@@ -309,9 +309,9 @@ class PendingForward:
         raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
-        """Note that a second forward has run whose graph stays, and have the backward that runs, if any does, not go
-        through the regions of this one. Forwards that wait now are not judged by their plans any more, which do not
-        have it."""
+        """Record that a second forward has run whose graph stays, so that the running backward skips the regions of
+        this forward. Forwards that wait now are no longer checked against their plans, which do not count that
+        graph."""
         running = current_backward() >= 0
         for node in [node for reference in self.nodes if running and (node := reference()) is not None]:
             if runs_node(node):
@@ -320,26 +320,26 @@ class PendingForward:
             one.judged = False
 
     def is_in_backward(self) -> bool:
-        """Whether it is this forward's backward, or one through several forwards, that runs."""
+        """Whether the running backward goes through this forward."""
         return self._backward == current_backward()
 
     def after_backward(self) -> None:
-        """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
+        """Mark the forward as done: it holds no saved values any more, though its autograd graph may still exist."""
         self.done = True
         self.entry.ending.append(self)
         hold_over(self._held)
         self._held = []
 
     def undo(self) -> bool:
-        """Undo the call whose backward failed; returns whether gradients, buffers and random states are as before
-        it."""
+        """Undo the call whose backward failed; returns whether gradients, buffers and random states are as before the
+        call."""
         gradients = self.gradients_before is None or self.gradients_before.undo()
         return (self.before is not None and self.before.undo()) and gradients
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget of at least `needed` bytes with room for the other forwards that wait, or one more such forward, for
-        gradients both held and newly computed; or with `retained` for a retained graph. Nothing is recomputed under
-        it."""
+        """A budget in bytes, at least `needed`, with which nothing is recomputed and which has room for the other
+        waiting forwards or one more, and for held and newly computed gradients; with `retained` for a retained graph
+        instead."""
         account, peak = self.plan.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
@@ -356,7 +356,7 @@ class PendingForward:
         return retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
 
     def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward with nothing recomputed."""
+        """The bytes that this forward would hold until its backward with nothing recomputed."""
         assert self.plan.joined is not None
         problem = self.plan.joined.problem
         return held_after_forward(problem, Schedule.save_all(problem))
@@ -427,14 +427,14 @@ _held_over: list[Releasable] = []
 
 
 def hold_over(values: Sequence[Releasable]) -> None:
-    """Hold values until an optimiser has stepped, or the next planned forward begins."""
+    """Keep values alive until an optimizer has stepped or the next planned forward begins."""
     if values:
         _hook()
         _held_over.extend(values)
 
 
 def release_all(*_: object) -> None:
-    """Free the values that are held."""
+    """Free the values that `hold_over` keeps alive."""
     _held_over.clear()
 
 
@@ -446,7 +446,7 @@ def _hook() -> object:
 
 @dataclass(eq=False)
 class PlainForward:
-    """A forward of a call that ran as the plain model does; to be held by its autograd graph."""
+    """A forward that ran without a plan and waits for its backward; its autograd graph keeps this object alive."""
 
     entry: Entry
     held_bytes: int
@@ -466,8 +466,8 @@ class PlainForward:
     overlaps: set[Overlap] = field(default_factory=set)
 
     def end(self) -> None:
-        """Have it wait no longer; called when a backward through any of its outputs begins. Raises `BudgetError` where
-        that keeps its graph and exceeds the budget by this."""
+        """Mark the forward as not waiting any more; called when a backward through any of its outputs begins. Raises
+        `BudgetError` where that backward retains its graph and thereby exceeds the budget."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
         if graph := retention():
             self.check_graph(graph)
@@ -477,11 +477,10 @@ class PlainForward:
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:
-    """The step's peak in bytes where nothing saved for the backward is freed before the backward's end.
+    """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
 
-    Values that are saved on the device and would be offloaded in the backward are kept there, in addition to their
-    fetched copies.
-    """
+    Values that are saved on the device and would be offloaded in the backward stay there, in addition to their fetched
+    copies."""
     assert plan.joined is not None
     problem = plan.joined.problem
     boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1

@@ -65,11 +65,10 @@ class _StageFacts:
 
 
 def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[int, _StageFacts]:
-    """The facts of this rank's stages, where the first stage of all is given `args`. All ranks call it together: what
-    one stage returns is computed on fakes, and told to the rank of the next.
+    """The facts of this rank's pipeline stages, by stage, if the first stage of all gets `args`. All ranks call it
+    together: what one stage returns is computed on fake tensors and sent to the rank of the next.
 
-    Raises on all ranks where it raises on one of them.
-    """
+    Raises on all ranks where it raises on one of them."""
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
     given: tuple[_Kind, ...] = ()
     known: dict[int, tuple[tuple[_Kind, ...], tuple[_Kind, ...]]] = {}
@@ -120,7 +119,7 @@ def _bytes(kinds: Sequence[_Kind]) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What a planned stage holds on the device of its rank."""
+    """The bytes that a planned pipeline stage holds on the device of its rank."""
 
     fixed_bytes: int
     """Throughout a step: parameters, gradients, the optimiser's state, and what the schedule holds for it."""
@@ -131,7 +130,8 @@ class Load:
 
     @staticmethod
     def of(plan: Plan, elsewhere_bytes: int) -> Load:
-        """The load of a stage by its plan, which has those bytes elsewhere beside what the schedule holds for it."""
+        """The load of a stage by its plan; `elsewhere_bytes` of the plan's row "elsewhere" are what the schedule holds
+        for the stage."""
         beside = plan.account.other_forwards + elsewhere_bytes
         fixed = plan.account.resident_bytes - beside
         return Load(fixed, plan.held_bytes, plan.ceiling_bytes - beside - fixed)
@@ -173,7 +173,7 @@ _TERMS_OF_ALL = ("memopt", "torch", "Python")
 
 
 class PlannedSchedule:
-    """The step of a schedule, whose stages on this rank share a budget."""
+    """Takes the place of the step of a pipeline schedule, whose stages on this rank share a budget."""
 
     def __init__(self, schedule: Any, options: Options) -> None:
         if (earlier := planned_schedule_of(schedule)) is not None:
@@ -186,7 +186,7 @@ class PlannedSchedule:
         self._device = torch.device(stages_of(schedule)[0].device)
 
     def take_over(self) -> None:
-        """Replace the step of the schedule, and the loss function where this rank has the last stage."""
+        """Replace the step of the schedule, and its loss function if this rank has the last stage."""
         self.schedule.step = self.step
         for stage in self._stages.values():
             if stage.is_last:
@@ -203,8 +203,8 @@ class PlannedSchedule:
                 call.give_back()
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = True, **further: Any) -> Any:
-        """Run a step of the schedule, with the arguments that it takes; the first one that trains is planned before
-        anything is sent. Raises what planning raises, on all ranks."""
+        """Run a step of the schedule, with the schedule's own arguments. The first training step is planned before
+        anything is sent. Raises planning errors on all ranks."""
         if trains(self.schedule) and not self._planned:
             ranks = Ranks(ranks_of_pipeline(self.schedule))
             ranks.check_terms(self._terms())
@@ -295,7 +295,7 @@ class PlannedSchedule:
 
 
 def planned_schedule_of(schedule: Any) -> PlannedSchedule | None:
-    """What has taken the place of a schedule's step; None for a plain schedule."""
+    """The `PlannedSchedule` that has replaced the step of a schedule; None for a plain schedule."""
     owner = getattr(getattr(schedule, "step", None), "__self__", None)
     return owner if isinstance(owner, PlannedSchedule) else None
 

@@ -70,19 +70,19 @@ _LEAVES = (torch.Tensor, *_PLAIN)
 Sizes: TypeAlias = tuple[int, ...]
 
 RUNS_PLAIN = (
-    "the calls of this model run as the plain model does, since its step fits the budget; shown is the plan that such "
-    "a call would run by otherwise, made when it was asked for"
+    "the calls of this model run as the plain model does, since its step fits the budget; the plan shown here was "
+    "made only to be shown, and is the one that such a call would use otherwise"
 )
 
 NOT_SHOWN = (
     "the calls of this model run as the plain model does, since its step fits the budget, and the plan that they would "
-    "run by otherwise cannot be shown"
+    "use otherwise cannot be shown"
 )
 
 
 @dataclass(frozen=True)
 class CountedStep:
-    """The count of a step that fits the budget by itself."""
+    """A step without a plan that fits the budget, with the count of its bytes."""
 
     step: PlainStep
     room_bytes: int
@@ -94,11 +94,12 @@ class CountedStep:
 
     @property
     def reason(self) -> str:
-        """Why the call runs plain, in words."""
+        """Why the call runs plain: the end of a sentence that begins with "since"."""
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
-        """Whether it fits beside other forwards, what else lies on the device, and `further` bytes."""
+        """Whether the step fits the budget together with waiting forwards, all else on the device, and `further`
+        bytes."""
         held = self.step.held_bytes
         kept = moment.kept_outputs
         if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
@@ -155,11 +156,10 @@ class _Kind:
 
 
 class PlainCalls:
-    """Says which training calls may run as the plain model does, and runs those.
+    """Decides which training calls run as the plain model does, without a plan, and runs those.
 
     They run in eager mode even where the user has compiled the model: compiled code may hold other bytes than are
-    counted here.
-    """
+    counted here."""
 
     def __init__(
         self,
@@ -195,13 +195,13 @@ class PlainCalls:
         """The checkpoints of the caller's in which calls ran."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain model's forward and its loss, with its checkpoints if there are any."""
+        """Run the plain model's forward and its loss function, with activation checkpoints if any were chosen."""
         with self.checkpoints.active() if self.checkpoints else nullcontext():
             return self._forward(*args, **kwargs)
 
     @contextmanager
     def not_allowed(self) -> Iterator[None]:
-        """A context in which all calls are planned, to check plans."""
+        """A block in which no call runs plain; used to check plans."""
         before, self.allowed = self.allowed, False
         try:
             yield
@@ -210,7 +210,8 @@ class PlainCalls:
 
     @contextmanager
     def only_way(self) -> Iterator[None]:
-        """A context in which no call can be planned, so that all that fit run plain, whatever else plans would do."""
+        """A block in which no call can be planned, so that every call that fits runs plain, even where plans are wanted
+        for more than memory."""
         before = self.allowed, self._whatever_else
         self.allowed = self._whatever_else = True
         try:
@@ -228,11 +229,11 @@ class PlainCalls:
         plans_serve_all: bool,
         lacks_smaller: bool = False,
     ) -> CountedStep | None:
-        """The step of a call that may run plain; None for one that has to be planned.
+        """The counted step of a call that may run plain; None for a call that has to be planned.
 
-        `parts` are the model's, where the caller has them at hand. `plans_serve_all`: a captured graph serves calls of
-        all sizes; `lacks_smaller`: none serves this one, though it is smaller than one that was planned.
-        """
+        `parts` are the model's modules and tensors, if the caller has them already. `plans_serve_all`: a captured graph
+        serves calls of all sizes; `lacks_smaller`: none serves this one, though it is smaller than one that was
+        planned."""
         if not (self._may_be_first or (self.allowed and lacks_smaller)):
             return None
         if not (self._whatever_else or self._nothing_else_wanted()):
@@ -260,8 +261,8 @@ class PlainCalls:
         return counted if counted is not None and counted.fits(moment) else None
 
     def needed_bytes(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which `step_if_it_fits` returns a step for a call; None where that is above
-        `most_bytes`, or is not known."""
+        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain; None where that is above
+        `most_bytes` or is not known."""
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
         if step is None:
@@ -280,7 +281,8 @@ class PlainCalls:
     def explain(
         self, refused: BudgetError | CaptureError, call: Call, situation: Situation, moment: Moment
     ) -> BudgetError | CaptureError:
-        """The refusal of a call, with a budget in which it runs plain where it cannot be captured."""
+        """The refusal of a call that cannot be captured, with a budget in which it runs plain; `refused` itself where
+        that is not known."""
         budget, least = self.planner.terms.options.budget_bytes, None
         if isinstance(refused, CaptureError) and self._nothing_else_wanted():
             least = self.needed_bytes(call, situation, moment, WORTH_NAMING * budget)
@@ -290,8 +292,8 @@ class PlainCalls:
         return BudgetError(budget, least, "the plain step", least=False, further=(str(refused),))
 
     def alone(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> Alone | None:
-        """How a call runs plain where no other forward waits; None where that takes more than `most_bytes`, or plans
-        are wanted."""
+        """The bytes of a call that runs plain while no other forward waits; None where it needs more than `most_bytes`,
+        or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         with self._settings.naming():
@@ -303,8 +305,8 @@ class PlainCalls:
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
     def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which a call runs plain beside so many bytes elsewhere; None where that is
-        above `most_bytes`, or plans are wanted."""
+        """The smallest budget in bytes with which a call runs plain while `elsewhere_bytes` lie elsewhere; None where
+        that is above `most_bytes`, or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         if self.entry.graph is Retention.DIFFERENTIATED and self.entry.gradients_stay is not False:
@@ -319,21 +321,22 @@ class PlainCalls:
         return needed if needed <= most_bytes else None
 
     def seen_beside(self, call: Call) -> list[Call]:
-        """The latest calls that were counted, one of each kind of inputs but that of `call`, without their values."""
+        """The latest counted calls, without their values: one for each kind of inputs other than that of `call`."""
         own = _kind_of_inputs(call)[0]
         return [other for inputs, other in self._seen.items() if inputs != own]
 
     def allocation_failed(self) -> None:
-        """Have calls planned that hold about as much as the latest one that ran plain."""
+        """From now on plan calls that hold about as much as the latest one that ran plain, in which an allocation
+        failed."""
         self._most_bytes = tighter(self._ran_bytes)
         self.forget()
 
     def forget(self) -> None:
-        """Have calls counted again."""
+        """Drop all counts, so that calls are counted again."""
         self._kinds.clear()
 
     def run(self, call: Call, fitting: CountedStep, situation: Situation, moment: Moment) -> Any:
-        """Run the plain model, and remember that its forward waits for its backward."""
+        """Run the plain model, and register that its forward waits for its backward."""
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
@@ -361,8 +364,9 @@ class PlainCalls:
         return result
 
     def runs_again(self) -> bool:
-        """Whether a checkpoint of the caller's runs a second time in the backward, after its calls have run plain: they
-        do so again, as it needs the same saved tensors, which the count of the step has."""
+        """Whether this call is the second run of a checkpoint of the caller's, in a backward, whose first run was
+        plain. It then runs plain too, since the checkpoint needs the same saved tensors; the counted step includes
+        them."""
         around = checkpoint_around()
         return around is not None and around[1] and around[0] in self._checkpoints
 
@@ -395,11 +399,10 @@ class PlainCalls:
         warnings.warn(f"{refused.sentence}; the loop goes on beside the budget", stacklevel=2)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
-        """The plan by which the latest call would run if the step of the plain model did not fit the budget. It is made
-        along `road` when it is first asked for, for a call in this `situation`, and kept until there is another call.
+        """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
+        user. It is made through `road` for this situation when first needed, and cached until the next call.
 
-        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured.
-        """
+        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
         assert self.latest is not None
         if self._shown is None or self._shown[0] is not self.latest:
             try:
@@ -535,8 +538,8 @@ class PlainCalls:
         return CountedStep(step, room, account, hollow) if room >= 0 else None
 
     def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
-        """The peak and the seconds of the plain model's step for a call, of which only the shapes matter, as the first
-        row of its plan's levers; None where it cannot be counted."""
+        """The row of the plain step for a receipt: its peak in bytes and its seconds, counted from the shapes of a
+        call; None where it cannot be counted."""
         terms = self.planner.terms
         if terms.sharding is not None:
             return None
@@ -563,8 +566,8 @@ class PlainCalls:
         return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
 
     def resident_bytes(self, call: Call, situation: Situation) -> int:
-        """The bytes that any step of a call keeps, without the optimiser's state: it is not known yet which parameters
-        have some."""
+        """The bytes that are resident in any step of a call, without optimizer state, as it is not known yet which
+        parameters have some."""
         return replace(self._account(call, situation), optimizer_state=0).resident_bytes
 
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:

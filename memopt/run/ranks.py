@@ -31,11 +31,11 @@ _Told = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Ranks:
-    """The ranks with these numbers, which talk in a group of their own, through the host's memory.
+    """The ranks that train one model, by number. They communicate in a process group of their own, through the host's
+    memory.
 
-    Every rank makes this value, and calls its methods, at the same points: at the forwards that DDP and FSDP2 need on
-    all ranks as well, since they gather parameters or their backward exchanges gradients.
-    """
+    Every rank makes this value and calls its methods at the same points: at forwards that DDP or FSDP2 run on all ranks
+    together, since they gather parameters or their backward exchanges gradients."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = list(numbers)
@@ -44,7 +44,8 @@ class Ranks:
             self._group = distributed.new_group(self.numbers, backend="gloo", use_local_synchronization=True)
 
     def check_terms(self, terms: Mapping[str, str]) -> None:
-        """Raise `ValueError`, on all ranks with the same words, where ranks train by different terms."""
+        """Raise `ValueError`, with the same message on all ranks, where ranks differ in `terms`: options, code or
+        versions."""
         found = self._from_all(dict(terms))
         different = [
             f"{name} is {_by_rank(self.numbers, [str(given.get(name, 'unknown')) for given in found])}"
@@ -59,8 +60,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that ends well on all ranks, or with an error on all of them. The rank whose block fails raises its
-        own error, the others one with its words."""
+        """A block that succeeds on all ranks or fails on all of them: the rank whose block fails raises its own error,
+        the others a `RankError` with its message."""
         failure: Exception | None = None
         try:
             yield
@@ -69,8 +70,8 @@ class Ranks:
         self.settle(failure)
 
     def settle(self, failure: Exception | None, offered: int = 0) -> tuple[int, int]:
-        """The smallest and the largest of the numbers that ranks offer, the same on all ranks. Where a rank has a
-        `failure`, all raise: that rank its own error, the others one with the words of the first."""
+        """The smallest and the largest of the numbers `offered` by the ranks, the same on all ranks. Where any rank
+        passes a `failure`, all raise: that rank its own error, the others one with the message of the first."""
         failed, least, most = self._over_all(failed=failure is not None, offered=offered)
         if not failed:
             return least, most
@@ -84,7 +85,7 @@ class Ranks:
         raise failure
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every rank gives, on all ranks, in the order of their numbers."""
+        """The `value` of every rank, in the order of rank numbers, on all ranks."""
         return self._from_all(value)
 
     def _over_all(self, *, failed: bool, offered: int) -> tuple[bool, int, int]:
@@ -153,7 +154,7 @@ def _few(numbers: list[int]) -> str:
 
 
 class DataParallel:
-    """The `DistributedDataParallel` around a model, if there is one: given, or found when its forward calls the
+    """The `DistributedDataParallel` wrapper of a model, if there is one: given, or found when its forward calls the
     model."""
 
     def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
@@ -164,14 +165,14 @@ class DataParallel:
             self._take(wrapper)
 
     def look(self) -> None:
-        """Notice the wrapper whose forward is running. Raises `ValueError` where it cannot be planned for."""
+        """Find the wrapper whose forward is running. Raises `ValueError` where it cannot be planned for."""
         found = active_wrapper()
         if found is not None and found is not self.wrapper and any(part is self.model for part in found.modules()):
             self._take(found)
 
     @property
     def wrapper(self) -> DistributedDataParallel | None:
-        """The wrapper; None without one, and once it is freed."""
+        """The wrapper; None if there is none or it was freed."""
         return self._wrapper() if self._wrapper is not None else None
 
     @property
@@ -186,11 +187,11 @@ class DataParallel:
         return hooks
 
     def together(self, terms: Callable[[], Mapping[str, str]], *, ahead: bool = False) -> AbstractContextManager[None]:
-        """A block around a forward that begins now, or around its planning `ahead`, after which all ranks go on or none
-        does. Before the first one, all ranks raise `ValueError` where their `terms` differ.
+        """A block for a forward that begins now, or with `ahead` for planning it earlier, that succeeds on all ranks or
+        fails on all. The first block raises `ValueError` on all ranks where their `terms` differ.
 
-        Only forwards whose backward exchanges gradients are in step on all ranks; the block does nothing around others.
-        """
+        Only forwards whose backward exchanges gradients are synchronous on all ranks; for others the block does
+        nothing."""
         wrapper = self.wrapper
         if wrapper is None or (not ahead and (wrapper is not active_wrapper() or not _exchanges(wrapper))):
             return nullcontext()
@@ -202,8 +203,8 @@ class DataParallel:
         return self._ranks.together()
 
     def buckets(self, *, gradients_held: bool | None = None) -> Buckets | None:
-        """The wrapper's buckets in the forward that begins now; None without a wrapper. `gradients_held`: with
-        gradients outside of the buckets from its start, or without; None: as they are now."""
+        """The wrapper's gradient buckets as the forward that begins now will use them; None without a wrapper.
+        `gradients_held`: whether gradients outside of the buckets exist at its start; None: as it is now."""
         wrapper = self.wrapper
         if wrapper is None:
             return None
@@ -215,7 +216,8 @@ class DataParallel:
         return replace(buckets, hold_gradients=bool(held) or _exchanges(wrapper))
 
     def bucket_memory(self) -> tuple[int, frozenset[int]]:
-        """The bytes of the wrapper's buckets, and the addresses of those that are known; none without a wrapper."""
+        """The bytes of the wrapper's buckets, and the addresses of the buckets found so far; 0 and empty without a
+        wrapper."""
         wrapper = self.wrapper
         if wrapper is None:
             return 0, frozenset()
@@ -223,8 +225,8 @@ class DataParallel:
         return hooks.nbytes, hooks.addresses
 
     def note_buckets(self) -> None:
-        """Have the memory of the wrapper's buckets, of which gradients are views, looked up when the backward that runs
-        now ends."""
+        """When the running backward ends, look up the addresses of the wrapper's buckets, which gradients are views
+        of."""
         wrapper = self.wrapper
         if wrapper is not None:
             reducer_hooks(wrapper).note_at_end()

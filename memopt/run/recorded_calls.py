@@ -61,12 +61,12 @@ def _no_limit() -> float:
 
 
 class OtherPathTaken(CaptureError):
-    """A forward ran through other regions than those that were planned, repeatedly from the same state."""
+    """A forward ran through other regions than planned, repeatedly, though it began from the same state each time."""
 
 
 class HoldsMore(OtherPathTaken):
-    """Code between the regions of a forward holds so much more than when it was planned that the step lacks `nbytes`,
-    as where sizes in it depend on values."""
+    """Eager code between the regions of a forward holds so much more than when it was captured that the step lacks
+    `nbytes`; sizes in it may depend on values."""
 
     def __init__(self, message: str, nbytes: int) -> None:
         super().__init__(message)
@@ -79,11 +79,10 @@ def recording(
     differentiate_all: bool,
     narrowed: torch.dtype | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """A Dynamo backend that records each region, and leaves a stub in its place, which calls `run_region` with the
-    region and its inputs; the further arguments are those of `RecordedRegion.record`.
+    """A Dynamo backend that records each region and returns a stub for it, which calls `run_region` with the region and
+    its inputs. The keyword arguments are those of `RecordedRegion.record`.
 
-    Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time.
-    """
+    Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time."""
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
@@ -108,9 +107,8 @@ class RecordedCalls:
 
     Dynamo's compiled code checks its guards on shapes and everything else that a recorded region depends on, and then
     calls the region's stub, which runs the code that is emitted for it by the plan of the call. For a call in one
-    region the plan is chosen in the stub, since the guards tell which region it is. Several regions are planned all
-    together, before the first of them runs, and a forward that takes another path is undone and begun again.
-    """
+    region the plan is chosen in the stub, since the guards tell which region it is. Several regions are planned
+    together before the first of them runs; a forward that takes another path is undone and started again."""
 
     def __init__(
         self,
@@ -154,8 +152,8 @@ class RecordedCalls:
         self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
-        """Record a call in one region without running it; None where torch.compile runs it without compiling it. Raises
-        `GraphBreak` where it is not one region."""
+        """Capture a call as one region without running it; None where torch.compile does not compile the model. Raises
+        `GraphBreak` where the call is not one region."""
         assert self._in_progress is None
         try:
             self._call_whole(call)
@@ -164,12 +162,11 @@ class RecordedCalls:
         return None
 
     def capture(self, call: Call, reason: str, most_bytes: float = math.inf) -> CapturedCall:
-        """Record the regions of a call by running it without gradients; changes to the model and to the tensors of the
-        call are then undone. Other ranks need not do the same.
+        """Capture the regions of a call by running it without gradients; changes to the model and to the call's tensors
+        are undone afterwards. Other ranks need not do the same.
 
-        `reason` says why the call is not one region, and `most_bytes` how many code between them may hold. Raises
-        `CaptureError` where that code holds more, or the call cannot be captured.
-        """
+        `reason` says why the call is not one region. Raises `CaptureError` where eager code between the regions holds
+        more than `most_bytes`, or the call cannot be captured."""
         found = as_run_later(partial(self._run_dry, call, reason, most_bytes), self._backend)
         return replace(found, kept=self.keeping.kept)
 
@@ -192,36 +189,36 @@ class RecordedCalls:
             return self.capture(call, reason, self._most_between())
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have later calls of the same kind as `call` run, in this situation, by a plan that was made ahead."""
+        """Make later calls of the same kind as `call` run, in this situation, by `plan`, which was made before their
+        first run."""
         if self.whole:
             self.regions.planned(captured, situation, plan)
         else:
             self.paths.planned(captured, call, situation, plan)
 
     def forget(self) -> None:
-        """Drop all plans and emitted code, so that every call is planned again; recorded regions are kept."""
+        """Drop all plans and emitted code, so that every call is planned again; captured regions stay."""
         self.forget_plans(but=None)
         self._emitted.clear()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop the plans of calls in one region, with their code; and those of calls in several regions, all but `but`
-        if one is given. The code of single regions of such calls is kept."""
+        """Drop the plans of calls in one region, with their code; and those of calls in several regions, except `but`
+        if given. The code of single regions of such calls stays."""
         self.regions.forget()
         self.paths.forget(but)
 
     def use_road(self, road: Road) -> None:
-        """Have recorded regions planned again, by another road."""
+        """Drop the plans, and plan recorded regions again through `road`."""
         self.road = self.regions.road = road
         self.forget()
         self.paths.use_road(road)
 
     def run(self, in_progress: CallInProgress, first: Callable[[], CapturedCall] | None = None) -> Any:
-        """Run a call by its plan, which is made first if there is none; `first` captures a call in several regions that
-        is the first of its kind.
+        """Run a call by its plan, which is made first if there is none. `first` captures a call in several regions if
+        it is the first of its kind.
 
-        Raises `GraphBreak` where a call is not one region, `Insists` where the captured graphs are not valid for its
-        sizes, `BudgetError`, `CaptureError`.
-        """
+        Raises `BudgetError`, `CaptureError`, `GraphBreak` where a call is not one region, and `Insists` where the
+        captured graphs are not valid for its sizes."""
         if not self.whole:
             assert first is not None
             bring_back(self.model)
@@ -300,7 +297,7 @@ class RecordedCalls:
             self._forward = None
 
     def run_region(self, region: RecordedRegion, *inputs: Any) -> Any:
-        """Run one region of the present call by its plan, or, while the call is recorded, without one."""
+        """Run one region of the current call by its plan, or without one while the call is being captured."""
         if self._dry_run is not None:
             return self._dry_run.run(region, inputs)
         self.has_symbols |= bool(region.changing)

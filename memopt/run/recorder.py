@@ -45,14 +45,13 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Recorder:
-    """Records the training calls of one model, and runs them by their plans.
+    """Captures the training calls of one model with Dynamo, and runs them by their plans.
 
-    A call is tried as one region first. Where Dynamo breaks its graph, it is recorded in several regions, as are all
-    later calls of its signature; where it has no graph, the next such call is refused without trying again.
+    A call is tried as one region first. Where Dynamo breaks its graph, this call and all later ones of its signature
+    are captured as several regions; where it has no graph, such calls are refused without trying again.
 
-    One recording with symbolic sizes serves all calls in one region, until the model turns out to insist on a size: its
-    code takes it as a constant, or branches on it. From then on each value of that size gets a recording of its own.
-    """
+    One capture with symbolic sizes serves all calls in one region, until the model turns out to need a size as a
+    constant, for instance because it branches on it. From then on each value of that size gets a capture of its own."""
 
     def __init__(
         self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, road: Road, keeping: Keeping
@@ -102,7 +101,7 @@ class Recorder:
 
     @property
     def broken(self) -> RecordedCalls:
-        """The recording of calls in several regions."""
+        """The captured calls in several regions."""
         self._in_present_terms()
         return self._broken
 
@@ -113,23 +112,25 @@ class Recorder:
 
     @property
     def breaks(self) -> bool:
-        """Whether any call is known to break into regions."""
+        """Whether any call is known to break into several regions."""
         return bool(self._breaks)
 
     def break_reason(self, call: Call) -> str | None:
-        """Why such a call breaks into regions, with the line of the model; None where it is one region, or unknown."""
+        """Why a call breaks into several regions, with the line of the model; None where it is one region, or where
+        that is not known."""
         return self._breaks.get(call_signature(call)) if self.breaks else None
 
     def serves_all_sizes(self, call: Call) -> bool:
-        """Whether a call of further sizes needs no other recording: they are symbols in the one that serves it."""
+        """Whether calls like this one with other sizes need no further capture, since sizes are symbols in the captured
+        graph."""
         if self._terms is None:
             return False
         serving = self._own.get(self._values(_shapes(call))) if self.size_bounds.fixed else self._first
         return serving is not None and serving.has_symbols
 
     def lacks_smaller(self, call: Call) -> bool:
-        """Whether a call in one region needs a further recording though it is no larger than one that is recorded, as
-        the last batch of an epoch."""
+        """Whether a call in one region needs a further capture though a larger one was captured, as the last batch of
+        an epoch may."""
         if self._terms is None or self.breaks or self.serves_all_sizes(call):
             return False
         shapes = _shapes(call)
@@ -139,31 +140,32 @@ class Recorder:
 
     @property
     def may_run_twice(self) -> bool:
-        """Whether parts of the forward may run once more in the backward: the code that was recorded changes no Python
+        """Whether parts of the forward may run a second time in the backward: the captured code changes no Python
         objects."""
         return self._terms is not None and self._first.changes_objects is False
 
     def forget_errors(self) -> None:
-        """Have calls that could not be captured recorded once more when they come again: the model's forward failed."""
+        """Forget which calls could not be captured, so that they are tried again: the failure came from the model's own
+        forward."""
         from memopt.compat.dynamo import forget_skipped  # loads torch._dynamo
 
         self._errors.clear()
         forget_skipped()
 
     def forget(self) -> None:
-        """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
+        """Drop all plans and emitted code, so that calls are planned again; captured regions stay."""
         for recorded in self._all():
             recorded.forget()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop all plans, of calls in several regions all but `but` if one is given; what is recorded is kept, and the
+        """Drop all plans, except `but` among those of calls in several regions. Captured regions stay, and so does the
         code of calls in several regions."""
         for recorded in self._all():
             recorded.forget_plans(but=but)
 
     def take(self, earlier: Recorder) -> None:
-        """Take over what `earlier` has recorded, whose options differ in the budget alone; it records again if it is
-        called again."""
+        """Take over what `earlier` has captured, a recorder whose options differ in the budget alone. If `earlier` is
+        called again, it captures anew."""
         self._breaks, self.size_bounds = earlier._breaks, earlier.size_bounds
         self.size_bounds.declared = self.declared
         if earlier._terms is None:
@@ -206,15 +208,13 @@ class Recorder:
             raise
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have the first run of such a call in this situation use a plan that was made ahead."""
+        """Make the first run of such a call in this situation use `plan`, which was made before that run."""
         recorded = self._recording_for(call) if captured.whole else self.broken
         recorded.planned(captured, call, situation, plan)
 
     def capture(self, call: Call) -> CapturedCall:
-        """Record a call without running it, so that the first run of such a call finds it recorded.
-
-        Raises `CaptureError` where it cannot be captured.
-        """
+        """Capture a call without running it, so that its first run needs no capture. Raises `CaptureError` where it
+        cannot be captured."""
         if self.needs_fakes(call):
             return self.planner.capture_on_fakes(call, self.planner.optimizer_choice.narrowed)
         with stage("capturing"):
@@ -231,27 +231,28 @@ class Recorder:
         except ValueError:  # ours, CaptureError among them
             raise
         except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
-            error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
+            error = f"{reason}; running the forward beyond it failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
-        """Record a call as one region without running it; None where torch.compile passes it over. Raises `GraphBreak`
-        where it is not one region."""
+        """Capture a call as one region without running it; None where torch.compile does not compile the model. Raises
+        `GraphBreak` where the call is not one region."""
         if not all(map(is_real, tensors_in(call))):
             call = with_zeros(call, self.planner.terms.device())
         found: CapturedCall | None = self._by_size(call, RecordedCalls.capture_whole, call)
         return found
 
     def needs_fakes(self, call: Call) -> bool:
-        """Whether a call is recorded on fake tensors: the model has no values, or will have another dtype, or the call
-        has none and will not run."""
+        """Whether a call has to be captured on fake tensors: the model or the call has no values, or the model will be
+        cast to another dtype."""
         if self.planner.optimizer_choice.narrowed is not None or not all(map(is_real, self.model.parameters())):
             return True
         runs_later = self.options.to_train and not self.planner.screens
         return not runs_later and not all(map(is_real, tensors_in(call)))
 
     def declared(self, call: Call) -> dict[Place, int | None]:
-        """The places of a call whose sizes the user declares to change, and the largest size of each."""
+        """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size
+        or None."""
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
     def _in_regions(
@@ -290,7 +291,10 @@ class Recorder:
                 self._fix(call, {at: line for at, line in insists_on.items() if at in self.size_bounds.changed})
             return result
         name = type(self.model).__name__
-        raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")
+        raise CaptureError(
+            f"{name} was captured for exactly {_shapes(call)}, and yet the capture is not valid for them; "
+            "report it with these shapes"
+        )
 
     def _recording_for(self, call: Call) -> RecordedCalls:
         """The recording that serves a call in one region."""
@@ -321,9 +325,9 @@ class Recorder:
             self.size_bounds.fixed.add(place)
             name = f"{leaf_name(call, place[0])}.shape[{place[1]}]"
             warnings.warn(
-                f"{type(self.model).__name__} insists on {name} at {lines[place]}: each value of it is captured and "
-                f"planned by itself, and the {_MOST_VALUES} used last are kept; pad batches to few sizes, or make that "
-                "line independent of the size",
+                f"{type(self.model).__name__} needs {name} to be a constant at {lines[place]}: each value of it is "
+                f"captured and planned separately, and the {_MOST_VALUES} used last are kept; pad batches to few "
+                "sizes, or make that line independent of the size",
                 stacklevel=2,
             )
 

@@ -38,7 +38,8 @@ class _Exceeded(Protocol):
 
 
 class Replay:
-    """The second forward of one call, from the state in which the first one began.
+    """Runs a second forward of one call, from the state `before` in which the first one began, for gradients that the
+    plan does not compute.
 
     `weak` is what it keeps of the inputs until then, and `before` that state. `prevented` says in words why a second
     forward cannot give the gradients, and is empty if it can. `noted` is called once it has given gradients that the
@@ -76,10 +77,9 @@ class Replay:
             vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of `leaves` for these gradients of outputs, by position.
+        """The gradients of `leaves`, by position, for gradients `of` the outputs, given by output position.
 
-        Raises `UnplannedGradientError` where no second forward gives them.
-        """
+        Raises `UnplannedGradientError` where no second forward can give them."""
         shape = tuple(next(iter(of.values())).shape)
         what = f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss"
         mend = "optimise with outputs='all' to plan for the gradients of all outputs"
@@ -89,20 +89,20 @@ class Replay:
         self.noted()
         self.forward.replayed()
         warnings.warn(
-            f"{what}; that gradient is computed by a second run of the plain forward, beside the budget, and from the "
-            f"next call on all outputs are planned for; {mend} from the first call on",
+            f"{what}; that gradient is computed by a second run of the plain forward, in memory outside of the "
+            f"budget, and from the next call on all outputs are planned for; {mend} from the first call on",
             stacklevel=2,
         )
         return found
 
     def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """As `gradients`, with an autograd graph by which they can be differentiated in turn. A model that has trained
-        is not stopped for them; before its first backward they are refused, as nothing is lost then."""
+        """As `gradients`, with an autograd graph so that they can be differentiated again. Refused before the model's
+        first backward, when a refusal loses nothing; later only where it is impossible."""
         leaves, outputs = self._differentiable()
         return _gradients_of(outputs, of, leaves, differentiable=True)
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, with an autograd graph as `derivatives` have one, and computed at once."""
+        """As `gradient_by`, but computed at once and with an autograd graph, as `derivatives`."""
         _, outputs = self._differentiable()
         (found,) = _gradients_of(outputs, given, [outputs[position]], differentiable=True)
         assert found is not None
@@ -115,8 +115,8 @@ class Replay:
         found = self._second_forward(detach=False)
         self.forward.replaced()
         warnings.warn(
-            f"{DIFFERENTIATED}: a second run of the plain forward computes them, beside the budget, in each step that "
-            f"asks for them; to plan for them, {TAKEN_WITHIN}",
+            f"{DIFFERENTIATED}: a second run of the plain forward computes them, in memory outside of the budget, in "
+            f"each step that needs them; to plan for them, {TAKEN_WITHIN}",
             stacklevel=2,
         )
         return found
@@ -132,9 +132,9 @@ class Replay:
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
-        """The gradient, a tensor of this kind, of the output at `position`: `own`, and what comes to it through others
-        with the gradients `given`, by position. It is computed by a second forward when it is first looked at, which
-        raises `UnplannedGradientError` where that cannot be."""
+        """The gradient, a tensor of this kind, of the output at `position`: `own`, plus what flows to it through other
+        outputs with the gradients `given`, by position. A second forward computes it when it is first read, and raises
+        `UnplannedGradientError` where it cannot."""
         strides = torch.empty(kind.shape, device="meta").stride()
         all_given = given if own is None else {position: own, **given}
         return _InnerGradient(self, position, kind, all_given).on_demand(
@@ -142,8 +142,9 @@ class Replay:
         )
 
     def gradient_at(self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The gradient that `gradient_by` stands for, computed now by a second forward; `given` has that of the output
-        itself, too. Raises `UnplannedGradientError` where no second forward gives it."""
+        """The gradient of the output at `position`, computed now by a second forward; `given` has the gradients of
+        outputs by position, this one's included. Raises `UnplannedGradientError` where no second forward can give
+        it."""
         what = (
             "a hook, retain_grad() or torch.autograd.grad() reads the gradient of an output of shape "
             f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"
@@ -158,7 +159,10 @@ class Replay:
         (found,) = _gradients_of(outputs, given, [leaf])
         assert found is not None
         self.forward.replayed()
-        warnings.warn(f"{what}; it is computed by a second run of the plain forward, beside the budget", stacklevel=2)
+        warnings.warn(
+            f"{what}; it is computed by a second run of the plain forward, in memory outside of the budget",
+            stacklevel=2,
+        )
         return found
 
     def _check(self, what: str, mend: str) -> None:

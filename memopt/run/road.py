@@ -61,8 +61,8 @@ from passes import PassError
 
 
 class Road:
-    """Takes the captured calls of one model through all later stages. A plan that is kept from an earlier start takes
-    the place of rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
+    """Takes the captured calls of one model through all later stages, from rewriting to emitted code. A plan from disk
+    replaces rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
 
     def __init__(
         self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None] = lambda call: None
@@ -88,13 +88,10 @@ class Road:
         *,
         advise: bool,
     ) -> Plan:
-        """The plan of a captured call, made ahead of its first run or read from disk.
+        """The plan of a captured call, made before its first run or read from disk.
 
-        `plain` gives the row of the plain step, if it is to be the plan's first; `advise`: a refusal names changes that
-        would help.
-
-        Raises `BudgetError`, `CaptureError`.
-        """
+        `plain` returns the row of the plain step for the beginning of the receipt, or None. `advise`: a refusal names
+        changes that would help. Raises `BudgetError`, `CaptureError`."""
         recorded = Recorded(self.planner, captured, call, situation)
         with self._planning(call), self.planner.accounts.one_look(call, situation):
             self.plans += 1
@@ -124,7 +121,8 @@ class Road:
             return self.finished(self._planned_and_emitted(recorded, None).plan, situation)
 
     def beside_plain(self, plan: Plan, count: Callable[[], ReceiptRow | None]) -> Plan:
-        """The plan, beginning with the row of the plain step, which `count` returns unless it cannot be counted."""
+        """The plan with the row of the plain step, which `count` returns, at the beginning of its receipt; unchanged
+        where `count` returns None."""
         return beside_plain(plan, count, low=self.planner.terms.rewriting.autocast is not None)
 
     def finished(self, plan: Plan, situation: Situation) -> Plan:
@@ -136,10 +134,11 @@ class Road:
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
     ) -> Executable:
-        """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
+        """Plan a captured call so that it fits the budget, and emit its code; `planned` is its plan if there is one
+        already.
 
-        What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`, `CaptureError`.
-        """
+        What only planning needs is freed, as it would otherwise stay for the whole training. Raises `BudgetError`,
+        `CaptureError`."""
         recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
         try:
@@ -167,9 +166,9 @@ class Road:
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions by the schedules of `plan`, which has most of its runs, as `extended`.
-        `known` has for each run that is planned now the number of its run in `plan`, None for a new one. None where a
-        search has to be made. Raises `CaptureError`."""
+        """The plan of a call in several regions with the schedules of `plan`, which has most of its runs, found without
+        a search (see `extended`). `known` has for each run of the call the number of the same run in `plan`, None for a
+        new one. None where a search is needed. Raises `CaptureError`."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
@@ -309,7 +308,10 @@ class Road:
         # The smallest plans that are found need not hold more where more is to be left free.
         roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
-        words = "for gradients that are there when a forward begins, a loss outside of the model, and what appears"
+        words = (
+            "for gradients held when a forward begins, a loss outside of the model, and tensors that may appear "
+            "meanwhile"
+        )
         return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
 
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:

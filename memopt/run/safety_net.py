@@ -45,10 +45,9 @@ _ROWS = 6
 
 
 class SafetyNet:
-    """Undoes training calls of one model in which an allocation failed, and has later calls planned tighter.
+    """Undoes training calls of one model in which an allocation failed, and plans later calls with a smaller budget.
 
-    `plan_tighter` has calls planned anew with so many bytes of the budget left free.
-    """
+    `plan_tighter` drops the plans, and makes new ones leave the given number of bytes of the budget free."""
 
     def __init__(self, model: nn.Module, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
         self.model, self.entry, self.plan_tighter = model, entry, plan_tighter
@@ -62,11 +61,10 @@ class SafetyNet:
         """The bytes that the step of the latest call is counted to hold, where that ran plain."""
 
     def run(self, attempt: Callable[[CallState], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
-        """Run a training call with these tensors by `attempt`, which is given the state before it; with `repeat` a
-        second time, by a tighter plan, if an allocation of its forward fails.
+        """Run a training call by `attempt`, which gets the state before the call; `inputs` are the call's tensors. With
+        `repeat`, a call whose forward fails to allocate is undone and run once more by a tighter plan.
 
-        Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
-        """
+        Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone."""
         before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
         self._plain_bytes = 0
         self.before = before
@@ -109,8 +107,8 @@ class SafetyNet:
         return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Undo the call in whose backward an allocation failed, and plan tighter; returns the error for the user. That
-        is `failure` itself where no planned forward is in its backward."""
+        """Undo the call in whose backward an allocation failed, and plan later calls tighter. Returns the error to
+        raise: `failure` itself where no planned forward is in its backward."""
         forwards = self.entry.in_backward()
         if not forwards:
             return failure
@@ -121,12 +119,11 @@ class SafetyNet:
         return self._error(failure, _by_plan(plan), "backward", undone=all(undone) and len(forwards) == 1)
 
     def run_plain(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], needed_bytes: int) -> Any:
-        """Run a call with these tensors as the plain model does by `attempt`; its step is counted to hold
-        `needed_bytes`.
+        """Run a call without a plan by `attempt`; its step was counted to hold `needed_bytes`, and `inputs` are its
+        tensors.
 
-        Raises `StepMemoryError` if an allocation of its forward fails: calls like it are planned from then on. The call
-        is undone where it can have written to no buffer: to keep copies in each call would take time.
-        """
+        Raises `StepMemoryError` if an allocation of its forward fails; calls like it are planned from then on. The call
+        is undone only if it can have written to no buffer, as copies of buffers in each call would take time."""
         before, self._plain_bytes = CallState.of(self.model, inputs, copying=False), needed_bytes
         try:
             return attempt()
@@ -136,7 +133,8 @@ class SafetyNet:
         raise self._plain_failed(failure, "forward", undone=before.undo() and untouched)
 
     def plain_backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Have calls planned tighter after the backward of a call that ran plain has failed; the error for the user."""
+        """Plan later calls tighter after the backward of a call without a plan has failed. Returns the error to
+        raise."""
         return self._plain_failed(failure, "backward", undone=False) if self._plain_bytes else failure
 
     def _plain_failed(self, failure: torch.OutOfMemoryError, half: str, *, undone: bool) -> StepMemoryError:
@@ -167,7 +165,7 @@ class SafetyNet:
 
 
 def tighter(held_bytes: int) -> int:
-    """The most bytes that steps are to hold after an allocation has failed in one that was to hold `held_bytes`."""
+    """The bytes that steps may hold at most after an allocation failed in one that was planned to hold `held_bytes`."""
     return held_bytes - held_bytes // _TIGHTER
 
 
@@ -185,14 +183,15 @@ def _by_plan(plan: Plan) -> str:
 
 @dataclass(frozen=True, eq=False)
 class GradientsBefore:
-    """The gradients of a model before a backward, which are not copied: a backward adds to them in place."""
+    """References to a model's gradients before a backward, and their versions: nothing is copied, as a backward adds to
+    gradients in place."""
 
     parameters: tuple[tuple[nn.Parameter, weakref.ref[torch.Tensor] | None, int], ...]
     """Each parameter with its gradient and that gradient's version."""
 
     @classmethod
     def of(cls, model: nn.Module) -> GradientsBefore:
-        """The present gradients."""
+        """The gradients that the model has now."""
         gradients = [(parameter, parameter.grad) for parameter in parameters_in(modules_of(model))]
         return cls(
             tuple(
@@ -201,7 +200,7 @@ class GradientsBefore:
         )
 
     def undo(self) -> bool:
-        """Drop the gradients that appeared since; returns False where those that were there have changed."""
+        """Drop the gradients that appeared since; returns False where one that existed has changed."""
         for parameter, before, _ in self.parameters:
             if before is None:
                 parameter.grad = None

@@ -19,8 +19,8 @@ from memopt.training_state import CallState, generator_states, set_generators
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """What it takes to run a forward in one region a second time in its backward, which computes again what the first
-    run has saved. Until it is certain that it will run, it does not keep its inputs alive."""
+    """Runs a forward in one region a second time in its backward, to compute again what was saved and freed. Until it
+    is certain that it will run, it does not keep its inputs alive."""
 
     run: Callable[..., Sequence[Any]]
     """The region as it was emitted, a function of its inputs."""

@@ -70,8 +70,8 @@ WITHIN_CHECKPOINT = (
 
 
 class Session:
-    """Takes the place of a module's call where `torch.nn.Module.compile` puts its own. It is not part of the module's
-    state, so copies and pickles of the model are plain models."""
+    """Replaces the call of a module, in the place where `torch.nn.Module.compile` puts its own. It is not part of the
+    module's state, so copies and pickles of the model are plain models."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         check_model(model)
@@ -107,7 +107,8 @@ class Session:
 
     @property
     def kinds(self) -> tuple[TrainingCalls, ...]:
-        """All kinds of calls; batches belong to the last one."""
+        """The kinds of training calls: of the model alone, and with the loss function in the region. Batches go to the
+        last one."""
         return (self.forward,) if self.with_loss is None else (self.forward, self.with_loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +131,8 @@ class Session:
         return _IN_TURN if self._alone else nullcontext()
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
-        """The loss of a batch as the loss function takes it, with model and loss function in one planned region, inside
-        the forward of `model` if that is `DistributedDataParallel` around the planned model."""
+        """The loss of a batch, with model and loss function in one planned region. `model` is the
+        `DistributedDataParallel` around the planned model, if there is one; the region then runs within its forward."""
         assert self.with_loss is not None
         (first, *rest), _ = batch_call(batch, self.with_loss.loss_fn)
         if not isinstance(model, DistributedDataParallel):
@@ -147,9 +148,9 @@ class Session:
         return self._run(self.with_loss, (args, {}))
 
     def trains(self) -> bool:
-        """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is
-        neither exported, nor captured as a part of another planned model, nor transformed by torch.func, whose
-        operators a plan does not have."""
+        """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is not
+        being exported, captured as a part of another planned model, or transformed by torch.func, whose operators a
+        plan does not have."""
         others = is_exporting() or is_capturing() or in_transform()
         return torch.is_grad_enabled() and self.model.training and not others
 
@@ -342,7 +343,7 @@ class Session:
                 if not self._looked_for_writes and checkpoint_around() is not None:
                     self._note_written_once()
                 if calls.recorded.broken.ran_unplanned:
-                    self._run_unplanned_from_now("its forward takes another way than when it was planned")
+                    self._run_unplanned_from_now("its forward takes another control-flow path than when it was planned")
                 return result
             except BudgetError as error:
                 if self.sharded.settled:
@@ -380,7 +381,7 @@ class Session:
         checkpointed, fits = choice
         reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
         if plan is not None:
-            reason += "; a plan for these sizes takes longer to make than such calls have lost"
+            reason += "; a plan for these sizes is made once such runs have cost more time than making it takes"
             self._log.checkpointed(self.status.model, call, calls.road.planning_seconds)
         self._enter(State.CHECKPOINTED, reason)
         calls.planner.accounts.note_reached(fits.step.reached)
@@ -477,16 +478,15 @@ class Session:
             calls.checkpointed.forget()
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The error for the user where an allocation failed in a backward. Whoever runs the backward has to ask for it,
-        since memopt does not see that of a plain call fail; later calls are then planned tighter."""
+        """The error to raise where an allocation failed in a backward; later calls are planned tighter. The code that
+        runs the backward has to call this, since memopt does not see a plain call's backward fail."""
         return failure if isinstance(failure, StepMemoryError) else self._safety_net.plain_backward_failed(failure)
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
-        """Plan a training call before its first run, on fake tensors. `gradients_held`: as a call that adds to existing
-        gradients; `advise`: a refusal names changes that would help. Ahead of training, all ranks plan together.
+        """Plan a training call on fake tensors before its first run. `gradients_held`: the call adds to existing
+        gradients; `advise`: a refusal names changes that would help. All ranks plan together.
 
-        Raises `BudgetError`, `CaptureError`, `RankError`.
-        """
+        Raises `BudgetError`, `CaptureError`, `RankError`."""
         calls, call = self._ahead(example_inputs)
         together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
         with self._in_turn(), stage("planning"), together, on_device(self.model):
@@ -510,8 +510,8 @@ class Session:
             return plan
 
     def estimated_bytes(self, example_inputs: Any) -> int:
-        """About the smallest budget in bytes within which a training call can be planned, in a fraction of the time
-        that its plan takes. Raises `CaptureError`."""
+        """An estimate of the smallest budget in bytes in which a training call can be planned, in a fraction of the
+        time that its plan takes. Raises `CaptureError`."""
         calls, call = self._ahead(example_inputs)
         return estimated_bytes(calls.planner, call)
 
@@ -531,8 +531,8 @@ class Session:
 
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
-        """A block in which this call is planned from the graphs of an earlier one of the same model, if its options
-        differ in the room that they leave a step alone; the earlier one has them back if the block fails."""
+        """A block in which calls are planned from the graphs of `earlier`, a session of the same model, if its options
+        differ in the budget alone; `earlier` gets them back if the block fails."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return
@@ -559,10 +559,10 @@ class Session:
             calls.take_captures(others)
 
     def take_over(self) -> None:
-        """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any.
+        """Replace the model's call. Later plans use exactly the levers on the optimizer of the plan made so far, if
+        any.
 
-        Where torch.compile is asked to compile the call, its graph breaks there and the call runs as planned.
-        """
+        If the user compiles the model, torch.compile breaks its graph at this call, which then runs as planned."""
         for calls in self.kinds:
             calls.planner.optimizer_choice.decide(self.latest.proposals if self.latest else ())
         if self.status.plan is not None:
@@ -575,7 +575,7 @@ class Session:
         self.watch.begin()
 
     def give_back(self) -> None:
-        """Restore the model's own call, and its parameters on their device."""
+        """Restore the model's own call, and move parameters on the host back to their device."""
         bring_back(self.model)
         self.share.leave()
         self.watch.end()
@@ -593,14 +593,15 @@ class Session:
 
     @property
     def chosen(self) -> tuple[Lever, ...]:
-        """The chosen levers on the optimiser, on which plans are based, from the inside out."""
+        """The chosen levers on the optimizer, which all plans assume, in the order in which they wrap it, innermost
+        first."""
         chosen = self.forward.planner.optimizer_choice.chosen
         return chosen.levers if chosen else ()
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest call, beginning with the plain step, which is counted when the plan is first asked
-        for; where the call ran plain, the plan that it would run by otherwise, made now."""
+        """The plan of the latest call, whose receipt begins with the plain step. Where that call ran plain, the plan
+        that it would otherwise run by, made when this is first read."""
         plan, with_plain_step = self._shown
         if self.status.state is not State.PLAIN:
             return with_plain_step() if plan is not None and plan is self.status.plan else self.status.plan
@@ -613,18 +614,18 @@ class Session:
 
     @property
     def none_fits(self) -> bool:
-        """Whether the latest call ran with activation checkpoints, as no plan of its regions fits."""
+        """Whether the latest call ran with activation checkpoints because no plan of its regions fits."""
         return self.status.state is State.CHECKPOINTED and any(calls.checkpointed.serve for calls in self.kinds)
 
     @property
     def in_use(self) -> Plan | None:
-        """The plan of the latest call; None where that ran plain. Nothing is planned to find it."""
+        """The plan that the latest call ran by; None where it ran plain. Nothing is planned for this."""
         return None if self.status.state is State.PLAIN else self.status.plan
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """The session that replaces an optimised model's own call, inside `DistributedDataParallel` and the wrapper of
-    `torch.compile` too; None for a plain model."""
+    """The session of an optimised model, also if it is wrapped by `DistributedDataParallel` or `torch.compile`; None
+    for a plain model."""
     call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
     if isinstance(call, Session):
         return call

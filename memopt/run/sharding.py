@@ -29,12 +29,11 @@ from memopt.run.ranks import Ranks
 
 
 class Sharded:
-    """The ranks over which `fully_shard` or `parallelize_module` has spread a model's parameters; none where they have
-    not.
+    """The ranks over which `fully_shard` or `parallelize_module` has spread a model's parameters; none for other
+    models.
 
     Every forward exchanges parameters or activations, which all ranks have to do together. So each of them plans first,
-    by itself, and the forward begins when all of them can take it.
-    """
+    by itself, and the forward begins when all of them can take it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -45,20 +44,21 @@ class Sharded:
 
     @property
     def there(self) -> bool:
-        """Whether the model is sharded: now, or at an earlier call, since parameters are unsharded within a forward."""
+        """Whether the model is sharded, now or at an earlier call: within a forward, parameters are unsharded."""
         if self._ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
             return self._ranks is not None
         return any(map(is_sharded, parameters_in(modules_of(self.model))))
 
     @property
     def settled(self) -> bool:
-        """Whether the ranks have agreed on the forward under way, or on refusing it: no rank tries it another way."""
+        """Whether the ranks have agreed to run or to refuse the current forward, so that no rank may try it with
+        another plan."""
         return self._open and self._settled
 
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-        """A block around a forward, or around planning ahead of it, that raises on all ranks if it raises on one of
-        them before `begin` is called. The first block checks that all ranks have the same `terms`."""
+        """A block for a forward, or for planning it earlier, that raises on all ranks if it raises on one of them
+        before `begin` is called. The first block checks that all ranks have the same `terms`."""
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             sharding = f"{sharding_in_words(self.model)}{placements_in_words(self.model)}"
@@ -93,8 +93,8 @@ class Sharded:
             offered = offer(least)
 
     def begin(self, exchanges: int = 0) -> None:
-        """Note that the forward begins, once all ranks can begin it. `exchanges` is a digest of the collectives that
-        its plan runs (`Emitted.exchanges`), 0 for a forward without a plan. Raises the error of the first rank that
+        """Called when the forward begins; waits until all ranks can begin it. `exchanges` is a digest of the
+        collectives that its plan runs (`Emitted.exchanges`), 0 without a plan. Raises the error of the first rank that
         cannot begin, and `RankError` on all ranks where they would run different collectives."""
         if not self._open or self._ranks is None:
             return
@@ -108,14 +108,14 @@ class Sharded:
             least, most = self._ranks.settle(None, exchanges)
             if least != most:
                 raise RankError(
-                    f"the ranks would exchange values in other orders in the step of {type(self.model).__name__}, and "
-                    "all of them stop; give all ranks batches of the same shapes"
+                    f"the ranks would exchange values in different orders in the step of {type(self.model).__name__}, "
+                    "and all of them stop; give all ranks batches of the same shapes"
                 )
         self._begun = True
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Raise `ValueError` for a model that is sharded otherwise than by `fully_shard` alone, or by `parallelize_module`
+    """Raise `ValueError` for a model that is sharded by other means than `fully_shard` alone, or `parallelize_module`
     alone over a mesh of one dimension."""
     name = type(model).__name__
     # It takes a second to import; whoever shards by it has done so.
@@ -147,10 +147,9 @@ class Keeping:
     """Decides for each planned forward how many of the last FSDP2 blocks it keeps: their parameters then stay gathered
     from their forward to their backward, which saves a gather for each of them.
 
-    Every rank plans with all blocks freed after their forward, then with as many kept as the room that this plan leaves
-    has bytes for, if that adds no recomputation. The smallest of these numbers holds on all ranks, since their gathers
-    must match.
-    """
+    Every rank plans with all blocks freed after their forward, then keeps as many as fit into the bytes that this plan
+    leaves free, if that adds no recomputation. All ranks use the smallest of these numbers, since their gathers must
+    match."""
 
     def __init__(self, resharding: Resharding, sharded: Sharded) -> None:
         self.resharding, self.sharded = resharding, sharded
@@ -162,14 +161,13 @@ class Keeping:
 
     @property
     def kept(self) -> tuple[tuple[str, int], ...]:
-        """The path and the bytes of each block that is kept as the model is set now."""
+        """The path and the bytes of each block that stays gathered, as the model is set now."""
         return self.resharding.in_use
 
     def decide(self, planned: Planned) -> None:
-        """Set the blocks that the forward which begins now keeps, the same on all ranks.
+        """Decide which blocks the forward that begins now keeps gathered, the same on all ranks.
 
-        Raises the `BudgetError` of a rank whose forward does not fit with all blocks freed, on all ranks.
-        """
+        Raises on all ranks the `BudgetError` of a rank whose forward does not fit with all blocks freed."""
         if self.sharded.there:
             self.sharded.agree(lambda most: self._choose(planned, most))
 
@@ -212,7 +210,8 @@ class Keeping:
 
 
 def placements_in_words(model: nn.Module) -> str:
-    """A text that is equal on two ranks if they have split the model alike; empty for other models."""
+    """A text that is equal on two ranks exactly if tensor parallelism splits their models alike; "" for other
+    models."""
     if not is_tensor_parallel(model):
         return ""
     split: list[tuple[str, Any]] = [(name, value) for name, value in model.named_parameters() if is_sharded(value)]
@@ -221,7 +220,8 @@ def placements_in_words(model: nn.Module) -> str:
 
 
 def check_placements(model: nn.Module) -> None:
-    """Raise `ValueError` for a split model whose ranks are not one group, or that has no values."""
+    """Raise `ValueError` for a model split by tensor parallelism whose ranks are not one group, or that has no
+    values."""
     name = type(model).__name__
     split = [value for value in model.parameters() if is_sharded(value)]
     if any(mesh_dimensions(value) > 1 for value in split):
@@ -240,7 +240,7 @@ def check_placements(model: nn.Module) -> None:
 
 
 def check_terms(model: nn.Module, terms: ModelTerms) -> None:
-    """Raise `ValueError` for options that are not for a split model."""
+    """Raise `ValueError` for options that do not work for a model split by tensor parallelism."""
     if not is_tensor_parallel(model):
         return
     options, name = terms.options, f"{type(model).__name__} is split by parallelize_module (tensor parallelism), and"
@@ -261,8 +261,8 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
 
 
 def check_unbroken(model: nn.Module, reason: str) -> None:
-    """Raise `CaptureError` for a split model whose forward is not one graph, for this reason: code between graphs would
-    have to run for its plan, and exchange values with ranks that do not plan."""
+    """Raise `CaptureError` for a model split by tensor parallelism whose forward is not one graph, for `reason`: eager
+    code between graphs would have to run while planning, and exchange values with ranks that do not plan."""
     if is_tensor_parallel(model):
         raise CaptureError(
             f"the forward of {type(model).__name__}, which is split by parallelize_module, is not one graph, as a plan "

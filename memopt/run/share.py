@@ -42,11 +42,10 @@ from memopt.units import size
 
 
 class Share:
-    """What one optimised model enters in the ledger of its device, and finds there.
+    """What one optimised model reports to the ledger of its device, and reads from it.
 
     With `Options.one_by_one` each backward is that of a single forward. Then all of them run by one plan, which adds
-    gradients in place and leaves room for the others from the first to the last.
-    """
+    gradients in place and leaves room for the other forwards."""
 
     def __init__(self, model: nn.Module, options: Options, parallel: DataParallel) -> None:
         self.model, self.parallel, self.one_by_one = model, parallel, options.one_by_one
@@ -64,34 +63,36 @@ class Share:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of the device on which the model is."""
+        """The ledger of the device that the model is on."""
         return Ledger.of(self.entry)
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes that count as held elsewhere where no look finds them: what the user gave as `elsewhere_gb`, or 0
-        for a plan for another device; None where looks find them."""
+        """The bytes that the user gave as `elsewhere_gb`, or 0 for a plan for another device; None where the device is
+        searched for them."""
         return self.entry.fixed_bytes
 
     @property
     def found(self) -> Found:
-        """What the latest look found beside a step."""
+        """What the latest search of the device found outside of the step."""
         return self.entry.found
 
     @property
     def tolerance_bytes(self) -> int:
-        """The bytes that plans leave free for what appears unnoticed; 0 where it is not looked for."""
+        """The bytes that plans leave free for tensors that appear without being noticed; 0 where the device is not
+        searched."""
         return self.entry.tolerance_bytes if self.entry.found.looked else 0
 
     @property
     def gradients_may_stay(self) -> bool:
-        """Whether gradients may be there when a later forward begins. They may not once a forward after a backward
-        began without them, as long as none began with them."""
+        """Whether parameters may still hold gradients when a later forward begins. False once a forward after a
+        backward has begun without any, and none has begun with some."""
         return self.entry.gradients_stay is not False
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
-        """The bytes that the caller's own code takes between a forward and its backward, which begins with gradients of
-        that many bytes; and, where that is guessed, how many more may be needed."""
+        """The bytes that the caller's own code, such as a loss function, allocates between a forward and its backward;
+        and, where that is a guess, how many more it may need. `tangent_bytes` is the size of the gradients that the
+        backward begins with."""
         if (seen := self.entry.until_backward(tangent_bytes)) is not None:
             return seen, 0
         if not self.entry.found.looked:
@@ -100,7 +101,8 @@ class Share:
 
     @property
     def note(self) -> str:
-        """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
+        """A sentence for plans and refusals on the bytes elsewhere on the device; empty where there are next to
+        none."""
         found = self.entry.found
         if not found.largest or found.other <= max(BOOKKEEPING_BYTES, self.entry.notable_bytes):
             return ""
@@ -111,39 +113,40 @@ class Share:
         )
 
     def join(self) -> None:
-        """Have other models planned beside what this one will hold."""
+        """Make other models' plans leave room for what this model will hold."""
         self.entry.optimised = True
         if self.ledger.others_training(self.entry):
             gc.collect()  # models that are not used any more hold nothing
 
     def leave(self) -> None:
-        """Have other models planned as if this one were plain."""
+        """Make other models' plans leave no more room for this model than for a plain one."""
         self.entry.optimised = False
 
     def look(self, call: Call) -> Found:
-        """What lies on the device beside a call that begins now, and what other optimised models will hold."""
+        """Search the device for what lies outside of a call that begins now, and add what other optimised models will
+        hold."""
         counted = self._counted(call)
         found = self.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
 
     @contextmanager
     def held_still(self, call: Call) -> Iterator[None]:
-        """A context in which what appears is not counted, for copies that are made to check a step."""
+        """A block during which new allocations are not counted as growth: they are copies made to check a step."""
         with self.ledger.held_still(self._counted(call)):
             yield
 
     def latest_elsewhere(self, call: Call) -> int:
-        """The bytes that tensors of other code held on the device at the latest look before such a call, less what has
-        been freed since; no look is made."""
+        """The bytes that tensors of other code held on the device at the latest search before such a call, less what
+        has been freed since. The device is not searched."""
         return self.ledger.latest_elsewhere(self._counted(call))
 
     @property
     def waiting(self) -> int:
-        """The number of forwards that wait for their backward, with plan or without."""
+        """The number of forwards, planned or not, that wait for their backward."""
         return len(self.entry.waiting()) + len(self.entry.plain_waiting())
 
     def begin(self) -> int:
-        """Note that a forward begins; returns the number of those that wait for their backward."""
+        """Record that a forward begins; returns the number of others that wait for their backward."""
         release_all()
         UntilBackward.drop()
         waiting = self.waiting
@@ -151,7 +154,8 @@ class Share:
         return waiting
 
     def free_waiting(self) -> bool:
-        """Have forwards that wait free what they saved, and compute it again in their backward; whether any does."""
+        """Make waiting forwards free what they saved and compute it again in their backward; returns whether any
+        does."""
         freed = sum([forward.free_saved() for forward in self.entry.waiting()])
         if freed and not self._freed:
             self._freed = True
@@ -164,8 +168,8 @@ class Share:
         return freed > 0
 
     def returned(self, call: Call, result: Any, plan: Plan | None) -> None:
-        """Note that the forward of a call returns to the caller, whose code runs until the backward; `plan` is what it
-        ran by, if anything."""
+        """Record that the forward of a call returns `result` to the caller, whose code runs until the backward. `plan`
+        is what it ran by, if anything."""
         if not self.entry.begun:
             watch_plain(self.entry, call, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
@@ -175,8 +179,8 @@ class Share:
                 UntilBackward.begin(self.entry, outputs, tensors_in(call), tangent_bytes(plan) if plan else 0)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
-        """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
-        caller has them at hand."""
+        """The situation of a call that begins now, without the forwards that wait. `parts` are the model's modules and
+        tensors, if the caller has them already."""
         parameters = (parts or Parts.of(self.model)).parameters
         held, stepped = _have_gradients(parameters), optimizer_choice.stepping is not None
         if self.entry.seen.backward:
@@ -193,7 +197,7 @@ class Share:
         )
 
     def moment(self, call: Call, situation: Situation) -> Moment:
-        """The moment at which a call begins, which is now."""
+        """The current moment, at which the call begins, for the ledger."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
         if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
@@ -204,9 +208,9 @@ class Share:
         return replace(counted, appears=True, later_bytes=later, spare_bytes=spare, kept_outputs=kept)
 
     def others_may_run(self, moment: Moment) -> bool:
-        """Whether it is not known which forwards run before the backward of this one: there were models on the device
-        at the first call that are not optimised, and no backward was seen yet; or others are optimised, and it is no
-        more than the second time that this one is called, as of a discriminator after the generator's step."""
+        """Whether forwards of other models may run before the backward of this one, as far as is known: there were
+        plain models on the device at the first call and no backward was seen yet; or there are other optimised models,
+        and this one is called for the first or second time, as a discriminator after the generator's step."""
         if self.entry.fixed_bytes is not None:
             return False
         if self.entry.seen.backward:
@@ -219,9 +223,9 @@ class Share:
         return self._others_there
 
     def for_other_models(self, moment: Moment) -> int | None:
-        """The bytes to leave to steps of other models between the forward of a call and its backward; None where it is
-        not known yet what they do then, or how many forwards of this one there will be. Before the first backward any
-        model that is there may run in between, as a teacher does."""
+        """The bytes to leave free for steps of other models between the forward of a call and its backward; None where
+        these, or the number of this model's forwards, are not known yet. Before the first backward, any model on the
+        device may run in between, as a teacher does."""
         entry, ledger = self.entry, self.ledger
         if self.others_may_run(moment):
             return None
@@ -278,7 +282,7 @@ class Share:
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
-        """The moment of the backward of a forward, which begins with these gradients."""
+        """The moment for the ledger at which the backward of a forward begins with these gradients."""
         self.parallel.note_buckets()
         counted = self._counted(((), {}), forward.plan.account.gradients_held, "backward")
         waiting = [one for one in self.entry.waiting() if isinstance(one, PendingForward)]
@@ -303,9 +307,9 @@ class Share:
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
         """Register a forward that begins now and runs by a plan.
 
-        Raises `BudgetError` where the backward of a forward that waits has no room for the gradients that the new one's
-        backward leaves to it; or, of a plain call that waits, for what the new forward holds.
-        """
+        Raises `BudgetError` where that would leave the backward of a waiting forward too little room: for a planned one
+        because of the gradients that the new forward's backward leaves, for a plain one because of what the new forward
+        holds."""
         held = plan.held_bytes
         waiting = self.waiting
         wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left()) if waiting else 0
@@ -336,9 +340,9 @@ class Share:
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
-        """The refusal of a call that began while `waiting` others waited, with a budget in which those save all that
-        they can and this one has room beside them; it says so if so many were not planned for. `plain` says how the
-        call would run plain."""
+        """The refusal of a call that began while `waiting` others waited, with a budget that has room for it and for
+        those with nothing recomputed; it says so if fewer waiting forwards were expected. `plain` tells what the call
+        needs without a plan."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)

@@ -23,7 +23,7 @@ from memopt.run.executable import Executable
 
 
 class SizeBounds:
-    """The largest sizes that plans are for: those that were seen, with a margin where they grow."""
+    """The largest sizes that plans are made for: those that were seen, with a margin where sizes grow."""
 
     def __init__(self, declared: Callable[[Call], Mapping[Place, int | None]]) -> None:
         self.declared = declared
@@ -38,8 +38,9 @@ class SizeBounds:
         """The places whose sizes the model insists on."""
 
     def changing(self, call: Call) -> Collection[Place]:
-        """The places of a call whose sizes are to be symbols: those that are declared, and, once any size has changed,
-        that size and the first of every tensor, since the last batch of an epoch is smaller."""
+        """The dimensions of a call's tensors that are captured as symbols: those declared as `dynamic`; and, once
+        any size has changed, that one and the first dimension of every tensor, since the last batch of an epoch is
+        smaller."""
         shapes = [tensor.shape for tensor in tensors_in(call)]
         seen = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
@@ -49,13 +50,13 @@ class SizeBounds:
         return (changed | first | self.declared(call).keys()) - self.fixed
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
-        """The sizes to plan for a call ahead of its run: the largest that are declared, else its own."""
+        """The sizes to plan a call for before its first run: the largest that are declared, else its own."""
         self.see(call)
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
-        """The sizes to plan for a call that exceeds all plans: the largest that are declared, else the largest seen,
-        with a margin where they grow."""
+        """The sizes to plan for where a call exceeds all plans: the largest that are declared, else the largest seen,
+        with a margin where sizes grow."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
@@ -73,7 +74,7 @@ class SizeBounds:
         return tuple(found)
 
     def see(self, call: Call) -> None:
-        """Note the sizes of a call that is planned, or that runs as the plain model does."""
+        """Record the sizes of a call that is planned, or that runs plain."""
         for number, tensor in enumerate(tensors_in(call)):
             for dimension, size in enumerate(tensor.shape) if not special_kind(tensor) else ():
                 place = number, dimension
@@ -85,7 +86,7 @@ class SizeBounds:
 
 
 def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], call: Call) -> CapturedCall:
-    """The call of a region to be planned for sizes up to `ceiling`."""
+    """The captured call of a region, to be planned for sizes up to `ceiling`."""
     if not ceiling:
         return CapturedCall.of(region)
     symbols = list(region.changing.values())
@@ -96,7 +97,8 @@ def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], 
 
 
 def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: Collection[Place]) -> dict[Place, str]:
-    """The marked places whose sizes are numbers in a region, each with the line of the model for which it is one."""
+    """The dimensions among `marked` whose sizes turned out to be constants in a region, each with the line of the model
+    that makes it one."""
     numbers = tensor_numbers(call)
     found: dict[Place, str] = {}
     for value, fake in zip(inputs, region.inputs, strict=True):
@@ -117,7 +119,7 @@ def _names_of(region: RecordedRegion, inputs: Sequence[Any], call: Call) -> dict
 
 
 def places_of(region: RecordedRegion, symbol: str, inputs: Sequence[Any], call: Call) -> Iterator[Place]:
-    """The places of the call that have a symbol as size."""
+    """The dimensions of the call's tensors whose size is `symbol` in the region's graph."""
     numbers = tensor_numbers(call)
     for value, fake in zip(inputs, region.inputs, strict=True):
         if id(value) in numbers:
@@ -144,7 +146,7 @@ Shapes = tuple[Sizes, ...]
 
 @dataclass(frozen=True)
 class LargestSizes:
-    """The sizes of inputs up to which the bytes between regions are known, from captures and with a margin where sizes
+    """The sizes of inputs up to which the bytes between regions are known: those captured, with a margin where sizes
     have grown."""
 
     shapes: Shapes
@@ -155,11 +157,11 @@ class LargestSizes:
         return cls(tuple(tuple(tensor.shape) for tensor in tensors_in(call)))
 
     def cover(self, call: Call) -> bool:
-        """Whether no input of a call is larger."""
+        """Whether no input of a call is larger than these sizes."""
         return all(size <= most for size, most in _pairs(LargestSizes.of(call).shapes, self.shapes))
 
     def covering(self, call: Call) -> LargestSizes:
-        """These sizes, and a margin above those of a call where it has larger ones."""
+        """These sizes, raised where a call has larger ones, with a margin."""
         shapes = zip(self.shapes, LargestSizes.of(call).shapes, strict=True)
         return LargestSizes(
             tuple(
@@ -169,7 +171,8 @@ class LargestSizes:
         )
 
     def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
-        """A copy of `captured` whose bytes of eager code grow in proportion to these sizes over those of `call`."""
+        """A copy of `captured`, the capture of `call`, whose bytes of eager code are scaled up from the sizes of `call`
+        to these sizes."""
         own = LargestSizes.of(call).shapes
         if own == self.shapes:
             return captured
@@ -201,7 +204,7 @@ _SHRINKS = (0.75, 0.5)
 
 
 class PlansBySize:
-    """Emitted plans by the largest sizes that each of them is for."""
+    """Emitted plans, each under the largest sizes that it is for."""
 
     def __init__(self) -> None:
         self.planning_seconds = math.inf
@@ -217,25 +220,24 @@ class PlansBySize:
         return self._emitted[ceiling]
 
     def add(self, ceiling: Sizes, emitted: Executable, seconds: float) -> None:
-        """Keep a plan that took `seconds` to make."""
+        """Store a plan for sizes up to `ceiling` that took `seconds` to make."""
         self._emitted[ceiling] = emitted
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Keep the refusal of a plan for calls of up to these sizes: from then on a smaller call is planned for exactly
-        its own sizes."""
+        """Store that sizes up to `ceiling` were refused: from then on a smaller call is planned for exactly its own
+        sizes."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:
-        """The refusal of these sizes; None where they were not refused."""
+        """The stored refusal of these sizes; None where they were not refused."""
         return self._refused.get(ceiling)
 
     def covering(self, sizes: Sizes) -> Sizes | None:
-        """The ceiling by whose plan a call of these sizes runs; None where the call exceeds all of them.
+        """The ceiling whose plan a call of these sizes runs by; None where the call exceeds all of them.
 
-        It is that of the plan with the least added time, or one that has no plan yet: a smaller ceiling, once the
-        calls it covers have lost as much time to the recomputation of larger plans as planning takes.
-        """
+        It is that of the plan with the least added time; or a smaller ceiling that has no plan yet, once the
+        recomputation of larger plans has cost calls of these sizes as much time as planning takes."""
         plans = {ceiling: emitted.plan for ceiling, emitted in self._emitted.items() if covers(ceiling, sizes)}
         if not plans:
             return None
@@ -256,7 +258,7 @@ class PlansBySize:
 
 
 def covers(ceiling: Sizes, sizes: Sizes) -> bool:
-    """Whether no size exceeds that of the ceiling."""
+    """Whether no size exceeds the corresponding one of `ceiling`."""
     return all(size <= most for size, most in zip(sizes, ceiling, strict=True))
 
 

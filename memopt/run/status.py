@@ -64,7 +64,7 @@ class Status:
 
 
 def planned_in_words(plan: Plan, shapes: str) -> str:
-    """The reason of the state PLANNED: the figures of the plan of a call with tensors of these shapes."""
+    """The text of the state PLANNED: the shapes of the call's tensors and the figures of its plan."""
     peak, budget = size(plan.predicted_peak_bytes), size(plan.budget_bytes)
     return f"{shapes}: peak {peak} of {budget}, added time {plan.added_time:.1%}"
 
@@ -74,8 +74,8 @@ _MOST = 512
 
 
 class PlanningLog:
-    """Logs the beginning and the end of planning at level INFO of the logger "memopt"; at DEBUG for shapes that were
-    planned before."""
+    """Logs the beginning and the end of planning to the logger "memopt": at level INFO, or DEBUG for shapes planned
+    before."""
 
     def __init__(self) -> None:
         self._known: LruCache[str, bool] = LruCache(_MOST)
@@ -85,22 +85,23 @@ class PlanningLog:
         tell(f"planning {model} for {shapes_of(call)}, which takes some seconds", self._level(call_signature(call)))
 
     def planned(self, plan: Plan, call: Call, seconds: float) -> None:
-        """Log a plan. `seconds` is the time from the beginning of the call to the plan's first use, or to its end where
-        it is made ahead."""
+        """Log a plan. `seconds` is the time from the beginning of the call to the plan's first use, or to the end of
+        planning if the call does not run yet."""
         signature = call_signature(call)
         words = planned_in_words(plan, shapes_of(call))
         tell(f"planned {plan.model} in {duration(seconds)} for {words}", self._level(signature))
         self._known[signature] = True
 
     def checkpointed(self, model: str, call: Call, planning_seconds: float) -> None:
-        """Log that a call runs with activation checkpoints, as a plan for its sizes takes about so long to make."""
+        """Log that a call runs with activation checkpoints, since a plan for its sizes takes about `planning_seconds`
+        to make."""
         signature = call_signature(call)
         why = f"a plan for these sizes takes about {duration(planning_seconds)} to make"
         tell(f"running {model} with activation checkpoints for {shapes_of(call)}: {why}", self._level(signature))
         self._known[signature] = True
 
     def refused(self, error: Refusal) -> Refusal:
-        """The error, after it was logged with all that its text says would help."""
+        """Log a refusal with everything that its text says would help, and return it."""
         logging.getLogger("memopt").info("%s", error)
         return error
 
@@ -109,7 +110,7 @@ class PlanningLog:
 
 
 def shapes_of(call: Call) -> str:
-    """The shapes of the tensors of a call, with the names of keywords, and of attributes of objects."""
+    """The shapes of a call's tensors as text, each with the keyword or attribute that it was passed as."""
     named = [*(("", value) for value in call[0]), *call[1].items()]
     shapes = [f"{name} {shape}".strip() for given, value in named for name, shape in _shapes(given, value)]
     return ", ".join(shapes) or "no tensors"
@@ -126,11 +127,11 @@ def _shapes(name: str, value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class UnplannedWatch(WatchingHook):
-    """Warns where the first gradient reaches a model's parameters and no planned call has begun since `begin()`.
+    """Warns, at most once, if the first gradient reaches a model's parameters though no planned call has begun since
+    `begin()`.
 
-    Nothing but a gradient tells training from other uses of a forward, and a forward that is not called through the
-    module leaves no other trace. The hooks are removed as soon as a planned call begins. It warns once at most.
-    """
+    Only gradients distinguish training from other uses of a forward, and a forward that is not called through the
+    module leaves no other trace. The hooks are removed as soon as a planned call begins."""
 
     def __init__(self, model: nn.Module, call: object) -> None:
         self._model, self._call = weakref.ref(model), weakref.ref(call)
@@ -176,9 +177,9 @@ class UnplannedWatch(WatchingHook):
                 "on the submodules that are to stay in that mode (dropout, batch norm)"
             )
         return (
-            f"the forward of {name} ran past its planned call: by {name}.forward(…), by a method that calls submodules "
-            "(a training_step), or inside of a function or module that torch.compile compiles; call the model itself, "
-            "optimise the submodule that is called, or compile nothing around the model's call"
+            f"the forward of {name} ran without its planned call: by {name}.forward(…), by a method that calls "
+            "submodules (a training_step), or inside of a function or module that torch.compile compiles; call the "
+            "model itself, optimise the submodule that is called, or compile nothing around the model's call"
         )
 
 

@@ -48,9 +48,8 @@ class TrainingCalls:
     """The training calls of one kind of a session, which runs each of them by `run`; `recording` is called when the
     planning of a call begins.
 
-    A call is recorded by Dynamo once for all situations (whether gradients are held, the bytes of forwards whose
-    backward is still to come, which parameters have hooks), and planned and emitted once for each of them.
-    """
+    A call is captured by Dynamo once for all situations (whether gradients are held, the bytes of forwards whose
+    backward is still to come, which parameters have hooks), and planned and emitted once for each situation."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class TrainingCalls:
         return plain_loss_call(self.model, self.loss_fn, self.planner.optimizer_choice.floats, own)(*args, **kwargs)
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
-        """Run a call by its plan, `before` being the state in which it began; with new plans where it has sizes that
-        those at hand do not serve. Raises `BudgetError`, `CaptureError`."""
+        """Run a call by its plan, making new plans where the existing ones do not serve its sizes. `before` is the
+        state before the call. Raises `BudgetError`, `CaptureError`."""
         reason = ""
         for _ in range(2):
             try:
@@ -100,13 +99,16 @@ class TrainingCalls:
             # at its end, so that the generators are all there is to undo.
             set_generators(before.generators, before.device)
             self.forget()
-        raise CaptureError(f"{reason}, which was planned for this batch: not compiled, the code reads other numbers")
+        raise CaptureError(
+            f"{reason}, though it was planned for this very batch: in eager mode the code computes another size than "
+            "when it is compiled; call memopt.remove(model) to train it plain"
+        )
 
     def fitting_within_modes(
         self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
     ) -> CountedStep | None:
-        """The step of a call within dispatch modes of the user's with these names, in which Dynamo records nothing, so
-        that it runs as the plain model does; None where that exceeds the budget and `allow` has "plain". Says so once.
+        """The counted step of a call made within the user's dispatch modes, called `names`: Dynamo captures nothing
+        there, so that the call runs plain. None where it exceeds the budget and `allow` has "plain". Logs this once.
         Raises `BudgetError`, `CaptureError`."""
         within = (
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
@@ -118,8 +120,10 @@ class TrainingCalls:
                 least = plain.needed_bytes(call, situation, moment, sys.maxsize)
         if fits is None and "plain" not in self.options.allow:
             if least is None:
-                raise CaptureError(f"{within}, and it is not known what its plain step holds; call it outside of it")
-            further = (f"{within}; outside of it the step is planned",)
+                raise CaptureError(
+                    f"{within}, and it cannot be counted what its plain step holds; call it outside of that mode"
+                )
+            further = (f"{within}; outside of that mode the step is planned",)
             raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
         if not self._within_modes:
             self._within_modes = True
@@ -127,9 +131,9 @@ class TrainingCalls:
         return fits
 
     def plan(self, call: Call, situation: Situation, types: AutocastState, *, advise: bool) -> Plan:
-        """The plan of a call ahead of its first run, which then finds it: read from disk, or made now. `types` is the
-        caller's own autocast; `advise`: a refusal names changes that would help, and the plan begins with the plain
-        step. Raises `BudgetError`, `CaptureError`."""
+        """The plan of a call before its first run, read from disk or made now; the first run then uses it. `types` is
+        the caller's own autocast; `advise`: a refusal names changes that would help, and the receipt begins with the
+        plain step. Raises `BudgetError`, `CaptureError`."""
 
         def plain() -> ReceiptRow | None:
             with types.restored():
@@ -146,8 +150,8 @@ class TrainingCalls:
         return plan
 
     def beside_plain(self, plan: Plan, call: Call, situation: Situation, types: AutocastState) -> Plan:
-        """A plan that a call runs by, beginning with the plain step within the caller's own autocast `types`; as it is
-        where that cannot be counted, or where the plan is for other sizes than the call's."""
+        """The plan with a receipt that begins with the plain step of the call, within the caller's own autocast
+        `types`; unchanged where that cannot be counted, or where the plan is for other sizes than the call's."""
 
         def count() -> ReceiptRow | None:
             if self.planner.accounts.account(call, situation).inputs != plan.account.inputs:
@@ -158,8 +162,8 @@ class TrainingCalls:
         return self.road.beside_plain(plan, count)
 
     def for_other_kinds(self, refused: BudgetError, call: Call, situation: Situation) -> BudgetError:
-        """The refusal of a call, with a budget that is enough for earlier calls with other kinds of arguments, too
-        (`PlainCalls.seen_beside`): each of them is planned on fakes, and the largest budget is named."""
+        """The refusal of a call with a budget that is enough for earlier calls with other kinds of arguments, too
+        (`PlainCalls.seen_beside`). Each of them is planned on fake tensors, and the largest budget is named."""
         most = refused
         for other in self.plain_calls.seen_beside(call):
             try:
@@ -175,14 +179,13 @@ class TrainingCalls:
         return refused.adding(f"{words}, as came before", smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
-        """The call with the largest sizes that the user declares, where it is planned on fakes and its values do not
-        matter; else the call."""
+        """The call with the largest sizes that the user declares, if it is planned on fake tensors; else `call`."""
         if not self.options.to_train or self.recorded.needs_fakes(call):
             return at_largest(call, self.recorded.declared(call))
         return call
 
     def shown(self, situation: Situation) -> Plan:
-        """The plan that the latest plain call would run by if its step did not fit."""
+        """The plan by which the latest plain call would run if its step did not fit."""
         with self.planner.terms.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, situation)
 
@@ -201,21 +204,20 @@ class TrainingCalls:
         return step
 
     def take_captures(self, earlier: TrainingCalls) -> None:
-        """Plan from the graphs that `earlier` has, whose options differ in the budget alone; it captures again if it is
-        called again."""
+        """Plan from the graphs that `earlier` has captured, whose options differ in the budget alone. If `earlier` is
+        called again, it captures anew."""
         self.planner.share_graphs(earlier.planner)
         self.recorded.take(earlier.recorded)
 
     def forget(self) -> None:
-        """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
+        """Drop all plans and emitted code, so that calls are planned again; captured regions stay."""
         self.recorded.forget()
         self.planner.forget_sizes()
 
     def forget_without_state(self, gradients: frozenset[int], parameters: frozenset[int], latest: Plan | None) -> None:
-        """Have calls planned again, but for those by the `latest` plan, once parameters are trained that calls did not
-        reach before: by a call, or by code outside of the forward. The optimiser has state for them from then on.
-        `parameters` has the `id`s of the model's parameters, `gradients` those of the ones among them that have
-        gradients now."""
+        """Drop the plans, except `latest`, once parameters get gradients that earlier calls did not reach, from a call
+        or from code outside of the forward: the optimizer has state for them from then on. `parameters` has the `id`s
+        of the model's parameters, `gradients` those that have a gradient now."""
         accounts = self.planner.accounts
         accounts.note_reached(gradients)
         reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parameters

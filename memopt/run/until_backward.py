@@ -35,12 +35,11 @@ _RETURNED = "memopt returned"
 
 
 class UntilBackward:
-    """What is seen of the caller's own code, from the return of a forward to the beginning of its backward.
+    """Observes what the caller's own code holds from the return of a forward to the beginning of its backward.
 
-    What operators saved is in the autograd graph. What they allocate and free again is not. It is taken to be as much
-    as the largest gradients that they pass on, unless the CPU's meter (`memopt.measure_peak`) runs and says it. memopt
-    runs no meter of its own: torch allows one profiler at a time, and that would be in the way of the user's.
-    """
+    What operators saved is in the autograd graph. What they allocate and free again is not: it is assumed to be as much
+    as the largest gradients that they pass on, unless the CPU's meter (`memopt.measure_peak`) runs and measures it.
+    memopt runs no meter of its own, as torch allows one profiler at a time, which may be the user's."""
 
     _running: ClassVar[UntilBackward | None] = None
 
@@ -61,9 +60,9 @@ class UntilBackward:
     def begin(
         cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
     ) -> None:
-        """Begin where a forward returns these outputs, which have gradients. `given` are the tensors of its call; they
-        count elsewhere, as the outputs and the model's parameters do. `tangent_bytes` are those of the gradients that
-        its plan's backward begins with, of values that only a hook has kept, too."""
+        """Begin to observe when a forward returns `outputs`, which require gradients. `given` are the tensors of its
+        call; like outputs and parameters, they are counted elsewhere. `tangent_bytes`: the size of the gradients that
+        its plan's backward begins with, also of values that only a hook keeps."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -73,22 +72,22 @@ class UntilBackward:
 
     @classmethod
     def backward_begins(cls, entry: Entry, *, alone: bool) -> None:
-        """Note that the backward of a forward begins; `alone`: no other model ran before it."""
+        """Record that the backward of a forward begins; `alone`: no other model ran in between."""
         seen = cls._running
         if seen is not None and seen.entry() is entry and alone and not seen.ended:
             seen.ended = True
             seen.end()
 
     def end(self) -> None:
-        """Mark where the caller's own code ends: its backward has come to what the forward returned, which may be of
-        code behind the last region."""
+        """Mark in the meter's events where the caller's own code ends: its backward has reached what the forward
+        returned, which may come from code after the last region."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(_END)
 
     @classmethod
     def drop(cls) -> None:
-        """Drop what is under way, where it has not come to a backward: another forward begins."""
+        """Stop observing, since another forward begins before any backward has."""
         backward_starts(None)
         if cls._running is not None and not cls._running.ended:
             cls._running.entry = lambda: None
@@ -96,8 +95,7 @@ class UntilBackward:
 
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
-        """Look at the graph of a backward that starts at these tensors, if it comes to the forward that returned
-        last."""
+        """Measure the autograd graph of a backward that starts at these tensors, if it leads to the latest forward."""
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:
@@ -114,7 +112,7 @@ class UntilBackward:
                 seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
-        """Read what was measured from the events of a meter whose block has ended."""
+        """Read the measured bytes from the events of a meter whose block has ended."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
@@ -131,10 +129,10 @@ class UntilBackward:
 def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
 ) -> tuple[int, int]:
-    """About the most bytes on a device that the graph of these autograd nodes holds before its backward, and during it.
-    `nodes` are in the order in which the backward runs them, and `roots` are what it starts at. Saved tensors count,
-    but for the storages at the addresses `counted`, and the values or gradients that are there at once; those of leaves
-    do not."""
+    """An estimate of the most bytes on a device that these autograd nodes hold before the backward, and during it.
+    `nodes` are in the order in which the backward runs them, which starts at `roots`. Saved tensors count, except
+    storages at the addresses `counted`, and so do the values or gradients that exist at the same time, except those of
+    leaves."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -161,8 +159,8 @@ def held_bytes(
 
 
 def staying(guessed_bytes: int) -> int:
-    """Of the bytes that a loss outside of the model is guessed to take beyond the least, those that may stay to the end
-    of the backward."""
+    """Of the bytes that a loss outside of the model is guessed to need beyond the least, those that may stay allocated
+    until the end of the backward."""
     return guessed_bytes // _STAYING
 
 

@@ -43,20 +43,20 @@ _STYLE = """
 
 
 def band_of(row: str) -> str:
-    """The band in which a row of the account is drawn."""
+    """The name of the coloured band in which a row of the account is drawn."""
     return row if row in COLOURS else OTHER
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The seconds at which each moment begins. The last two are those at which the optimizer's step begins and is drawn
-    to end."""
+    """The seconds at which each moment of the step begins. The last two are the beginning of the optimizer's step, and
+    its end in the drawing."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 
 
 def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
-    """For each of `count` columns of equal width from 0 to `end` seconds, the number of the moment in it at which the
-    most is held; None for columns after the step."""
+    """For each of `count` columns of equal width from 0 to `end` seconds, the number of the moment with the most bytes
+    in it; None for columns after the step."""
     at: list[int | None] = [None] * count
     begins = edges(memory)
     for moment, live in enumerate(memory.live_bytes):

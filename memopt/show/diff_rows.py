@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Entry:
-    """The same change of the same operator in all blocks of a section that have it."""
+    """One change that operators at the same place in several blocks of a section have in common."""
 
     place: Place
     by_block: Mapping[str, Change]
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """Entries that are shown on one line."""
+    """One line of a plan's diff: the entries (changes) that it shows together."""
 
     section: str
     inner: str
@@ -62,12 +62,12 @@ class Row:
 
     @property
     def blocks(self) -> frozenset[str]:
-        """The paths of the blocks in which at least one of the entries holds."""
+        """The paths of the blocks to which at least one of the entries applies."""
         return frozenset().union(*(entry.blocks for entry in self.entries))
 
     def figures(self) -> tuple[int, float, bool]:
-        """The bytes and seconds of the entries in the block in which they are the most, and whether the bytes are the
-        same in all blocks."""
+        """The bytes and seconds of the entries in the block where they are largest, and whether the bytes are the same
+        in all blocks."""
         changes = {block: [e.by_block[block] for e in self.entries if block in e.by_block] for block in self.blocks}
         sums = {
             (sum(change.nbytes * max(change.times, 1) for change in some), sum(change.seconds for change in some))
@@ -104,7 +104,7 @@ def _place(parts: list[str], blocks: set[tuple[str, ...]]) -> Place:
 
 
 def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry]:
-    """The changes as entries: those that differ in nothing but their block are one. They are in the order of their
+    """The changes as entries: changes that differ only in their block become one. They are in the order of their
     modules in `where`."""
     order = {path: number for number, path in enumerate(where)}
     alike: dict[object, list[Change]] = defaultdict(list)
@@ -164,8 +164,8 @@ def _section(entry: Entry, level: int) -> str:
 
 
 def folded(found: Sequence[Entry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
-    """The rows of the finest level at which `lines` counts at most `most` lines; those of the last level if there is
-    none."""
+    """The rows at the finest level of folding at which `lines` counts at most `most` lines; at the last level if there
+    is none."""
     for level in range(LEVELS):
         made = rows(found, level)
         if lines(made) <= most:

@@ -35,9 +35,9 @@ def render(heading: str, changes: Sequence[Change], modules: Sequence[str], widt
 def fold(
     changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH, taken: int = _HEADING
 ) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
-    """The rows to which the changes are folded for lines of `width` columns, the entries that they are made of, and the
-    paths of the blocks of each section. `modules` are in the order in which they are to be shown; `taken` is the number
-    of lines of the heading."""
+    """The changes folded into rows for lines of `width` columns, the entries that the rows are made of, and the paths
+    of the blocks of each section. `modules` are in the order in which they are to be shown; `taken` is the number of
+    lines of the heading."""
     where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
     found = entries(changes, where)
     sections = blocks_of(where)
@@ -190,12 +190,12 @@ def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
 
 
 def label_of(change: Change) -> str:
-    """The kind of a change as a row shows it; the dtypes of a change of dtype."""
+    """What a row shows as the kind of a change: for a change of dtype the two dtypes."""
     return {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
 
 
 def names_of(row: Row, blocks: Sequence[str]) -> str:
-    """The names of a row's operators: of recomputations all, of other kinds the first few. Where operators change in
+    """The names of a row's operators: all for recomputations, the first few for other kinds. Where operators change in
     different blocks, their blocks follow in brackets."""
     by_blocks: dict[frozenset[str], list[str]] = defaultdict(list)
     for entry in row.entries:
@@ -212,7 +212,7 @@ def names_of(row: Row, blocks: Sequence[str]) -> str:
 
 
 def facts_of(row: Row, blocks: Sequence[str]) -> str:
-    """Reason, bytes and time of a row's changes in one block, in a clause; `blocks` are the blocks of its section."""
+    """Reason, bytes and time of a row's changes in one block, as one phrase; `blocks` are the blocks of its section."""
     first = row.first
     nbytes, seconds, equal = row.figures()
     much = f"{'' if equal else 'up to '}{size(nbytes)}"

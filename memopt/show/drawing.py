@@ -34,8 +34,8 @@ _NEARER = 1.4
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty matplotlib figure of a size in inches, which pyplot does not keep. Raises `ModuleNotFoundError` without
-    matplotlib."""
+    """An empty matplotlib figure of this size in inches, not registered with pyplot. Raises `ModuleNotFoundError`
+    without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def quiet_frame(axes: Axes, font_size: float) -> None:
-    """Remove the frame of the axes at the top and right, and draw what is left, with short ticks, in grey."""
+    """Remove the top and right sides of the axes' frame, and draw the rest, with short ticks, in grey."""
     axes.tick_params(length=3, color=QUIET, labelsize=font_size)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(QUIET)
@@ -80,10 +80,10 @@ class Label:
 def place(
     figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[Point], dots: Sequence[Point], font_size: float
 ) -> None:
-    """Draw each label at the nearest free place, or at the one that covers least if none is free.
+    """Draw each label at the nearest free position, or where it covers the least if none is free.
 
-    `line` and `dots` are the points of the curve and the dots, in the units of the axes, which stay visible.
-    """
+    `line` and `dots` are the points of the curve and the dots, in the units of the axes, which labels should not
+    cover."""
     from matplotlib.patheffects import withStroke
 
     canvas: Any = figure.canvas

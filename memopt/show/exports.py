@@ -43,8 +43,8 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
-    """The format that is asked for, else the one that goes with the file's name. Raises `ValueError` where there is
-    none of either."""
+    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` where there is
+    neither."""
     if given is None:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
@@ -56,11 +56,10 @@ def format_of(path: Path, given: str | None) -> Format:
 
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
-    """Write a file in the format given or in that of its name, from the step or from the joint graph of a plan, which
-    are made only if needed.
+    """Write a file in the format `given`, or in that of its name. `step` and `graph` make the plan's step and joint
+    graph; each is called only if that format needs it.
 
-    Raises `ValueError` for an unknown format or name, `OSError` where the file cannot be written.
-    """
+    Raises `ValueError` for an unknown format or name, `OSError` where the file cannot be written."""
     chosen = format_of(path, given)
     if chosen == "snapshot":
         whole = step()

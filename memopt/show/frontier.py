@@ -30,7 +30,7 @@ _TOUCH_PIXELS = 16.0
 
 
 def render(frontier: Frontier, width: int = 110) -> str:
-    """A headline, the curve, and the recipes beside it, as text of `width` columns."""
+    """A headline, the curve and the recipes, as text of `width` columns."""
     return as_text(*parts(frontier), width=width)
 
 
@@ -77,7 +77,7 @@ def _recipe_table(frontier: Frontier) -> Table:
 
 
 def spread(points: Sequence[FrontierPoint], most: int = ROWS) -> Sequence[FrontierPoint]:
-    """At most `most` of the points, with both ends, at even distances along the curve as it is drawn."""
+    """At most `most` of the points: both ends, and points at even distances between them along the drawn curve."""
     if len(points) <= most:
         return points
     width = points[-1].budget_gb - points[0].budget_gb
@@ -221,8 +221,8 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
 
 
 def named(recipes: Iterable[Recipe]) -> str:
-    """The names of several recipes as one short label: "per block" and "every k blocks" are shown by k, as in "1, 2,
-    √L"."""
+    """The names of several recipes as one short label: "per block" and "every k blocks" become the number k, as in "1,
+    2, √L"."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
     numbers = [name.split()[1] if _is_every(name) else name for name in names]
     return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))

@@ -40,14 +40,14 @@ _SIGNS = (
 )
 _ADVICE = {
     ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
-    "(chunked_loss), and writes dead results over (reinplace): all on by default",
+    "(chunked_loss), and overwrites results that nothing reads any more (reinplace): all on by default",
     BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
     'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; temporaries are part of every plan',
     STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
     STEP: "fused=True in AdamW and its kin takes no temporaries for all parameters at once",
     PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
-    BEFORE: "parameters and what else there was: call torch.cuda.memory._record_memory_history() before the model is "
-    "built to see which",
+    BEFORE: "parameters and all else that was allocated before the recording: call "
+    "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer; a plan counts what is left of them",
 }
 
@@ -58,7 +58,7 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Held:
-    """The blocks of one row that one line allocated, at the moment at which the most was held."""
+    """The blocks of one kind of memory that one line of code allocated, at the moment of the peak."""
 
     row: str
     place: str
@@ -69,7 +69,7 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """The memory of one device, in bytes."""
+    """The memory of one device at its peak, in bytes, by kind and line of code."""
 
     device: int
     reserved_bytes: int
@@ -89,8 +89,8 @@ class MemoryHistory:
 
     @property
     def rows(self) -> dict[str, int]:
-        """The bytes in use at the peak by kind (such as "activations"), the most first; also the gaps between blocks,
-        where they are large."""
+        """The bytes in use at the peak by kind (such as "activations"), the largest first; gaps between blocks are
+        included where they are large."""
         found: Counter[str] = Counter()
         for one in self.held:
             found[one.row] += one.nbytes
@@ -100,7 +100,7 @@ class MemoryHistory:
 
     @property
     def advice(self) -> dict[str, str]:
-        """For each row for which there is any, what memopt would do about it."""
+        """For each kind of memory that memopt can reduce, what it would do."""
         return {row: _ADVICE[row] for row in self.rows if row in _ADVICE}
 
 

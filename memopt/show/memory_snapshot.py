@@ -24,8 +24,9 @@ expects to find."""
 
 
 def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
-    """The snapshot of a step whose memory over time is `memory`. The resident rows of the account are allocated before
-    the first operator, with one block for each module that has a part in a row."""
+    """The step as a memory snapshot that pytorch.org/memory_viz shows; `memory` is its memory over time. The resident
+    rows of the account are allocated before the first operator, with one block for each module that contributes to a
+    row."""
     recording = _Recording()
     for row, nbytes in memory.resident.items():
         for module, share in step.shares(row, nbytes):

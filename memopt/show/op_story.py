@@ -57,9 +57,9 @@ def values_table(plan: Plan) -> Table:
 
 
 def story_of(plan: Plan, wanted: str) -> tuple[Any, list[Table]]:
-    """All that is known of the op named `wanted`, as figures for JSON and as a table. If that names several, such as
-    the ops of a module, the figures are a list of them, and the tables are that list and the op whose forward takes
-    longest. Raises `ValueError` if it names none."""
+    """All that is known of the op named `wanted`, as figures for JSON and as tables. If the name fits several, such as
+    the ops of a module, the figures are a list of them, and the tables show that list and the op whose forward takes
+    longest. Raises `ValueError` if it fits none."""
     graph = plan.networkx()
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
@@ -148,8 +148,8 @@ def _short(operator: str) -> str:
 
 
 def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
-    """Why an op has its dtype: the choice that the plan made for the operator that it comes from. `facts` are the op's
-    in `Plan.networkx`, `readers` the names of the ops that read it."""
+    """Why an op has its dtype: the reason that the plan has for the operator it comes from. `facts` are the op's
+    attributes in `Plan.networkx`, `readers` the names of the ops that read it."""
     captured = plan.captured
     assert captured is not None
     region = captured.regions[facts["region"]]

@@ -50,9 +50,8 @@ def page(
 ) -> str:
     """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs.
 
-    `cards` are those of `Plan.cards`. `recipes` are those of checkpointing by hand on the same step. If a `frontier` is
-    given, its curve is shown, with its own recipes.
-    """
+    `cards` and `recipes` are what `Plan.cards` and `Plan.recipes` return. If a `frontier` is given, its curve is shown,
+    with its own recipes."""
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     texts: _Texts = defaultdict()
     texts.default_factory = texts.__len__
@@ -225,8 +224,8 @@ def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None
 
 
 def short_source(source: str) -> str:
-    """The source line without the folders above site-packages or the working directory: a page that is passed on does
-    not tell where its author's files are."""
+    """The source line's path without the folders above site-packages or the working directory, so that a page can be
+    passed on without showing where its author's files are."""
     path = source.rpartition("site-packages/")[2]
     here = f"{Path.cwd()}/"
     return path.removeprefix(here)

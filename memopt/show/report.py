@@ -39,8 +39,8 @@ def render(plan: Plan, width: int = 110) -> str:
 
 
 def brief(plan: Plan, width: int = 110) -> str:
-    """What `render` shows, shortened to at most `BRIEF_LINES` lines where it is longer: small rows of bytes are summed,
-    modules too, the first notes have a line each, and the last line says how to print the rest."""
+    """The text of `render`, shortened to at most `BRIEF_LINES` lines: small rows of bytes, and modules, are summed;
+    only the first notes are shown, on one line each; and the last line says how to print the rest."""
     whole = render(plan, width)
     if whole.count("\n") < BRIEF_LINES:
         return whole
@@ -123,7 +123,7 @@ def _added(plan: Plan) -> str:
 
 
 def before_all(plan: Plan) -> tuple[str, int]:
-    """The step that a plan is compared with, in words, and its peak in bytes: the plain step, or, where that was not
+    """The step that a plan is compared with, as a phrase, and its peak in bytes: the plain step, or, where that was not
     counted, the captured one."""
     first = plan.receipt[0] if plan.receipt else ReceiptRow("", plan.plain.peak_bytes, plan.step_seconds)
     return first.lever or AS_CAPTURED, first.peak_bytes
@@ -170,7 +170,10 @@ def _decisions_line(plan: Plan) -> str:
     paths = [path or "(model)" for path in dict.fromkeys(row.path for row in plan.decisions)]
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     saved = size(sum(row.saved_bytes for row in plan.decisions))
-    return f"never recomputed, since they decide: {named} in {paths[0]}{more}; {saved} of their results are saved"
+    return (
+        f"never recomputed, since they make discrete choices that rounding could change: {named} in {paths[0]}{more}; "
+        f"{saved} of their results are saved"
+    )
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:
@@ -225,7 +228,7 @@ def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
 
 def receipt_table(plan: Plan) -> Table:
     """A table with the plain step, then a row for each lever: the step's peak and time with it and all levers before
-    it, and what it changed in both. Added times are shares of the same step as the plan's own."""
+    it, and what it changed in both. Added times are fractions of the same step time as the plan's own."""
     table = new_table("Levers in use", "lever", right=("peak", "less", "time", "added"))
     before = plan.receipt[0]
     for row in plan.receipt:
@@ -258,10 +261,9 @@ def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = F
 
 
 def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
-    """The rows with runs of equal neighbours in a list of modules ("layers.0", "layers.1", …) put together.
+    """The rows, with runs of equal neighbours in a list of modules ("layers.0", "layers.1", …) combined.
 
-    Returns the first row, the last row and the length of each run; a row by itself is a run of 1.
-    """
+    Returns the first row, the last row and the length of each run; a row by itself is a run of 1."""
     runs: list[tuple[ModuleRow, ModuleRow, int]] = []
     for row in rows:
         if runs and row.path[-1:].isdigit() and _siblings(runs[-1][1], row):

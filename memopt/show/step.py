@@ -57,8 +57,8 @@ class StepOp:
 
 @dataclass(frozen=True)
 class LiveRange:
-    """A stretch of time in which a storage is in memory: from the evaluation that makes it, or fetches it from the
-    host, to the last one that needs it. A storage that is recomputed has several."""
+    """A period in which a storage is in device memory: from the evaluation that makes it, or fetches it from the host,
+    to the last one that needs it. A recomputed storage has several."""
 
     op: int
     """Number of the operator that makes the storage, in `Step.ops`."""
@@ -86,8 +86,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Copy:
-    """An offloaded value on its way to the host (`out`) or back: the number of the operator in `Step.ops` that made it,
-    its bytes, and start and end in seconds from the beginning of the step."""
+    """One copy of an offloaded value to the host (`out`) or back: the number in `Step.ops` of the operator that made
+    the value, its bytes, and start and end in seconds from the beginning of the step."""
 
     op: int
     nbytes: int
@@ -98,8 +98,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Everything that a step holds at every moment. There is a moment for each evaluation, by its position, and moment
-    `len(evaluations)` is that of `optimizer.step()`."""
+    """Everything that a step holds at every moment. There is one moment for each evaluation, and a last one,
+    `len(evaluations)`, for `optimizer.step()`."""
 
     resident: Mapping[str, int]
     """The bytes of the rows of the account that are held through forward and backward."""
@@ -119,7 +119,7 @@ class StepMemory:
         return tuple(sum(rows.values()) for rows in self.held())
 
     def held(self) -> Iterator[Mapping[str, int]]:
-        """The bytes held at each moment by row of the account, with the workspace of the operator that runs."""
+        """For each moment, the bytes held by row of the account, including the workspace of the operator that runs."""
         change: list[Counter[str]] = [Counter() for _ in range(len(self.evaluations) + 1)]
         for kept in self.ranges:
             change[kept.first][kept.kind] += kept.nbytes
@@ -132,8 +132,8 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The first moment at which the most is held; that of the optimizer's step only if it holds more than any
-        other."""
+        """The first moment with the most bytes; the optimizer's step is returned only if it holds more than any other
+        moment."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)
 
     @property
@@ -142,13 +142,13 @@ class StepMemory:
         return self.live_bytes[self.peak]
 
     def live(self, moment: int) -> Iterator[LiveRange]:
-        """The live ranges that a moment lies in; none at the optimizer's step."""
+        """The live ranges that contain a moment; none at the optimizer's step."""
         if moment < len(self.evaluations):
             yield from (kept for kept in self.ranges if kept.first <= moment <= kept.last)
 
     def rows(self, moment: int) -> Mapping[str, int]:
-        """The rows of the account that are held for all of the phase in which a moment lies, which is the optimizer's
-        step or what is before it."""
+        """The account's rows that do not change during the phase of a moment (the optimizer's step, or everything
+        before it), with their bytes."""
         return self.resident if moment < len(self.evaluations) else self.optimizer
 
 
@@ -175,8 +175,8 @@ class Step:
     types: tuple[TypedOp, ...] = ()
 
     def by_module(self, memory: StepMemory, moment: int) -> dict[str, Counter[str]]:
-        """The bytes of each module at a moment, by row of the account; "" stands for what belongs to no module. They
-        sum up to the bytes held, but for negative rows, which are left out."""
+        """The bytes of each module at a moment, by row of the account; "" is for what belongs to no module. They add up
+        to the bytes held, except for negative rows, which are left out."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for row, nbytes in memory.rows(moment).items():
             for module, share in self.shares(row, nbytes):
@@ -190,14 +190,14 @@ class Step:
         return {module: rows for module, rows in kept_rows.items() if rows}
 
     def at(self, memory: StepMemory, moment: int) -> str:
-        """A moment in words: the operator that runs, or the optimizer's step."""
+        """A description of a moment: the operator that runs, or the optimizer's step."""
         if moment == len(memory.evaluations):
             return OPTIMIZER_STEP
         op = self.ops[memory.evaluations[moment].op]
         return f"{op.name} of {op.module}" if op.module else op.name
 
     def shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
-        """The modules' shares of the bytes of a row of the account; "" gets what belongs to none."""
+        """Each module's share of `nbytes` bytes of a row of the account; "" gets what belongs to no module."""
         known = sum(self.parameters.values())
         if row not in BY_PARAMETERS or not known:
             yield "", nbytes

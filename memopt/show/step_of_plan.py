@@ -32,8 +32,8 @@ def step_memory(
     problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
 ) -> StepMemory:
     """The memory of a step that runs by `schedule`. `numbers` gives the number in `Step.ops` of each op of the problem;
-    `link` is the link to the host, None for a schedule without offloads. `account` is what the step holds beside the
-    problem's storages; the problem's own resident bytes are ignored."""
+    `link` is the link to the host, None for a schedule without offloads. Resident bytes come from `account`; those of
+    the problem are ignored."""
     times = time_line(problem, schedule, link or ANY_LINK)
     return StepMemory(
         resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
@@ -103,8 +103,8 @@ def step_of(plan: Plan) -> Step:
 
 
 def smallest_memory(plan: Plan, step: Step) -> StepMemory:
-    """The memory of a plan's step within the smallest budget that works. `step` is that of the plan, whose operators it
-    has."""
+    """The memory over time of a plan's step within the smallest budget that works. `step` is the plan's own, with the
+    same operators."""
     priced, joined = plan.solved[0], plan.solved[0].problem
     number = {op.name: at for at, op in enumerate(step.ops)}
     numbers = [number[name] for name in op_names(priced.traced, joined)]

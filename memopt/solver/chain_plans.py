@@ -32,10 +32,9 @@ _MOST_BLOCKS = 512
 
 
 class NestedChain:
-    """Proposes the nested plans for the budget and for a few multiples of it.
+    """Proposes the nested chain plans (see the module) for the budget and for a few multiples of it.
 
-    The portfolio repairs plans that pass the budget, and polishes plans that leave memory unused.
-    """
+    The portfolio repairs plans that exceed the budget, and polishes plans that leave memory unused."""
 
     name = "nested chain"
 

@@ -27,9 +27,8 @@ def movable_storages(problem: RematProblem) -> list[bool]:
 class Held:
     """The storages that every schedule holds at each op's first evaluation, besides those that the op reads and makes.
 
-    They are the kept results made so far, and the storages still to be read that cannot be recomputed: those of
-    backward ops and of ops that are not recomputable. `held[i]` is the set of storages at op i.
-    """
+    They are results of the step that stay to its end, and storages still to be read that cannot be recomputed: those
+    made by backward ops and by ops that are not recomputable. `held[i]` is the set at op i."""
 
     def __init__(self, problem: RematProblem) -> None:
         self._problem = problem
@@ -81,7 +80,8 @@ class _Floor:
 
 
 def floor_of(problem: RematProblem) -> _Floor:
-    """The largest need of one op: storages that it reads and makes, workspace, and bytes held in any case."""
+    """The largest need of any single op, with that op: bytes of the storages that it reads and makes, its workspace,
+    and bytes held in any case."""
     if not problem.ops:
         return _Floor(problem.resident_bytes, -1)
     needs = Held(problem).needs
@@ -126,8 +126,7 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
 class Position:
     """The lower hull of bytes live and seconds recomputed at the first evaluation of op `index` (see `LowerBound`).
 
-    It is computed in detail only around the bytes that the budgets asked for leave there.
-    """
+    It is computed in detail only near the bytes that the budgets in question leave there."""
 
     def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
         self.base_bytes = int(held.needs[index])

@@ -55,7 +55,7 @@ def needed_by_backward(problem: RematProblem) -> frozenset[int]:
 
 
 def kept_by_forward(problem: RematProblem) -> frozenset[int]:
-    """The kept storages that forward ops make, which are live during the whole backward in any case."""
+    """The forward's storages that are live to the end of the step in any case (`Storage.kept`), such as outputs."""
     makes = {storage for op in problem.ops[: problem.forward_ops] for storage in op.makes}
     return frozenset(storage for storage in makes if problem.storages[storage].kept)
 
@@ -64,8 +64,7 @@ class CutNetwork:
     """The network for one set of `needed` storages, built once and cut at many prices.
 
     `held` storages are live in any case and cost nothing to save. By default, `needed` are the forward storages that
-    the backward reads, and `held` the forward's kept storages.
-    """
+    the backward reads, and `held` those of `kept_by_forward`."""
 
     def __init__(
         self, problem: RematProblem, needed: Iterable[int] | None = None, held: Collection[int] | None = None
@@ -244,9 +243,9 @@ class MinimumCut:
 def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
     """The forward in order, then each backward op, preceded by the recomputation of the storages that it misses.
 
-    A recomputed storage is held until its last read, so every op runs at most twice. Kept storages and those that
-    cannot be recomputed count as saved. Raises `ValueError` for a storage that is not in the problem.
-    """
+    A recomputed storage is held until its last read, so every op runs at most twice. Storages that are live to the end
+    (`Storage.kept`) and those that cannot be recomputed count as saved. Raises `ValueError` for a storage that is not
+    in the problem."""
     unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
     if unknown:
         raise ValueError(f"storages {unknown} to save are not in the problem, which has {len(problem.storages)}")

@@ -183,7 +183,9 @@ class OffloadPortfolio:
     def __init__(
         self, problem: RematProblem, portfolio: Portfolio | None = None, solvers: Sequence[Solver] = ()
     ) -> None:
-        assert portfolio is None or not solvers, "the solvers of a given portfolio are asked: give them to it"
+        assert portfolio is None or not solvers, (
+            "give solvers either here or to the portfolio, not both: those of the portfolio are used"
+        )
         self._problem = problem
         self._portfolio = portfolio or Portfolio(problem, solvers)
         self._arrays = arrays_of(problem)
@@ -203,11 +205,10 @@ class OffloadPortfolio:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`, over `link`.
 
         `effort` is as in `Portfolio.solve`; "best" searches for up to `limit_seconds`, half of them with offloads.
-        `plain` is the portfolio's solution for this budget without offloads; with None the portfolio is asked for it.
+        `plain` is the portfolio's solution for this budget without offloads; with None it is solved for here.
 
         Raises `Infeasible` if no schedule is found, with the smallest peak that works, and `ValueError` for another
-        effort.
-        """
+        effort."""
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
         bound = self._bound.added_seconds(budget_bytes, link)
@@ -233,7 +234,8 @@ class OffloadPortfolio:
         return self._judged(search.best, budget_bytes, link, bound)
 
     def smallest(self, link: Link) -> OffloadSolution:
-        """The schedule with the smallest peak found: with enough room on the host, that of `transient_floor`."""
+        """The schedule with the smallest peak found; with enough room on the host, its peak is that of
+        `transient_floor`."""
         self._portfolio.build_on_smallest()
         return self.solve(self._smallest_peak(link), link, "fast")
 

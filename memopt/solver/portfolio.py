@@ -46,11 +46,10 @@ class Portfolio:
     A solution fits its budget, adds no more seconds than any baseline or plan of the hull that fits, and no more than
     any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
-    `solvers` are a user's own. Each `solve` asks them once after the built-in solvers, so no solution gets slower by
-    them. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with
+    `solvers` are a user's own. Each `solve` calls them once after the built-in solvers, so they make no solution
+    slower. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with
     the solver's name in `Solution.method`. Schedules with offloads are left to `OffloadPortfolio`. If a solver fails,
-    `SolverError` is raised.
-    """
+    `SolverError` is raised."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self._problem = problem
@@ -112,8 +111,8 @@ class Portfolio:
         return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
 
     def build_on_smallest(self) -> None:
-        """Have every later `solve` start from the schedule with the smallest peak as well, as if it had been found for
-        a budget. `smallest` alone changes no later solution."""
+        """From now on, start every `solve` from the schedule with the smallest peak as well. (Calling `smallest` alone
+        changes no later solution.)"""
         self._found.append(self._own_smallest)
 
     def known_within(self, budget_bytes: int) -> Iterator[Solution]:
@@ -279,7 +278,7 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
 def warm_up() -> None:
     """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used.
 
-    Warns if neither the extension nor numba is there, so that the kernels run as plain Python.
+    Warns if neither the extension nor numba is installed, so that the kernels run as plain Python.
 
     With numba this takes about 12 seconds the first time on a machine; later processes read the machine code from disk.
     """

@@ -63,7 +63,7 @@ class Op:
 
     @property
     def is_receipt(self) -> bool:
-        """Whether the op stands for a value from outside, the gradient of an output."""
+        """Whether the op stands for a value that comes from outside: the gradient of an output."""
         return not self.reads and not self.seconds
 
 
@@ -100,7 +100,7 @@ class RematProblem:
 
     @cached_property
     def home_bytes(self) -> int:
-        """The bytes of the storages that lie on the host for the whole step."""
+        """The bytes of the storages that are on the host for the whole step."""
         return sum(storage.bytes for storage in self.storages if storage.home)
 
     @cached_property
@@ -122,11 +122,11 @@ class RematProblem:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Two queues, one for each direction (PCIe and NVLink are full duplex), that move one storage at a time.
+    """The link to the host's memory as two queues, one for each direction (PCIe and NVLink are full duplex), each of
+    which moves one storage at a time.
 
     Transfers run in parallel to compute. With a bandwidth of 0 nothing can be offloaded; with an infinite one a
-    transfer takes the latency only.
-    """
+    transfer takes the latency only."""
 
     bytes_per_second: float
     """Bandwidth of each direction."""
@@ -174,8 +174,8 @@ class Schedule:
 
     First evaluations are in program order. Backward ops are evaluated once; forward ops may be recomputed anywhere
     after their first evaluation. Each evaluation makes a new version of the storages that its op makes. A read binds to
-    the latest version, and a version is live until its last read (the first version of a kept storage: until the end).
-    """
+    the latest version, and a version is live until its last read (the first version of a `Storage.kept` storage: until
+    the end)."""
 
     evaluations: tuple[int, ...]
     offloads: tuple[Offload, ...] = ()

@@ -107,10 +107,10 @@ def checked_solvers(solvers: Sequence[Solver]) -> tuple[Solver, ...]:
 
 
 def proposed(solver: Solver, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-    """The first `MOST_CANDIDATES` schedules that a user's solver proposes, each checked with `Schedule.check`.
+    """The first schedules, at most `MOST_CANDIDATES`, that a user's solver proposes, each checked with
+    `Schedule.check`.
 
-    Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules.
-    """
+    Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules."""
     try:
         candidates = list(islice(solver.candidates(problem, budget_bytes), MOST_CANDIDATES))
     except Exception as error:
@@ -249,8 +249,7 @@ def _segment_starts(problem: RematProblem) -> list[int]:
 class SaveAll:
     """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
 
-    `solvers` are a user's own, which `OffloadPortfolio` asks; without offloads there is nothing for them to choose.
-    """
+    `solvers` are a user's own, which `OffloadPortfolio` calls; without offloads there is nothing for them to choose."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self.users = UserSolvers(problem, solvers)

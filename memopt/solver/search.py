@@ -45,8 +45,7 @@ def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
 class Search:
     """The best schedule so far under one cap, and ways to improve it. Deterministic: its noise has a fixed seed.
 
-    Once the best schedule adds `enough_seconds` or less, no improvement is tried any more.
-    """
+    Once the best schedule adds `enough_seconds` or less, the search stops."""
 
     def __init__(self, arrays: Arrays, cap_bytes: int, enough_seconds: float = -1.0) -> None:
         self._arrays = arrays
@@ -63,7 +62,8 @@ class Search:
         return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
-        """Make `plan` the best if it fits the cap and is faster than the best; returns whether it was."""
+        """Make `plan` the best schedule if it fits the cap and is faster than the best so far; returns whether it
+        was."""
         if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
@@ -163,7 +163,7 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a search at one time."""
+    """How far a search has come: the seconds used, the best added seconds so far, and their lower bound."""
 
     seconds: float
     """Wall time in seconds since the search began."""

@@ -111,12 +111,11 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
     """Count the live bytes at each evaluation of `schedule`, and its seconds; `link` carries the offloaded storages.
 
     A read binds to the latest evaluation of the storage's producer, or to a copy fetched since. A version is live up to
-    its last read, or at its making only if nothing reads it; the first version of a kept storage is live to the end.
-    A version that is copied out is live until `Offload.freed_before`, the fetched copy from `fetch_from` on.
+    its last read, or at its making only if nothing reads it; the first version of a `Storage.kept` storage is live to
+    the end. A version that is copied out is live until `Offload.freed_before`, the fetched copy from `fetch_from` on.
 
     Raises `ValueError` if the schedule is invalid (`Schedule.check`), offloads without a link, or puts more on the
-    host than `link.host_bytes`.
-    """
+    host than `link.host_bytes`."""
     schedule.check(problem)
     evaluations = schedule.evaluations
     if not evaluations:

@@ -166,10 +166,10 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """Returns the sums as a further call begins, whose microbatches have these token `counts`.
+        """The sums as a further call begins, whose microbatches have these token `counts`.
 
-        The first call with a token sets the reference: its tokens times `calls`, the calls in an effective batch.
-        """
+        The first call with any token sets the reference: its tokens times `calls`, the number of calls in an effective
+        batch."""
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
@@ -190,8 +190,8 @@ class EffectiveBatch:
 
     @property
     def correction(self) -> torch.Tensor:
-        """The factor by which gradients and loss are multiplied in the end: exactly 1 where the reference was right,
-        and infinite without tokens."""
+        """The factor by which gradients and loss are multiplied at the end of the effective batch: exactly 1 where the
+        reference was right, and infinite without tokens."""
         return self.reference / self.tokens
 
     @property
@@ -226,17 +226,17 @@ class Splitting:
         self._pieces: LruCache[str, int] = LruCache(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
-        """The number of pieces into which this batch is split, as far as is known: 1 for a batch that was not
+        """The number of pieces into which this batch is split, as far as is known: 1 unless a batch like it was
         refused."""
         return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:
-        """The least number of pieces above the present one with which the step fits, found by planning and remembered.
+        """The smallest number of pieces above the current one with which the step fits, found by planning and
+        remembered.
 
-        Raises `refused` where the user has set the number, gives microbatches or does not allow the lever. Raises
-        `BudgetError` where pieces would have batch statistics of their own, and the refusal with the smallest budget
-        where not even single samples fit.
-        """
+        Raises `refused` where the user has set the number, passes microbatches or does not allow the lever
+        "microbatch". Raises `BudgetError` where the model has batch statistics, which would be those of each piece, and
+        the refusal with the smallest budget where not even single samples fit."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused

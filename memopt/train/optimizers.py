@@ -88,7 +88,7 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 
 
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Raise `ValueError` where the model's plan counts on levers on the optimizer that these optimizers do not have."""
+    """Raise `ValueError` where the model's plan assumes levers on the optimizer that these optimizers do not have."""
     planned = session_of(model)
     chosen = [lever.name for lever in planned.chosen] if planned is not None else []
     if OPTIMIZER_IN_BACKWARD.name in chosen:
@@ -105,8 +105,8 @@ def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
 
 
 def norm_limit(value: Any) -> float | None:
-    """`max_grad_norm` as a float, or None for no clipping. Raises `TypeError` for what is no number, and `ValueError`
-    for a number that is not positive."""
+    """`max_grad_norm` as a float, or None for no clipping. Raises `TypeError` where it is no number, and `ValueError`
+    where it is not positive."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -24,13 +24,12 @@ class RunState:
 
     `dcp.save({"run": RunState(step)}, checkpoint_id=folder)` and `dcp.load({"run": RunState(step)},
     checkpoint_id=folder)`, called on all ranks, save and restore a run under FSDP2, `DistributedDataParallel` or on one
-    device. It may be resumed on another number of ranks, or wrapped otherwise: parameters and the optimizers' state go
-    by the names of parameters. On as many ranks each rank's random generators are restored too, and the run is bitwise
-    as if it had never stopped; on another number each rank goes on with the generators that it has.
+    device. It may be resumed on another number of ranks, or with another wrapper: parameters and the optimizers' state
+    are stored by the names of parameters. On the same number of ranks each rank's random generators are restored too,
+    and the run is bitwise as if it had never stopped; on another number each rank keeps its current generators.
 
     Raises `ValueError` where it is saved or loaded within an effective batch, for a state of another run, and for
-    optimizers that levers have changed.
-    """
+    optimizers that levers have changed."""
 
     def __init__(self, step: TrainStep) -> None:
         if changed := next((one for one in step.optimizers if isinstance(one, Parameterwise)), None):
@@ -41,7 +40,7 @@ class RunState:
         self.step = step
 
     def state_dict(self) -> StateDict:
-        """The state to be saved, or to be loaded into: parameters and optimizer state sharded as on the ranks."""
+        """The state to save, or to load into: parameters and optimizer state, sharded as they are on the ranks."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
 
         if calls := self.step.effective_batch.calls:

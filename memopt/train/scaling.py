@@ -100,16 +100,15 @@ class Scaling:
         return self.scaler.scale(loss)
 
     def current(self, device: torch.device) -> torch.Tensor:
-        """The scale, on the device."""
+        """The loss scale, as a tensor on the device."""
         return self.scaler.scale(torch.ones((), device=device))
 
     def unscale(self, optimizers: Sequence[torch.optim.Optimizer], finite: torch.Tensor) -> torch.Tensor:
         """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
         0.0.
 
-        It is skipped if `finite` is false or any gradient of any optimizer is not finite. GradScaler by itself decides
-        for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all.
-        """
+        It is skipped if `finite` is false or any gradient of any optimizer is not finite. A `GradScaler` decides for
+        each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all."""
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
@@ -124,7 +123,7 @@ class Scaling:
         return skipped
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> _Verdict:
-        """Step all optimizers, or none if `skipped`, the result of `unscale`, says so."""
+        """Step all optimizers, or none if `skipped`, the result of `unscale`, is 1.0."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
             return _Verdict(skipped)
@@ -136,8 +135,8 @@ class Scaling:
         self._unscaled = False
 
     def forget(self) -> None:
-        """Reset for the next batch after an error, which may have come between `unscale` and `update`; the scale stays
-        as it is."""
+        """Reset for the next batch after an error, which may have come between `unscale` and `update`; the scale does
+        not change."""
         if self._unscaled:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
@@ -194,11 +193,10 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers after the optimizers stepped, and warns once of a skipped step that a smaller scale would
-    not have saved.
+    """Steps the schedulers once the optimizers have stepped, and warns once of a skipped step that a smaller loss scale
+    would not have saved.
 
-    If the host does not know yet whether a step was skipped, both wait until `settle`.
-    """
+    While the host does not know yet whether a step was skipped, both wait until `settle`."""
 
     def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
         self.schedulers, self.scale_adapts = schedulers, scale_adapts
@@ -206,13 +204,14 @@ class FollowUp:
         self._warned = False
 
     def take(self, number: int, result: StepResult) -> None:
-        """Take the result of effective batch `number`, and act on it now if the host knows whether it was skipped."""
+        """Store the result of effective batch `number`, and act on it now if the host already knows whether it was
+        skipped."""
         self._waiting = number, result
         if result.verdict is not None and result.verdict.on_host:
             self.settle()
 
     def settle(self) -> None:
-        """Act on the latest result, unless that is done; waits for the device if the host does not know yet whether it
+        """Act on the latest result, unless that was done; waits for the device if the host does not know yet whether it
         was skipped."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:

@@ -96,16 +96,15 @@ def loop_state(step: _Stateful) -> StateDict:
 
 
 def generators_of(step: _Stateful) -> StateDict:
-    """The states of the random generators that a step may draw from on this rank."""
+    """The states of the random generators that a step on this rank may use."""
     return random_state({parameter.device for parameter in step.parameters})
 
 
 def restore(step: _Stateful, state: StateDict) -> None:
     """Set `step` to `state`.
 
-    Raises `ValueError` where the state is damaged, or was saved by a TrainStep that was built otherwise; the step is
-    then as before.
-    """
+    Raises `ValueError` where the state is damaged, or was saved by a TrainStep with other arguments; `step` is then
+    unchanged."""
     try:
         _check(step, state)
     except (TypeError, KeyError, AttributeError) as failure:
@@ -129,10 +128,10 @@ def _said(failure: Exception) -> str:
 
 
 def set_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Set what `loop_state` returned; also the random generators, unless `state["generators"]` is None.
+    """Set the state of the loop to what `loop_state` returned; also the random generators, unless `state["generators"]`
+    is None.
 
-    Raises `ValueError`, before anything is set, for the state of a TrainStep that was built otherwise.
-    """
+    Raises `ValueError`, before anything is set, for the state of a TrainStep with other arguments."""
     _check_built_alike(step, state, ("schedulers",))
     _set_loop(step, state)
     if state["generators"] is not None:

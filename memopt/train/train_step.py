@@ -193,8 +193,7 @@ class TrainStep:
     def load_state_dict(self, state: StateDict) -> None:
         """Restore `state`; call this last, after the model's `load_state_dict`, since it sets the random generators.
 
-        Raises `ValueError`, before anything is changed, where this TrainStep was not built as the one of `state`.
-        """
+        Raises `ValueError`, before anything is changed, where `state` was saved by a TrainStep with other arguments."""
         restore(self, state)
         self.follow_up.forget()
 

@@ -37,7 +37,7 @@ _MAKERS = frozenset(
 
 
 def makes_memory(node: Node) -> bool:
-    """Returns whether every result of a call is known to lie in new memory of its own."""
+    """Returns whether every result of a call is known to have a new storage of its own."""
     if node.op != "call_function" or mutated_arguments(node):
         return False
     return node.target in _IN_PLACE or op_name(node) in _MAKERS
@@ -59,10 +59,10 @@ def storages(node: Node) -> frozenset[Hashable]:
 
 
 def viewed_argument(node: Node) -> Node | None:
-    """Returns the argument whose memory the node's result lies in, by the operator's schema; None if it has its own.
+    """Returns the argument whose memory the node's result shares, by the operator's schema; None if the result has its
+    own.
 
-    In-place operators count as well: their result is the argument that they write to.
-    """
+    For in-place operators it is the argument that they write to."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD):
         return None
@@ -94,7 +94,8 @@ class _Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered from 0 as they are made, and which nodes lie in them."""
+    """The blocks of memory of a graph, numbered from 0 in the order in which they are made, and which nodes' values are
+    in them."""
 
     graph: Graph
     blocks: list[_Block] = field(default_factory=list)
@@ -130,10 +131,9 @@ class Aliases:
         return {block: nodes[-1] for block, nodes in calls.items() if nodes}
 
     def own_block(self, node: Node) -> int | None:
-        """Returns the one block, made by a call of the graph, that a node's value lies in; None if there is none such.
+        """Returns the only block that holds a node's value, if a call of the graph made it; else None.
 
-        That may be because the value may lie in several, or in memory that is there before the graph runs.
-        """
+        It is None where the value may be in several blocks, or in memory that exists before the graph runs."""
         blocks = self.of.get(node, ())
         single = len(blocks) == 1 and self.blocks[blocks[0]].maker.op == "call_function"
         return blocks[0] if single else None
@@ -185,11 +185,10 @@ def find_aliases(
 
 
 def find_cautious_aliases(graph: Graph) -> Aliases:
-    """Follows every tensor of any ATen graph to all blocks of memory that it may lie in.
+    """Follows every tensor of any ATen graph to all blocks of memory that may hold it.
 
-    Only operators that are known to make their results in new memory (`makes_memory`), and calls that read none, are
-    taken to do so. The result of any other call may lie in the memory of whatever it reads.
-    """
+    Only operators that are known to make new memory for their results (`makes_memory`), and calls that read no tensor,
+    are assumed to do so. The result of any other call may share the memory of everything that it reads."""
     found = Aliases(graph)
     for node in graph.nodes:
         source = node.args[0] if _takes_element(node) else None

@@ -82,11 +82,10 @@ MARKED: set[Any] = set()
 
 
 def mark_deciding(deciding: Any) -> None:
-    """Has every call of an operator (`torch.ops.library.name`, or one overload of it) count as one that decides, if it
-    reads computed floating-point numbers. Compiled steps, and those on a card, never compute such a call a second time.
+    """Marks an operator (`torch.ops.library.name`, or one overload of it) as making discrete choices, as `topk` does.
+    Where it reads computed floating-point numbers, compiled steps, and those on a card, then never recompute it.
 
-    Call it before the model is optimised. Raises `TypeError` for anything but an operator.
-    """
+    Call it before the model is optimised. Raises `TypeError` for anything but an operator."""
     if isinstance(deciding, OPERATOR_OVERLOAD):
         MARKED.add(deciding)
     elif isinstance(deciding, type(torch.ops.aten.add)):
@@ -97,13 +96,12 @@ def mark_deciding(deciding: Any) -> None:
 
 
 def find_decisions(graph: Graph) -> frozenset[Node]:
-    """Returns the calls of a joint graph's forward whose results must have the forward's bits wherever the backward
-    reads them: those that decide by numbers which may be rounded otherwise when they are computed again, and those by
-    which a call of the backward decides, for example where a value equals its maximum.
+    """Returns the calls of a joint graph's forward that must not be recomputed, since the backward needs the very bits
+    that they gave: those that make a discrete choice by numbers which may be rounded otherwise the second time, and
+    those whose results a choice of the backward depends on, for example where a value equals its maximum.
 
     Numbers that are exact each time do not count: inputs, copies, integers, draws from a saved seed or state. So masks
-    of dropout, and masks made of positions, are not among the results.
-    """
+    of dropout, and masks made of positions, are not among the results."""
     return _Search(graph).run()
 
 

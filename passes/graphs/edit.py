@@ -49,10 +49,10 @@ def propagating(mode: Any) -> Iterator[None]:
 
 
 def refresh(node: Node) -> None:
-    """Sets a call's stored value to what its operator returns for those of its arguments; needs `on_stored_values`.
+    """Sets a call's stored value to what its operator returns for its arguments' stored values; needs
+    `on_stored_values`.
 
-    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument.
-    """
+    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument."""
     if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
         return
     node.meta["val"] = result_of(node)
@@ -82,11 +82,10 @@ def _of(node: Node) -> Any:
 
 def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
     """Returns the stored values that a graph would have if the nodes in `changes` had the values given there, which may
-    differ in strides: these, and those of all nodes behind them whose strides would change.
+    differ in strides: these, and those of all nodes that follow from them and whose strides would change.
 
     None where an operator does not take the new strides, as a view may not, where a value cannot be computed, or where
-    an output of the graph would change. Needs `on_stored_values`.
-    """
+    an output of the graph would change. Needs `on_stored_values`."""
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
     if not changed:
         return dict(changes)
@@ -132,10 +131,9 @@ _ORIGIN = (
 def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs: Any) -> Node:
     """Returns a new call of an operator, made at the insertion point of `like`'s graph.
 
-    Module, line of code and the tag of forward or backward in its metadata are those of `like`. Its stored value is
-    computed from those of its arguments, which needs `on_stored_values` around it. It gets a name like `node_name`, by
-    default that of the operator without its overload.
-    """
+    Module, line of code and the tag of forward or backward in its metadata are copied from `like`. Its stored value is
+    computed from its arguments' stored values, so it must be called within `on_stored_values`. It gets a name like
+    `node_name`, by default that of the operator without its overload."""
     name = node_name or target.__name__.partition(".")[0]
     node = like.graph.create_node("call_function", target, args, kwargs, name=name)
     node.meta.update({key: like.meta[key] for key in _ORIGIN if key in like.meta})
@@ -144,13 +142,13 @@ def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs:
 
 
 def replace_node(node: Node, by: Node) -> None:
-    """Has all users of a node read another one, and erases it."""
+    """Makes all users of a node read `by` instead, and erases the node."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 
 
 def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erases those of the nodes that are pure and unread, and then their inputs that have become so."""
+    """Erases those of the nodes that are pure and unread, and then their inputs that have become unread."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:

@@ -79,7 +79,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node: node.name) -> str:
-    """An argument as it stands in a call: nodes by name, dtypes short, nests in their own brackets."""
+    """An argument as it is written in a call: nodes by name, dtypes in short, nested tuples and lists in brackets."""
     if isinstance(argument, Node):
         return name_of(argument)
     if isinstance(argument, (tuple, list)):
@@ -105,11 +105,11 @@ def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node:
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """The difference between two graphs: node names, and the text. False, and an empty text, if there is none.
+    """The difference between two graphs: node names, and the text. Its truth value is False, and its text empty, if
+    there is none.
 
     A node is matched with the one of its name, failing that with one that makes the same call (`renamed`, as pairs of
-    old and new name). Names are those of the later graph, except in `removed`.
-    """
+    old and new name). Names are those of the later graph, except in `removed`."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
@@ -141,10 +141,9 @@ def diff_graphs(
 ) -> GraphDiff:
     """Compares two graphs node by node; the text shows `context` unchanged nodes around each change.
 
-    `notes` are written behind the lines of the nodes of those names in the later graph, changed or not. Without
+    `notes` maps names of nodes in the later graph to texts that are written after their lines, changed or not. Without
     `order`, nodes that only moved or have another name are no changes. With `among`, only these nodes of the earlier
-    and of the later graph are compared.
-    """
+    and of the later graph are compared."""
     old, new = (list((graph.graph if isinstance(graph, GraphModule) else graph).nodes) for graph in (before, after))
     name_of = _match(old, new)
     # Both graphs are printed with the names of the later one, so that a renamed input does not change its users.

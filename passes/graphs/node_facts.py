@@ -190,14 +190,14 @@ def same_argument(one: Any, other: Any) -> bool:
 
 
 def sources_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a call's arguments, in the order of `argument_kind`, each as often as it is there."""
+    """The nodes among a call's arguments, in order, each as often as it occurs."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), found.append)
     return found
 
 
 def argument_kind(argument: Any) -> Hashable:
-    """As `argument_key`, but equal for all nodes, and for symbolic sizes of one expression."""
+    """As `argument_key`, but with one key for all nodes, and one for all symbolic sizes with the same expression."""
     if isinstance(argument, fx.Node):
         return fx.Node
     if isinstance(argument, (tuple, list)):

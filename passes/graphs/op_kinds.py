@@ -86,7 +86,7 @@ def op_name(node: Node) -> str:
 
 
 def is_cast(node: Node) -> bool:
-    """True for a call that may change its input's dtype and nothing else (a device or a layout, at most)."""
+    """True for a call that may change its input's dtype, and besides that at most its device or layout."""
     return op_name(node) in _CASTS
 
 
@@ -107,7 +107,7 @@ def follows_input(node: Node) -> bool:
 
 
 def is_new(node: Node) -> bool:
-    """True for a call that reads its first argument's shape and dtype at most: `zeros_like`, `new_ones`."""
+    """True for a call that reads only the shape and dtype of its first argument: `zeros_like`, `new_ones`."""
     return op_name(node) in _NEW
 
 
@@ -158,7 +158,8 @@ def mutated_arguments(node: Node) -> tuple[Node, ...]:
 
 
 def fills_with(node: Node) -> tuple[tuple[int | str, float], ...]:
-    """Returns the numbers with which a call may fill its result: positions (or keywords) and values."""
+    """Returns the numbers with which a call may fill its result: for each the position (or keyword) of the argument,
+    and its value."""
     if op_name(node) not in _FILLS:
         return ()
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
@@ -228,7 +229,8 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
 
 
 def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
-    """Yields the variants by which an operator may write over an operand; none for an operator that is not listed."""
+    """Yields the variants of an operator that write the result over an operand; none for an operator that is not
+    listed."""
     if target in _OVER_FIRST:
         yield InplaceVariant(_OVER_FIRST[target])
     if target in _OVER_ANY:

@@ -32,7 +32,7 @@ _OUT_ARGUMENTS = ("out", "grad_input")
 
 
 class VerifyError(ValueError):
-    """A graph contradicts itself: which node, what is wrong, and how to mend it."""
+    """A graph is inconsistent; the message names the node, what is wrong, and what to do."""
 
     def __init__(self, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""
@@ -95,7 +95,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def named_nodes(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """The nodes of those names. Raises `VerifyError` for a name that no node has."""
+    """The nodes with these names. Raises `VerifyError` for a name that no node has."""
     nodes = {node.name: node for node in graph.nodes}
     for name in names:
         if name not in nodes:

@@ -21,8 +21,7 @@ _FP16_LIFT = 128.0
 class Options:
     """The options of a cross entropy of `softcap * tanh(scale * x)`, where `x = hidden @ weight.T + bias`.
 
-    Where `softcap` is 0 it is that of `scale * x`.
-    """
+    With `softcap` 0 it is the cross entropy of `scale * x`."""
 
     reduction: str = "mean"
     """"mean" over the rows whose target is not `ignore_index`, weighted by class as in torch; or "sum"."""
@@ -89,7 +88,7 @@ class ChunkedCrossEntropy:
         self.smoothing = valid.to(self.wide).mul_(how.label_smoothing / weight.shape[0])
 
     def run(self, *, hidden: bool, weight: bool, bias: bool) -> _Result:
-        """Returns the loss and the gradients that are asked for."""
+        """Returns the loss, and the gradients of those of `hidden`, `weight` and `bias` that are True."""
         given = self.layer.hidden
         rows, width = given.shape
         make = given.new_zeros

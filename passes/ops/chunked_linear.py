@@ -43,7 +43,7 @@ class ChunkedLinear:
         self.bias = None if bias is None else self.padded(bias)
 
     def padded(self, given: Tensor) -> Tensor:
-        """Returns a weight or bias in the dtype of `hidden`, with `padding` classes of zeros behind its own."""
+        """Returns `given`, a weight or bias, in the dtype of `hidden`, with `padding` classes of zeros appended."""
         if not self.padding:
             return given.to(self.hidden.dtype)
         padded = self.hidden.new_empty(self.classes + self.padding, *given.shape[1:])
@@ -52,7 +52,7 @@ class ChunkedLinear:
         return padded
 
     def logits(self, part: slice) -> Tensor:
-        """[chunk, classes] in the dtype of `hidden`."""
+        """Returns the logits of the rows `part`, [chunk, classes], in the dtype of `hidden`."""
         return F.linear(self.hidden[part], self.weight, self.bias)[:, : self.classes]
 
     def spread(

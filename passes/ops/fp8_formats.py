@@ -55,12 +55,13 @@ TILES = {
 
 
 def turned(tile: str) -> str:
-    """Returns the tile of the transposed matrix."""
+    """Returns the name of the tile that the transposed matrix has ("128x1" for "1x128")."""
     return "x".join(reversed(tile.split("x")))
 
 
 def tile_of(values: Tensor, scale: Tensor) -> str:
-    """Returns the tile by which a matrix was quantised. Raises ValueError if no tile has such scales."""
+    """Returns the tile by which a matrix was quantised, found from the shape of its scales. Raises `ValueError` if no
+    tile has such scales."""
     if not scale.dim():
         return WHOLE
     rows, columns = values.shape
@@ -76,10 +77,9 @@ def scale_shape(rows: int, columns: int, tile: str) -> tuple[int, ...]:
 
 
 def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    """Returns a matrix in 8 bits, contiguous, and its scales in fp32, or in e8m0 for tiles of 32.
+    """Returns a matrix in the 8-bit `dtype`, contiguous, and its scales: in fp32, or in e8m0 for tiles of 32.
 
-    A value that is not finite makes all of its tensor or tile NaN, so that the check of a loss scale sees it.
-    """
+    A value that is not finite makes its whole tensor or tile NaN, so that the check of a loss scale finds it."""
     scale = scale_of(_amax(x, tile), dtype)
     if tile and TILES[tile].scale_dtype == E8M0:
         scale = _power_of_two(scale)
@@ -88,12 +88,13 @@ def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, 
 
 
 def quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a matrix in 8 bits by a given scale; magnitudes above the format's largest are clamped to it."""
+    """Returns a matrix in the 8-bit `dtype`, quantised by a given scale; magnitudes above the format's largest are
+    clamped to it."""
     return _by_parts(_round, x, scale, WHOLE, dtype, torch.finfo(dtype).max)
 
 
 def scale_of(largest_magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scale by which a magnitude becomes the largest number of a format; never 0, also for zeros."""
+    """Returns the scale that maps a magnitude to the largest number of a format; never 0, also for zeros."""
     return (largest_magnitude / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
@@ -189,10 +190,10 @@ _numbers = itertools.count()
 
 
 class Histories:
-    """The magnitudes that the 8-bit layers of one model remember, by name: for each an fp32 tensor [16], latest first.
+    """The largest magnitudes that tensors of one model's 8-bit layers had in the latest 16 steps, by name: for each an
+    fp32 tensor [16], latest first.
 
-    Operators refer to them by strings that begin with `prefix`, which no other object of this process shares.
-    """
+    Operators refer to them by strings that begin with `prefix`, which is unique in this process."""
 
     def __init__(self) -> None:
         self.prefix = f"{next(_numbers)}/"
@@ -200,11 +201,11 @@ class Histories:
         _by_prefix[self.prefix] = self
 
     def scale(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, and remembers the magnitude of `x`.
+        """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, from the magnitudes stored under `name`, and
+        stores the magnitude of `x`.
 
-        Where nothing is remembered under that name, it is the scale for `x` itself. Where `x` is not finite, the scale
-        is not a number and nothing is remembered.
-        """
+        Where nothing is stored under that name yet, it is the scale for `x` itself. Where `x` is not finite, the scale
+        is NaN and nothing is stored."""
         now = amax(x)
         finite = now.isfinite()
         known = self._magnitudes.get(name)
@@ -239,20 +240,21 @@ def histories_of(model: object) -> Histories:
 
 
 def histories_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Returns the magnitudes that a model and its submodules remember, by path of the module, then by name."""
+    """Returns the largest magnitudes of the latest steps (see `Histories`) that are stored for a model and its
+    submodules, by path of the module, then by name."""
     known = {path: _of_model[module] for path, module in model.named_modules() if module in _of_model}
     return {path: histories.magnitudes for path, histories in known.items() if histories.magnitudes}
 
 
 def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Has a model and its submodules remember what `histories_state` returned, and nothing else.
+    """Replaces the magnitudes stored for a model and its submodules by those that `histories_state` returned.
 
-    Raises `ValueError`, before anything is changed, for the path of a module that the model lacks.
-    """
+    Raises `ValueError`, before anything is changed, for the path of a module that the model lacks."""
     modules = dict(model.named_modules())
     if unknown := sorted(state.keys() - modules.keys()):
         raise ValueError(
-            f"the 8-bit histories are of {unknown[0]!r}, which this model has not; build it as it was at saving"
+            f"the state has 8-bit scaling histories of {unknown[0]!r}, a module that this model lacks; "
+            "build the model as it was at saving"
         )
     for path, module in modules.items():
         if path in state or module in _of_model:
@@ -261,10 +263,10 @@ def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) 
 
 @torch.library.custom_op("memopt::fp8_delayed_scale", mutates_args=())
 def fp8_delayed_scale(x: Tensor, dtype: torch.dtype, history: str) -> Tensor:
-    """See `Histories.scale`; `history` is the prefix of the histories and a name.
+    """Returns the scale of `x` for an 8-bit dtype (see `Histories.scale`); `history` is the prefix of the histories
+    followed by a name.
 
-    Where those histories are gone with their model, the scale is that of `x` itself, and nothing is remembered.
-    """
+    Where these histories were freed with their model, it is the scale for `x` itself, and nothing is stored."""
     prefix, separator, name = history.partition("/")
     owner = _by_prefix.get(prefix + separator)
     return scale_of(amax(x), dtype) if owner is None else owner.scale(name, x, dtype)

@@ -26,7 +26,7 @@ _TRUST_ERROR = 1e-2
 
 
 class Operand(NamedTuple):
-    """A quantised operand of a product; it may be the transpose of a matrix that lies in memory by rows."""
+    """A quantised operand of a product; it may be the transpose of a matrix that is stored by rows."""
 
     values: Tensor
     scale: Tensor
@@ -58,10 +58,10 @@ def kernel_for(a: Operand, b: Operand, dtype: torch.dtype) -> Kernel | None:
 
 
 def library() -> str:
-    """Returns whose kernels are tried first: "torch" or "torchao", by `MEMOPT_FP8` in the environment, else torch's.
+    """Returns the library whose kernels are tried first, "torch" or "torchao": that in the environment's `MEMOPT_FP8`,
+    else "torch".
 
-    Raises ValueError for another name.
-    """
+    Raises `ValueError` for another name."""
     name = os.environ.get("MEMOPT_FP8", "") or "torch"
     if name not in ("torch", "torchao"):
         raise ValueError(f"MEMOPT_FP8 is {name!r} in the environment; make it 'torch' or 'torchao', or leave it out")
@@ -75,7 +75,7 @@ def has_units(device: torch.device) -> bool:
 
 
 def alignment(tile: str) -> int:
-    """The units take matrices whose sizes are multiples of this."""
+    """Returns the number that 8-bit units require a matrix's sizes to be multiples of."""
     return max(TILES[tile].rows, TILES[tile].columns) if tile else 16
 
 
@@ -83,14 +83,15 @@ def why_not(
     rows: Any, inner: Any, columns: Any, a_tile: str = WHOLE, b_tile: str = WHOLE, a: torch.dtype = E4M3,
     b: torch.dtype = E4M3,
 ) -> str:  # fmt: skip
-    """Returns why [rows, inner] · [inner, columns] and the products of its gradients cannot run on 8-bit units.
+    """Returns why [rows, inner] · [inner, columns], and the products that compute its gradients, cannot run on 8-bit
+    units.
 
-    Returns "" if they can. Each of the sizes is rows, columns and summed dimension of one of the three products.
-    """
+    Returns "" if they can. Each of the three sizes is the rows, the columns and the summed dimension of one of the
+    products."""
     if a == b == E5M2:
         return "e5m2 by e5m2 has no kernel"
     if (a_tile, b_tile) not in _KERNELS:
-        return f"tiles of {a_tile or 'all'} by {b_tile or 'all'} have no kernel"
+        return f"no kernel multiplies values scaled in tiles of {a_tile or 'all'} by {b_tile or 'all'}"
     multiple = max(alignment(a_tile), alignment(b_tile))
     for size, what in ((rows, "rows"), (inner, "columns of its input"), (columns, "columns of its result")):
         if not isinstance(size, int):
@@ -108,11 +109,10 @@ def whole(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies by torch, on compute capability 9.0 with CUDA 12.9.
+    """Multiplies operands with tiles of 128 by torch, on compute capability 9.0 with CUDA 12.9.
 
-    Scales of 1 by 128 tiles lie by columns. Those of 128 by 128 tiles are contiguous along the summed dimension, padded
-    to a multiple of four.
-    """
+    Scales of 1 by 128 tiles are stored by columns. Those of 128 by 128 tiles are contiguous along the summed dimension,
+    padded to a multiple of four."""
     recipes: Any = functional.ScalingType
     if b.tile == "128x128":
         b_scale = _by_columns(functional.pad(b.scale, (0, 0, 0, -b.scale.shape[0] % 4), value=1.0))
@@ -123,7 +123,8 @@ def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies by torchao's Triton kernels, which are tuned at the first use of a size, on cards with 8-bit units."""
+    """Multiplies operands with tiles of 128 by torchao's Triton kernels, which are tuned at the first use of a size, on
+    cards with 8-bit units."""
     kernels: Any = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
     left, right, a_scale = a.values.contiguous(), _by_columns(b.values), _by_columns(a.scale)
     if b.tile == "128x128":
@@ -132,7 +133,7 @@ def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tenso
 
 
 def tiles_of_32(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies MXFP8 by torch, from compute capability 10.0 on."""
+    """Multiplies operands with tiles of 32 (MXFP8) by torch, from compute capability 10.0 on."""
     recipe = functional.ScalingType.BlockWise1x32
     swizzle: Any = functional.SwizzleType.SWIZZLE_32_4_4
     scales = swizzled(a.scale), swizzled(b.scale.t())
@@ -142,9 +143,8 @@ def tiles_of_32(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 def swizzled(scale: Tensor) -> Tensor:
     """Returns the scales, [rows, groups of 32], as one dimension in the order in which tensor cores read them.
 
-    128 rows by 4 groups make 512 bytes, in which rows 32 apart lie beside each other (cuBLAS, "1D block scaling factors
-    layout").
-    """
+    128 rows by 4 groups make 512 bytes, in which rows 32 apart are adjacent (cuBLAS, "1D block scaling factors
+    layout")."""
     rows, groups = scale.shape
     bits = functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
     parts = bits.view(bits.shape[0] // 128, 4, 32, bits.shape[1] // 4, 4)

@@ -31,11 +31,10 @@ from passes.ops.fp8_kernels import scaled_matmul
 
 @dataclass(frozen=True)
 class Scaling:
-    """The tiles by which a layer's matrices are scaled.
+    """The tiles by which a layer's values and weights are scaled, and the 8-bit format of its gradients.
 
     Both operands of a product are quantised by tiles along the dimension that it sums over, so that a matrix which is
-    read by rows and by columns is quantised twice.
-    """
+    read by rows and by columns is quantised twice."""
 
     values: str = WHOLE
     """The tile of the input and the gradient in products that sum over their columns."""
@@ -63,7 +62,7 @@ MXFP8, a power of two for each 32 values; gradients are e4m3 too, since tiles so
 
 @torch.library.custom_op("memopt::fp8_quantize", mutates_args=())
 def fp8_quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    """Returns [rows, columns] in 8 bits, and its scales (see `passes.ops.fp8_formats.quantize`)."""
+    """Returns `x`, [rows, columns], in the 8-bit `dtype`, and its scales (see `passes.ops.fp8_formats.quantize`)."""
     return quantize(x, dtype, tile)
 
 
@@ -77,7 +76,7 @@ def _(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("memopt::fp8_quantize_by", mutates_args=())
 def fp8_quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns [rows, columns] in 8 bits by a given scale."""
+    """Returns `x`, [rows, columns], in the 8-bit `dtype`, quantised by a given scale."""
     return quantize_by(x, scale, dtype)
 
 
@@ -88,7 +87,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
 def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns [rows, columns] in `dtype`."""
+    """Returns the quantised matrix `narrow`, [rows, columns], in `dtype`."""
     return dequantize(narrow, scale, dtype)
 
 

@@ -145,7 +145,7 @@ def _pin(address: int, nbytes: int) -> bool:
 
 @functools.cache
 def host_memory(device_type: str) -> _HostMemory:
-    """Returns the pool for the devices of one type; pinned for CUDA. There is one for each type of device."""
+    """Returns the pool of host memory for copies from devices of this type; pinned for CUDA."""
     return _HostMemory(pinned=device_type == "cuda")
 
 
@@ -175,10 +175,9 @@ def _copy_out(value: Tensor) -> Tensor:
 
 
 def lend(value: Tensor) -> Tensor:
-    """Returns a copy of a value in the host's memory, which may stay there for many steps.
+    """Returns a copy of a value in host memory, which may stay there for many steps.
 
-    `bring` and `COPY_BACK` copy it to the device.
-    """
+    `bring` and `COPY_BACK` copy it to the device."""
     span = _span(value)
     leased, _ = host_memory(value.device.type).lease(span * value.element_size())
     flat = leased.view(value.dtype)

@@ -33,7 +33,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Fill:
-    """Scores are replaced by a number where the bool `mask` is `where`."""
+    """Scores are replaced by `number` at the positions where the bool `mask` equals `where`."""
 
     mask: Node
     where: bool
@@ -55,8 +55,8 @@ def only_reader(node: Node) -> Node:
 def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
     """Returns the node of Q Kᵀ, and the steps from there to the softmax, last first.
 
-    Raises `NoMatch` if the scores come from anything else, or if anything but the next step reads a value on the way.
-    """
+    Raises `NoMatch` if the scores come from anything else, or if anything but the next step reads a value in
+    between."""
     only_reader(node)
     name = op_name(node).removesuffix("_")
     if name in PRODUCTS:
@@ -109,7 +109,7 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class AttentionMatch:
-    """Attention that is written out, with the steps that its scores take from Q Kᵀ to the softmax, in order."""
+    """Attention that is written out, with the steps from Q Kᵀ to the softmax (scale, masks), in order."""
 
     softmax: Node
     query: Node

@@ -96,7 +96,7 @@ def is_constant(value: Polynomial) -> bool:
 
 
 def constant(graph_module: GraphModule, value: Any) -> float | None:
-    """Returns a number, also one in a tensor without dimensions or of one element; None for anything else."""
+    """Returns a number, given as such or as a constant tensor of one element; None for anything else."""
     if type(value) in (int, float):
         return float(value)
     if not isinstance(value, Node) or any(
@@ -152,7 +152,8 @@ class Variance:
 
 
 def find_variance(node: Node) -> Variance | None:
-    """Returns the mean of squares or the variance, dimensions kept, that a node is; None if it is neither."""
+    """Returns the mean of squares or the variance that a node computes, with its dimensions kept; None if it computes
+    neither."""
     source: Any = node.args[0] if node.args else None
     if is_element(node, 0) and op_name(source) == "var_mean":
         return of_statistics(source)
@@ -169,7 +170,8 @@ def find_variance(node: Node) -> Variance | None:
 
 
 def of_statistics(node: Node) -> Variance | None:
-    """Returns the variance in a `var`, `std`, `var_mean` or `std_mean`; None unless it names and keeps dimensions."""
+    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None unless it names dimensions and
+    keeps them."""
     given = arguments_of(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None
@@ -179,7 +181,7 @@ def of_statistics(node: Node) -> Variance | None:
 
 
 def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
-    """Returns x if a node is x - mean(x), else None."""
+    """Returns x if a node is x - mean(x) over `dims`, else None."""
     if not isinstance(node, Node) or op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
         return None
     value, mean = (same_value(argument) for argument in node.args)
@@ -217,14 +219,15 @@ def power_of(node: Node) -> float | None:
 
 
 def same_value(node: Any) -> Any:
-    """Returns the value behind calls that do not change it, such as a cast to the dtype that it already has."""
+    """Returns the node whose value `node` has unchanged, followed back through calls such as a cast to the dtype that
+    it already has."""
     while isinstance(node, Node) and is_idle(node):
         node = node.args[0]
     return node
 
 
 def is_idle(node: Node) -> bool:
-    """Returns whether a call returns its argument unchanged."""
+    """Returns whether a call is a cast or alias that leaves its argument's dtype and values as they are."""
     source: Any = node.args[0] if node.args else None
     idle = is_cast(node) or op_name(node) in ("alias", "type_as")
     return idle and source.meta["val"].dtype == node.meta["val"].dtype

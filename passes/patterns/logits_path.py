@@ -17,7 +17,7 @@ _SAME = frozenset({"alias", "contiguous", "clone"})
 
 @dataclass(frozen=True)
 class Step:
-    """A call between the linear layer and the loss, and which dimension of its result holds the classes."""
+    """A call between the linear layer and the loss, with the dimension of its result that holds the classes."""
 
     node: Node
     class_dim: int
@@ -63,7 +63,7 @@ class _Formula:
 
 @dataclass(frozen=True)
 class Path:
-    """The calls from a linear layer to a loss."""
+    """The calls from a linear layer to a loss, and what they compute."""
 
     nodes: tuple[Step, ...]
     """In order: the first is the linear layer, the last is the loss's input."""
@@ -77,12 +77,11 @@ class Path:
 
 
 def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
-    """Returns the path from a loss's input, `value`, back to the first call that is no step of it.
+    """Returns the path from a loss's input, `value`, back to the first call that cannot be a step of such a path.
 
     `class_dim` is the dimension of the classes in `value`, and `reader` the call that reads `value` for the loss.
     Raises `NoMatch` where a step splits or picks classes, where the operator has no such formula, or where something
-    else reads a value of the path.
-    """
+    else reads a value of the path."""
     steps: list[Step] = []
     returned: list[Node] = []
     formula = _Formula()
@@ -153,7 +152,7 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
 
 
 def keeps_order(step: Step) -> bool:
-    """Whether a call that moves rows leaves them all, in their order: views, and moves of the class dimension."""
+    """Whether a call that moves rows keeps all of them in order, as views and moves of the class dimension do."""
     name, node = op_name(step.node), step.node
     if name not in ("transpose", "permute"):
         return name in _VIEWS or name == "unsqueeze"
@@ -167,8 +166,8 @@ def keeps_order(step: Step) -> bool:
 
 
 def moved(step: Step, source: Node, width: int) -> Node:
-    """Returns the call of a step that moves rows, made on another value with them, which has `width` in the place of
-    the classes. It is made at the graph's insertion point."""
+    """Returns the call of a step that moves rows, repeated on `source`, which has `width` in place of the classes. It
+    is inserted at the graph's insertion point."""
     node = step.node
     arguments: list[Any] = [source, *node.args[1:]]
     target: Any = node.target
@@ -207,7 +206,7 @@ def _selected(node: Node) -> int:
 
 
 def takes_all(node: Node, class_dim: int) -> bool:
-    """Whether a call that `row_move` knows is a slice of all classes, and moves no row."""
+    """Whether a call that `row_move` accepts is a slice of all classes that moves no row."""
     return op_name(node) == "slice" and _selected(node) == class_dim
 
 

@@ -42,7 +42,7 @@ def roll_loops(graph: Graph) -> list[Node]:
 
 
 def ends_of_loops(graph: Graph) -> list[Node]:
-    """Returns the calls that may join the results of a loop over rows of logits."""
+    """Returns the calls, `stack` or `cat`, that may join the results of a loop over rows of logits."""
     found = []
     for node in graph.nodes:
         given: Any = node.args[0] if op_name(node) in ("stack", "cat") else ()

@@ -29,7 +29,8 @@ class _Picked:
 
 
 def find_picked(loss: Node) -> _Picked | None:
-    """Returns the match of a mean or sum that is written like a cross entropy; None for any other call."""
+    """Returns the match of a mean or sum of picked log probabilities, which is a cross entropy written out; None for
+    any other call."""
     if op_name(loss) not in ("mean", "sum") or len(loss.args) != 1 or loss.kwargs:
         return None
     negative = False
@@ -47,7 +48,7 @@ def find_picked(loss: Node) -> _Picked | None:
 
 
 def check_readers(picked: _Picked, loss: Node) -> None:
-    """Raises `NoMatch` where anything else reads the picked log probabilities."""
+    """Raises `NoMatch` where anything but `loss` reads the picked log probabilities."""
     node: Any = loss.args[0]
     while node is not picked.log_probabilities:
         if len(node.users) > 1:
@@ -123,7 +124,8 @@ def losses(graph: Graph) -> Iterator[Node]:
 
 
 def match_loss(loss: Node) -> LossMatch:
-    """Returns the operands and options of a loss. Raises `NoMatch`, with the reason, if it cannot go in chunks."""
+    """Returns the operands and options of a loss. Raises `NoMatch`, with the reason, if it cannot be computed in
+    chunks."""
     picked = find_picked(loss)
     if picked is not None:
         return _match_picked(loss, picked)
@@ -167,7 +169,7 @@ def _checked(match: LossMatch) -> LossMatch:
 
 
 def match_linear(node: Node) -> Linear:
-    """Returns the linear layer that computes a node. Raises `NoMatch` for any other node."""
+    """Returns the linear layer that a node computes. Raises `NoMatch` for any other node."""
     name, args = op_name(node), node.args
     hidden: Any
     weight: Any

@@ -37,19 +37,18 @@ class _Rows:
 
 
 class MaskRows:
-    """Says of the masks in one graph whether they may mask every score of a row; answers are cached."""
+    """Tells of the masks in one graph whether they may mask every score of a row; answers are cached."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.module = graph_module
         self.masking: dict[Node, int | None] = {}
 
     def masking_terms(self, mask: Node) -> int | None:
-        """Returns how many terms of the sum `mask` mask some score with a finite number; None if one of them may mask
-        every score of a row.
+        """Returns how many terms of the sum `mask` mask some score with a finite number; None if a term may mask every
+        score of a row.
 
-        Masks that depend on no input are computed. A term that is looked up in a table or multiplied out, a learned
-        bias, masks nothing.
-        """
+        Masks that depend on no input are computed. A term that is looked up in a table, or is a product of matrices, is
+        a learned bias and masks nothing."""
         if mask not in self.masking:
             self.masking[mask] = self._terms(mask)
         return self.masking[mask]
@@ -84,7 +83,7 @@ class MaskRows:
         return below + 1 if self.masks_no_row_whole(condition, not seen) else None
 
     def masks_no_row_whole(self, mask: Node, where: bool) -> bool:
-        """Returns whether it is known that no row of a bool mask consists of `where` alone."""
+        """Returns whether it is known that no row of the bool `mask` has the value `where` in all of its elements."""
         known = self._constant(mask)
         return known is not None and not (known.whole if where else known.empty)
 

@@ -17,7 +17,7 @@ _SIZED = RESHAPES - {"flatten"} | {"expand"}
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The dimension in which a tensor has the rows. Its size is `outer` · rows · `inner`: a view may have merged
+    """The dimension of a tensor that holds the rows. Its size is `outer` · rows · `inner`: a view may have merged
     dimensions on either side into it, whose sizes may be symbols."""
 
     dim: int
@@ -34,10 +34,9 @@ class Place:
 
 
 def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
-    """Returns the arguments that a call, whose result has the rows at a place, has for another number of rows.
+    """Returns the arguments of a call, whose result has the rows at a place, changed for another number of rows.
 
-    `resize` returns the new size of the dimension with the rows, given the size that the call has now and the place.
-    """
+    `resize` returns the new size of the dimension with the rows, given its current size and the place."""
     if op_name(node) not in _SIZED:
         return node.args
     sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
@@ -55,7 +54,7 @@ def _is_inferred(size: Any) -> bool:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
-    """Returns the shape of a node's value, or of the first tensor in it."""
+    """Returns the shape of a node's stored value, or of the first tensor in it."""
     return tuple(next(tensors(node.meta["val"])).shape)
 
 

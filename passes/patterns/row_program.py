@@ -23,7 +23,7 @@ from passes.rewrite_pattern import NoMatch, check_unwritten
 
 @dataclass(frozen=True)
 class Operand:
-    """A value of the graph that a program reads, and the calls that are made on it first."""
+    """A value of the graph that a program reads, and the calls that are applied to it before."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -38,7 +38,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class RowResult:
-    """A result of the region; it is made from what the program returns at the same position."""
+    """A result of the region, and how it is made from the value that the program returns for it."""
 
     node: Node
     value: Node
@@ -51,7 +51,7 @@ class RowResult:
 
 @dataclass
 class RowProgram:
-    """A program while it is written, its operands, and its results."""
+    """A program being written for `memopt::linear_rows`, with its operands and results."""
 
     region: Region
     layers: list[Operand] = field(default_factory=list)
@@ -66,7 +66,7 @@ class RowProgram:
 
     @property
     def text(self) -> str:
-        """The program, in which each value is deleted after its last use."""
+        """The program as text, in which each value is deleted after its last use."""
         parameters = [f"{kind}{at}" for kind, of in self._operands() for at in range(len(of))]
         body, kept = [f"return [{', '.join(self.returned)}]"], set(self.returned)
         for name, expression in reversed(self.lines.items()):
@@ -89,7 +89,8 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Writes a result of the region. Raises `NoMatch` if one of its calls cannot be written in a program."""
+        """Adds a result of the region to the program. Raises `NoMatch` if one of its calls cannot be written in a
+        program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))
@@ -238,11 +239,10 @@ def _without_views(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def programs(region: Region) -> list[RowProgram]:
-    """Returns the programs that give the results of a region: one for all that are computed from the same rows of a
+    """Returns the programs that compute the results of a region: one for all results computed from the same rows of a
     layer, unless one of them depends on another.
 
-    Raises `NoMatch` if a call cannot be written in a program, or an operand cannot be read where the program runs.
-    """
+    Raises `NoMatch` if a call cannot be written in a program, or an operand is not available where the program runs."""
     found: list[tuple[set[Any], RowProgram]] = []
     for node in sorted(region.results):
         alone = RowProgram(region)
@@ -261,12 +261,12 @@ def programs(region: Region) -> list[RowProgram]:
 
 
 def place_of(program: RowProgram) -> Node:
-    """Returns the first result, ahead of which the program runs."""
+    """Returns the first result of a program in the graph; the program is inserted before it."""
     return min(result.node for result in program.results)
 
 
 def late_operands(program: RowProgram) -> list[Node]:
-    """Returns, in order, the nodes that a program needs and that stand behind `place_of` it in the graph."""
+    """Returns, in order, the nodes that a program needs and that come after `place_of` it in the graph."""
     place, inside = place_of(program), program.region.inside
     pending, late = [node for node, _ in _reads(program)], set[Node]()
     while pending:

@@ -30,7 +30,7 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 @dataclass
 class Region:
-    """The part of a graph that treats each row alone, while it is collected."""
+    """The part of a graph that treats each row alone; it is filled while it is searched."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
@@ -40,7 +40,7 @@ class Region:
     """Per result: the value with classes that it is computed from."""
 
     def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
-        """Returns a layer that a value comes from, and the calls between them that move rows."""
+        """Returns a linear layer that a value comes from, and the calls in between that move rows."""
         steps: tuple[Step, ...] = ()
         while node not in self.layers:
             moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])

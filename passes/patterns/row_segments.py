@@ -47,7 +47,7 @@ class RowSegment:
 
     @property
     def name(self) -> str:
-        """The name of its last call."""
+        """The name of the segment's last call."""
         return self.members[-1][0]
 
     def __str__(self) -> str:
@@ -57,8 +57,8 @@ class RowSegment:
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
     """Returns the segments of an operator graph that are worth running in `tiles` tiles, in order; none overlap.
 
-    Only calls that depend on a parameter are looked at; `parameters` has the numbers of these among the graph's inputs.
-    """
+    Only calls that depend on a parameter are considered; `parameters` has the numbers of these among the graph's
+    inputs."""
     finder = _Finder(graph_module.graph, tiles, parameters)
     found = list(finder.segments())
     largest = max((segment.inside_bytes for segment in found), default=0)
@@ -72,7 +72,7 @@ def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collect
 
 
 def is_part(node: Node) -> bool:
-    """Returns whether a call's value lies in the memory of its first operand, as a view does."""
+    """Returns whether a call's value shares the memory of its first operand, as a view does."""
     if not node.all_input_nodes:
         return False
     source = node.all_input_nodes[0]
@@ -238,7 +238,8 @@ def _bytes(node: Node) -> int:
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor in the order in which it lies in memory; None where there are gaps."""
+    """Returns the dimensions of a tensor, from the outermost to the innermost in memory; None for a tensor with
+    gaps."""
     strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
     expected: Any = 1

@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_is_said(
     (tmp_path / "file").write_text("")
     warn_not_kept.cache_clear()
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="measurements of the device are not kept on disk .* in MEMOPT_CACHE_DIR"):
+    with pytest.warns(UserWarning, match="measurements of the device are not stored on disk .* set MEMOPT_CACHE_DIR"):
         assert calibrated_hardware(CPU) == hardware("h100")
 
 

@@ -57,8 +57,8 @@ def test_one_card_exchanges_nothing() -> None:
 @pytest.mark.parametrize(
     ("mesh", "interconnect", "kind", "text"),
     [
-        ({"dp_shard": 8}, None, ValueError, "mesh needs interconnect beside it"),
-        (None, NETWORK, ValueError, "interconnect needs mesh beside it"),
+        ({"dp_shard": 8}, None, ValueError, "mesh needs interconnect too"),
+        (None, NETWORK, ValueError, "interconnect needs mesh too"),
         ({"pp": 8}, NETWORK, ValueError, "unknown dimension 'pp' in mesh; known are dp_replicate, dp_shard, tp"),
         ({"dp_shard": 0}, NETWORK, ValueError, "'dp_shard' in mesh must be at least 1, not 0"),
         ({"dp_shard": 2.0}, NETWORK, TypeError, "'dp_shard' in mesh must be a whole number of cards, not 2.0"),
@@ -68,8 +68,8 @@ def test_one_card_exchanges_nothing() -> None:
         ({"dp_shard": 16}, "nvlink4+ethernet", ValueError, "unknown interconnect 'ethernet' between nodes"),
         ({"dp_shard": 8}, 4, TypeError, "interconnect must be a name"),
         ({"dp_shard": 16}, "nvlink4", ValueError, "mesh has 16 cards and a node 8: name the network"),
-        ({"dp_shard": 8, "tp": 3}, NETWORK, ValueError, "3 cards up to 'tp' in mesh do neither divide"),
-        ({"dp_shard": 12}, NETWORK, ValueError, "12 cards up to 'dp_shard' in mesh do neither divide"),
+        ({"dp_shard": 8, "tp": 3}, NETWORK, ValueError, "3 cards up to 'tp' in mesh neither divide"),
+        ({"dp_shard": 12}, NETWORK, ValueError, "12 cards up to 'dp_shard' in mesh neither divide"),
     ],
 )
 def test_what_a_cluster_cannot_be_is_refused(mesh: Any, interconnect: Any, kind: type, text: str) -> None:

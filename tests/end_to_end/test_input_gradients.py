@@ -53,7 +53,7 @@ def test_adapters_with_checkpointing_are_one_region(reentrant: bool, ahead: bool
     check(model, lambda model: [step(model, batch()) for _ in range(2)], budget(), batch(), **given)
     plan = memopt.plan_of(model)
     assert len(plan.regions) == 1
-    assert not [note for note in plan.notes if "outputs beside the loss" not in note]
+    assert not [note for note in plan.notes if "outputs other than the loss" not in note]
     assert plan.added_time > 0
 
 

@@ -221,7 +221,7 @@ def test_logits_that_are_returned_are_no_obstacle() -> None:
     torch.manual_seed(2)
     expected = reference(**batch()).logits
     torch.manual_seed(2)
-    with pytest.warns(UserWarning, match="an output of the model was looked at"):
+    with pytest.warns(UserWarning, match="an output of the model was read"):
         assert torch.equal(model(**batch()).logits, expected)
     assert memopt.plan_of(model).levers == ("chunked_loss",)
 

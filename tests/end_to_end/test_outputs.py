@@ -29,7 +29,7 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "an output of the model was looked at")
+        warnings.filterwarnings("ignore", "an output of the model was read")
         yield
 
 

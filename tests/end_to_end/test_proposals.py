@@ -109,7 +109,7 @@ def test_without_proposals_the_optimizer_stays() -> None:
 
 
 def test_proposals_are_decided_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"'low_bit_optimizer' is used is decided .*: give example_inputs"):
+    with pytest.raises(ValueError, match=r"'low_bit_optimizer' in allow changes .*: give example_inputs"):
         memopt.optimize(make(), 1, allow=LOW_BIT, **OPTIONS)
 
 
@@ -167,7 +167,7 @@ def test_training_before_the_parameters_are_turned() -> None:
     model = make()
     budget = 1.001 * smallest_gb(make(), batch(), allow=NARROW, **BF16)
     memopt.optimize(model, budget, example_inputs=batch(), allow=NARROW, **BF16)
-    with pytest.raises(ValueError, match=r"counts on parameters in bf16, .*memopt\.wrap_optimizer\(model, optimizer\)"):
+    with pytest.raises(ValueError, match=r"assumes parameters in bf16, .*memopt\.wrap_optimizer\(model, optimizer\)"):
         model(**batch())
 
 

@@ -61,7 +61,7 @@ def test_what_decides_is_computed_once(options: dict[str, Any], tmp_path: Path) 
     held = {name: row.saved_bytes for row in found.decisions for name in [row.operator]}
     assert held["gt"] == 3 * 256 * WIDTH, "masks of one byte an element"
     text = " ".join(str(found).split())
-    assert "never recomputed, since they decide: 3 topk, 3 gt in (model); " in text
+    assert "since they make discrete choices that rounding could change: 3 topk, 3 gt in (model); " in text
     found.save(tmp_path / "plan.json")
     assert memopt.Plan.load(tmp_path / "plan.json").decisions == found.decisions
 

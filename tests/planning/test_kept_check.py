@@ -214,9 +214,9 @@ def test_a_full_disk_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.Monke
             memopt.optimize(model, 1, example_inputs=(torch.ones(2, width),), **OPTIONS)
             model(torch.ones(2, width)).sum().backward()
 
-    with pytest.warns(UserWarning, match=r"plans are not kept on disk \(\[Errno 28\] No space") as said:
+    with pytest.warns(UserWarning, match=r"plans are not stored on disk \(\[Errno 28\] No space") as said:
         train_two()
-    assert len([warning for warning in said if "kept on disk" in str(warning.message)]) == 1
+    assert len([warning for warning in said if "stored on disk" in str(warning.message)]) == 1
     assert not list(tmp_path.glob("plans/*"))
 
 

@@ -242,7 +242,7 @@ def test_planning_without_training_stores_nothing(folder: Path) -> None:
 def test_a_folder_that_cannot_be_written_to_is_no_error(folder: Path) -> None:
     folder.write_text("a file where the folder would be")
     warn_not_kept.cache_clear()
-    with pytest.warns(UserWarning, match="plans are not kept on disk .* in MEMOPT_CACHE_DIR") as said:
+    with pytest.warns(UserWarning, match="plans are not stored on disk .* set MEMOPT_CACHE_DIR") as said:
         start(ahead=True)
     assert len(said) == 1
 

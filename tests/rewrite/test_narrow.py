@@ -104,7 +104,9 @@ def test_small_ones_are_not() -> None:
 def test_all_are_where_memory_asks_and_there_are_no_units() -> None:
     for decide in (DecideFp8(CPU), DecideFp8(hardware("a100-80")), DecideFp8(H100, scaling="mx")):
         assert len(rewritten(decide, attention(rows=64, width=64))) == 4
-    assert "cpu multiplies wider copies of them" in notes(DecideFp8(CPU), attention(rows=64, width=64))
+    assert "cpu has no 8-bit units for it and multiplies wider copies" in notes(
+        DecideFp8(CPU), attention(rows=64, width=64)
+    )
 
 
 def test_which_cards_have_units_for_which_scales() -> None:

@@ -329,7 +329,7 @@ def test_scores_inside_of_a_kernel() -> None:
     inputs = [torch.ones(2, 8, 4) for _ in range(3)]
     assert screened(module, *inputs) == {}
     (reason,) = screened(module, inputs[0] * 400, inputs[1] * 400, inputs[2]).values()
-    assert reason == "its scores may reach 3.2e+05 on the sample batch, fp16 ends at 65504"
+    assert reason == "its scores may reach 3.2e+05 on the sample batch, and fp16 ends at 65504"
 
 
 def test_an_operand_that_overflows_and_one_that_underflows() -> None:
@@ -338,7 +338,7 @@ def test_an_operand_that_overflows_and_one_that_underflows() -> None:
     module = sketch.returns(sketch.call(aten.linear.default, x, weight))
     assert screened(module, torch.ones(4, 8), torch.full((8, 8), 0.01)) == {}
     large = screened(module, torch.full((4, 8), 1e5), torch.full((8, 8), 1e-3))
-    assert large == {"linear": "reads x, which reached 1e+05 on the sample batch, fp16 ends at 65504"}
+    assert large == {"linear": "reads x, which reached 1e+05 on the sample batch, and fp16 ends at 65504"}
     small = screened(module, torch.ones(4, 8), torch.full((8, 8), 1e-9))
     assert small == {"linear": "100% of its nonzero values on the sample batch are too small for fp16"}
 
@@ -349,4 +349,4 @@ def test_what_is_written_in_place_is_mended_where_it_is_made() -> None:
     made = sketch.call(aten.linear.default, x, weight)
     module = sketch.returns(sketch.call(aten.mul_.Tensor, made, 1e5))
     found = screened(module, torch.ones(4, 8), torch.ones(8, 8))
-    assert found == {"linear": f"reached 8e+05 on the sample batch, fp16 ends at {LARGEST:.0f}"}
+    assert found == {"linear": f"reached 8e+05 on the sample batch, and fp16 ends at {LARGEST:.0f}"}

@@ -40,7 +40,7 @@ class Calls(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "an output of the model was looked at")
+        warnings.filterwarnings("ignore", "an output of the model was read")
         yield
 
 
@@ -169,7 +169,7 @@ def test_said_once_with_its_bytes() -> None:
         warnings.simplefilter("always")
         logits.sum()
         model(X)[1].sum()
-    (warning,) = [str(one.message) for one in said if "looked at" in str(one.message)]
+    (warning,) = [str(one.message) for one in said if "was read" in str(one.message)]
     assert "128 kB" in warning
     assert "128 kB of outputs" in " ".join(memopt.plan_of(model).notes)
 

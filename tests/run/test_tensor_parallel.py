@@ -284,7 +284,7 @@ def acts(family: Family) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "leave out the argument dynamic", lambda: optimized(dynamic={"tokens": {0: torch.export.Dim.AUTO}})
     yield "the model returns a DTensor", lambda: step_of(optimized(split_in_parts(Returning())), batch)()
     yield "the model returns a DTensor", lambda: under_loss_parallel(batch)
-    yield "captured on values only", lambda: memopt.plan(family.sharded(), 1.0, meta, **EXACT)
+    yield "captured on tensors with values", lambda: memopt.plan(family.sharded(), 1.0, meta, **EXACT)
     yield "TrainStep does not train Transformer", lambda: in_a_train_step(optimized())
     breaking = Family(Breaking, family.split, family.batch)
     yield "is not one graph, as a plan for it needs", lambda: step_of(optimized(breaking.sharded()), batch)()

@@ -164,7 +164,7 @@ def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = str(written(died(), tmp_path))
     assert main(["explain", path]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "it died for want of 64 MB, with 3 MB free" in printed
+    assert "it ran out of memory for 64 MB, with 3 MB free" in printed
     assert "MLP.forward, me/model.py:52" in printed
     assert "activations: memopt recomputes" in printed
     assert "expandable_segments:True" in printed
