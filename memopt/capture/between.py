@@ -125,9 +125,9 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             self._planned -= 1
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """As in `LiveBytes`, after two corrections. Gathered parameters count with their present size, since FSDP2
-        frees them by resizing. Gradients that earlier backwards left whole, and that are set aside for this run, count
-        too.
+        """Raise the recorded peak to the bytes that are alive now and `workspace_bytes`, if that is more. With FSDP2,
+        gathered parameters are alive at their present size (they are freed by resizing), and so are the whole gradients
+        that earlier backwards left and that are set aside meanwhile.
 
         Raises `EagerCodeTooLargeError` where more than `most_bytes` are held.
         """

@@ -79,7 +79,10 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
                 found.add(inputs.index(value))
                 _read_apart(value, torch.detach, [node for node in nodes[:at] if node in value.users])
             elif value in returned and not any(user.target is torch.autograd.grad for user in value.users):
-                raise GraphBreak("a value that requires_grad_() was called on is returned or kept by the model")
+                raise GraphBreak(
+                    "a value that requires_grad_() was called on is returned or kept by the model; return a result of "
+                    "it instead"
+                )
             elif derives:
                 users = [node for node in nodes[at + 1 :] if node in value.users and node.op != "output"]
                 _read_apart(value, requiring_grad, users)

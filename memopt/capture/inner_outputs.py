@@ -143,8 +143,9 @@ class InnerOutputs:
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
         """Called when a backward from `starts` begins that has to compute the gradients of `inputs`.
 
-        Returns, by input number, the part of its gradient that autograd misses: for each input that is an inner output
-        and that the backward would reach through other outputs."""
+        An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
+        all of them come from one node. Returns, by number of the input, the gradient that an inner output gets through
+        those others, which autograd is to add."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():

@@ -54,7 +54,8 @@ class GradientError:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The errors of one run against the reference."""
+    """The relative errors of the loss and the parameters' gradients of one run, against those of a reference run in
+    fp64."""
 
     loss: float
     """|loss − reference| / |reference|."""

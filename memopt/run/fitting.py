@@ -46,12 +46,13 @@ class CallInProgress:
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
-        """The result of `make` for the first of several situations whose plan fits together with everything else on the
-        device.
+        """The plan, ready to run, for the first of several situations (what lies on the device beside the call) whose
+        plan fits there. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
 
         `known` says whether a plan for a situation exists already; before a new one is made, the device is searched for
-        other tensors. Where no plan fits, the last one made is returned if no situation was refused, or if it fits once
-        later forwards are done before its backward. Otherwise the last `BudgetError` is raised."""
+        other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or if the plan
+        fits provided that forwards which are still to come are freed before its backward. Otherwise the last
+        `BudgetError` is raised."""
         made = make(self.situation)
         if self.moment.fits(made.plan, self.situation):
             return made

@@ -255,7 +255,10 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
     if options.outputs == "all":
         raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
     if options.dynamic is not None:
-        raise ValueError(f"{name} is captured by itself for each size; leave out the argument dynamic")
+        raise ValueError(
+            f"with {name}, each size of a batch is captured anew, so that none can be declared as changing; leave out "
+            "the argument dynamic"
+        )
     if options.forwards > 1:
         raise ValueError(f"{name} is planned for one forward before each backward; leave out the argument forwards")
 

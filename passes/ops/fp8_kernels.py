@@ -123,8 +123,9 @@ def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies operands with tiles of 128 by torchao's Triton kernels, which are tuned at the first use of a size, on
-    cards with 8-bit units."""
+    """The product `a @ b`, in `dtype`, of fp8 operands in which each block of 128 values, or 128 × 128, has a scale of
+    its own, by torchao's Triton kernels. These are tuned at the first use of a size; the card needs fp8 tensor
+    cores."""
     kernels: Any = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
     left, right, a_scale = a.values.contiguous(), _by_columns(b.values), _by_columns(a.scale)
     if b.tile == "128x128":

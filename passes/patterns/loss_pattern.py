@@ -214,7 +214,7 @@ def _check_shapes(match: LossMatch) -> None:
         raise NoMatch("its weight has symbolic sizes")
     top = match.path.nodes[0]
     if top.class_dim != top.node.meta["val"].dim() - 1:
-        raise NoMatch(f"its classes are not the last dimension of {top.node.name}")
+        raise NoMatch(f"the classes of its loss are not the last dimension of the logits {top.node.name}")
     if not hidden.is_floating_point() or hidden.dim() < 1:
         raise NoMatch("its hidden values are no floating-point rows")
     bias = match.bias

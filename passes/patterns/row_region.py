@@ -94,7 +94,7 @@ def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
             raise NoLayer(f"its logits come from {op_name(value) or value.name}, not from a linear layer")
         value, class_dim = above
     if class_dim != value.meta["val"].dim() - 1:
-        raise NoLayer(f"its classes are not the last dimension of {value.name}")
+        raise NoLayer(f"the classes of its loss are not the last dimension of the logits {value.name}")
     return value, class_dim
 
 

@@ -388,11 +388,11 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "turned": (
         lambda x, w, y, b: (w @ x[0].t()).transpose(0, 1).log_softmax(-1).gather(1, y[:1].clamp(min=0).t()).sum(),
-        "its classes are not the last dimension of matmul",
+        "the classes of its loss are not the last dimension of the logits matmul",
     ),
     "turned, cross entropy": (
         lambda x, w, y, b: F.cross_entropy((w @ x[0].t()).transpose(0, 1), y[0]),
-        "its classes are not the last dimension of matmul",
+        "the classes of its loss are not the last dimension of the logits matmul",
     ),
     "some classes": (
         lambda x, w, y, b: F.linear(x, w, b)[..., 3:].logsumexp(-1).sum(),

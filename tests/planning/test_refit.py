@@ -9,7 +9,7 @@ import pytest
 
 import memopt
 from memopt.planning.refit import Footprint, Refit, as_compiled
-from tests.planned import ACCOUNT, captured, make_plan
+from tests.planned import ACCOUNT, captured, make_plan, two_regions
 
 PLAN = make_plan(captured(), replace(ACCOUNT, optimizer_state=0, optimizer_temporaries=0), 2**40)
 BUDGET = 100_000
@@ -27,6 +27,44 @@ def test_the_peak_becomes_that_of_the_compiled_graphs() -> None:
     assert sum(nbytes for _, nbytes in compiled.planned.rows) == compiled.predicted_peak_bytes
     assert compiled.held_bytes == 30_000
     assert as_compiled(compiled, [Footprint(70_000, 30_000, 60_000, 10_000)]).ceiling_bytes == fixed + 70_000
+
+
+HUGE = 10**9
+"""More bytes than a step of `two_regions` holds."""
+
+
+def of_two_regions(first: Footprint | None, second: Footprint | None) -> memopt.Plan:
+    found = make_plan(two_regions(), replace(ACCOUNT, optimizer_state=0, optimizer_temporaries=0), 2**40)
+    return as_compiled(found, [first, second])
+
+
+def test_regions_that_are_not_compiled_hold_what_is_planned() -> None:
+    plain = of_two_regions(None, None)
+    assert plain.account.lowering == 0
+
+
+def test_the_second_forward_lies_beside_what_the_code_of_the_first_leaves() -> None:
+    def peak(left: int) -> int:
+        second = Footprint(HUGE, 0, 0, 0)
+        return of_two_regions(Footprint(0, left, 0, 0), second).ceiling_bytes
+
+    assert peak(70_000) - peak(20_000) == 50_000
+
+
+def test_the_first_backward_lies_beside_nothing_that_the_second_forward_left() -> None:
+    def peak(of_first: int, of_second: int) -> int:
+        first, second = Footprint(0, of_first, HUGE, 0), Footprint(0, of_second, 0, 0)
+        return of_two_regions(first, second).ceiling_bytes
+
+    assert peak(70_000, 90_000) == peak(20_000, 10_000)
+
+
+def test_the_second_backward_lies_beside_what_the_first_forward_left() -> None:
+    def peak(of_first: int, of_second: int) -> int:
+        first, second = Footprint(0, of_first, 0, 0), Footprint(0, of_second, HUGE, 0)
+        return of_two_regions(first, second).ceiling_bytes
+
+    assert peak(70_000, 90_000) - peak(20_000, 10_000) == 50_000
 
 
 def judged(refit: Refit[str], compiled: memopt.Plan, made: str, planned: int = BUDGET) -> bool:
