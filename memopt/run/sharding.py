@@ -256,7 +256,7 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
         raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
     if options.dynamic is not None:
         raise ValueError(
-            f"with {name}, each size of a batch is captured anew, so that none can be declared as changing; leave out "
+            f"{name} is captured anew for each size of a batch, so that no size can be declared as changing; leave out "
             "the argument dynamic"
         )
     if options.forwards > 1:

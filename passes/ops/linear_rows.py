@@ -178,8 +178,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _of_operands(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            "the chunked loss (ChunkLoss, operator linear_rows) has no gradients of gradients; leave 'chunked_loss' out of "
-            "allow, or ChunkLoss out of passes"
+            "the chunked loss (ChunkLoss, operator linear_rows) has no gradients of gradients; leave 'chunked_loss' "
+            "out of allow, or ChunkLoss out of passes"
         )
     groups: Any = ctx.needs_input_grad[:5]
     needs = [needed for group in groups for needed in group]
