@@ -414,4 +414,7 @@ class RecordedCalls:
             prevented = "parameters are stepped within the backward"
         elif planner.terms.fuses and plan.captured is not None and plan.captured.draws:
             prevented = "the random numbers of compiled code cannot be drawn again"
-        return Replay(region, inputs, weak, forward, forward.before, prevented, planner.differentiate_outputs)
+        joints = plan.captured.regions if self.whole and plan.captured is not None else ()
+        only_read = joints[0].inputs_without_gradients if joints else ()
+        noted = planner.differentiate_outputs
+        return Replay(region, inputs, weak, forward, forward.before, prevented, only_read, noted)

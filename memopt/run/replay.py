@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -42,7 +42,8 @@ class Replay:
     plan does not compute.
 
     `weak` is what it keeps of the inputs until then, and `before` that state. `prevented` says in words why a second
-    forward cannot give the gradients, and is empty if it can. `noted` is called once it has given gradients that the
+    forward cannot give the gradients, and is empty if it can. `only_read` has the numbers of inputs that the region
+    reads without autograd, so that they get no gradient. `noted` is called once it has given gradients that the
     plan does not differentiate; `forward` is told of each second forward. Next to nothing is done before one is needed.
     """
 
@@ -54,18 +55,20 @@ class Replay:
         forward: _Exceeded,
         before: CallState | None,
         prevented: str,
+        only_read: Collection[int],
         noted: Callable[[], None],
     ) -> None:
         self.region, self.forward, self.noted, self.before = region, forward, noted, before
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self.prevented = prevented
+        tensors = {number: value for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+        self.prevented, self._only_read = prevented, only_read
         self._inputs = None if prevented else weak
         self._present: Sequence[Any] = ()
         """The inputs, once a second forward is about to run."""
         self._copies: Mapping[int, torch.Tensor] = {}
         """Copies from before the first forward, by the numbers of the inputs, then."""
-        self.leaves: Sequence[torch.Tensor] = () if prevented else [one for one in tensors if one.requires_grad]
-        self.device = device_among(tensors)
+        differentiated = [one for number, one in tensors.items() if one.requires_grad and number not in only_read]
+        self.leaves: Sequence[torch.Tensor] = () if prevented else differentiated
+        self.device = device_among(list(tensors.values()))
         self.generators = generators_before(before, self.device)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -190,7 +193,9 @@ class Replay:
         are views, through which a gradient goes on."""
         arguments = list(self._present)
         for number, value in enumerate(arguments):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if number in self._only_read:
+                arguments[number] = value.detach()
+            elif isinstance(value, torch.Tensor) and value.requires_grad:
                 arguments[number] = value.detach().requires_grad_(require_grad) if detach else value.view_as(value)
             elif (kept := self._copies.get(number)) is not None:
                 arguments[number] = kept.clone()
