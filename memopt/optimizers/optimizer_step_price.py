@@ -119,7 +119,7 @@ def prices_of_each(
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     with equal group, shape, strides and dtype, only one is tried. `device` is the type of device whose kernels run, by
-    default that of the hardware. With "cpu", tensors in the host's memory are counted too."""
+    default that of the hardware. On the host, tensors in its memory are counted too."""
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or hardware.device_type

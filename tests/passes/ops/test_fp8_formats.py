@@ -201,5 +201,5 @@ def test_a_saved_state_does_not_change_with_later_steps() -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     one, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     asking(histories_of(one[0]))(8.0)
-    with pytest.raises(ValueError, match="'0', which this model has not; build it as it was"):
+    with pytest.raises(ValueError, match="'0', a module that this model lacks; build the model as it was"):
         load_histories(other, histories_state(one))
