@@ -129,7 +129,7 @@ def test_with_more_room_the_same_schedule_trains(refused: list[dict[str, Any]]) 
         ("outputs", "ValueError", "give step return_outputs=False"),
         ("terms", "ValueError", "ScheduleGPipe of 2 microbatches on rank 0, ScheduleGPipe of 4 microbatches on rank 1"),
         ("zero bubble", "ValueError", "use Schedule1F1B"),
-        ("forwards", "ValueError", "forwards is what the schedule decides"),
+        ("forwards", "ValueError", "forwards is decided by the schedule"),
     ],
 )
 def test_what_cannot_be_planned_is_said(refused: list[dict[str, Any]], case: str, kind: str, words: str) -> None:
