@@ -230,7 +230,7 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None means the device of this machine: for no name, and for the name of a type of device.
+    "rtx4090" it is "rtx-4090". None means the device of this machine: for no name, and for a type of device.
 
     Raises `UsageError` for an unknown name, for one that several cards have, and for such a word on a machine without a
     card."""

@@ -4,11 +4,11 @@ compilation."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from memopt.account.breakdown import ANY_LINK
+from memopt.account.breakdown import ANY_LINK, EAGER
 from memopt.errors import BudgetError
 from memopt.planning.figures import recounted
 from memopt.planning.joined import Joined
@@ -83,7 +83,10 @@ class _Regions:
         self.owner = [joined.owner[index] for index in schedule.evaluations]
         left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
         self.halves: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
-        """By region the positions of the forward's evaluations, and those of the backward's."""
+        """By region the positions of the forward's evaluations, and those of the backward's, each with the eager code
+        beside them."""
+        ops = joined.problem.ops
+        self.eager = {at for at, index in enumerate(schedule.evaluations) if ops[index].name == EAGER}
         for at, (region, op) in enumerate(self.owner):
             self.halves[region][0 if left[region] else 1].append(at)
             left[region].discard(op)
@@ -95,45 +98,42 @@ class _Regions:
     def compiled(self, footprints: Sequence[Footprint | None]) -> tuple[int, int]:
         """The peak with these compiled regions, and the bytes that the forwards leave. Regions without a footprint
         hold what is planned."""
-        added = [0]
-        """The bytes that the forwards of the first regions leave beyond the plan, by their number."""
-        peaks = []
-        for region, (forward, _) in enumerate(self.halves):
-            footprint = footprints[region]
-            compiled = None if footprint is None else footprint.forward_bytes
-            peaks.append(added[-1] + self._peak(region, forward, compiled))
-            more = 0 if footprint is None else footprint.held_bytes - self._left(forward)
-            added.append(added[-1] + more)
-        for region, (_, backward) in enumerate(self.halves):
-            footprint = footprints[region]
-            compiled = None if footprint is None else footprint.backward_bytes
-            peaks.append(added[region + (footprint is None)] + self._peak(region, backward, compiled))
+        left_more = 0  # by the forwards so far, beyond the plan
+        peaks = [self.live[-1]]
+        for region, footprint in enumerate(footprints):
+            forward, backward = self.halves[region]
+            if footprint is None:
+                peaks += [left_more + self._planned(half) for half in (forward, backward)]
+                continue
+            peaks.append(left_more + self._beside(region, forward) + footprint.forward_bytes)
+            peaks.append(left_more + self._beside(region, backward) + footprint.backward_bytes)
+            before, left_more = left_more, left_more + footprint.held_bytes - self._left(forward)
+            peaks.append(max(before, left_more) + self._planned(self.eager.intersection(forward + backward)))
         last = max(forward[-1] for forward, _ in self.halves if forward)
-        return max(*peaks, int(self.live[-1])), int(self.live[last]) + added[-1]
+        return max(peaks), self.live[last] + left_more
 
-    def _peak(self, region: int, positions: Sequence[int], compiled_bytes: int | None) -> int:
-        """The most bytes while one half of a region runs, whose code holds `compiled_bytes`; None: what is planned.
+    def _planned(self, positions: Iterable[int]) -> int:
+        """The most planned bytes at these positions; 0 without any."""
+        return max((self.live[at] for at in positions), default=0)
 
-        Beside the code lies what is alive when it begins, but for values that the region makes, and gradients of its
-        outputs, which it frees.
-        """
-        if not positions or compiled_bytes is None:
-            return max((int(self.live[at]) for at in positions), default=0)
-        first, last = positions[0], positions[-1]
-        own_backward = positions is self.halves[region][1]
-        beside = sum(
+    def _beside(self, region: int, positions: Sequence[int]) -> int:
+        """The bytes that are alive when one half of a region begins and do not count as its own: what eager code holds
+        meanwhile, and values of other regions, but for gradients that are last read in this half."""
+        own = [at for at in positions if at not in self.eager]
+        if not own:
+            return 0
+        first, last = own[0], own[-1]
+        return sum(
             nbytes
             for nbytes, born, dies in self.lives
             if born < first <= dies
-            and self.owner[born][0] != region
-            and not (own_backward and dies <= last and self._is_late(born))
+            and (born in self.eager or (self.owner[born][0] != region and not (self._is_late(born) and dies <= last)))
         )
-        return beside + compiled_bytes
 
     def _left(self, forward: Sequence[int]) -> int:
-        """The bytes of the values that a forward makes and leaves."""
-        made = set(forward)
-        return sum(nbytes for nbytes, born, dies in self.lives if born in made and forward[-1] < dies)
+        """The bytes of the values that a region's forward makes and leaves."""
+        made = set(forward) - self.eager
+        return sum(nbytes for nbytes, born, dies in self.lives if born in made and max(made) < dies)
 
     def _is_late(self, position: int) -> bool:
         """Whether an evaluation is part of a backward."""
