@@ -2,7 +2,8 @@
 
     python -m benchmarks.ways [--only "Llama 1B" U-Net] [--size tiny]
 
-GPT-2, Llama, ViT, BERT, ResNet and U-Net at sizes that take a CPU a part of a second, fp32, AdamW, one thread: eager,
+GPT-2, Llama, ViT, BERT, ResNet, U-Net, and a LongT5 whose forward breaks into regions, at sizes that take a CPU a
+part of a second, fp32, AdamW, one thread: eager,
 by activation checkpoints, compiled, compiled with checkpoints and within five activation budgets; then memopt by both
 backends: with room for all, at the checkpoints' measured peak, and with half of what the compiled step holds beside
 parameters and the optimizer's state. Each way has a process and an empty cache of compiled code of its own. All of them
@@ -23,15 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import memopt
 from benchmarks.gpu_methods import Method, adamw, lasting_bytes, peers, within
-from benchmarks.gpu_models import Candidate, candidates
+from benchmarks.gpu_models import Candidate, Size, candidates, library, text
 from benchmarks.report import ways as table_of
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB
@@ -45,15 +47,40 @@ ROOMY_GB, ROUNDS = 1000.0, 15
 PEERS = {method.name: method for method in peers(small=False) if "second product" not in method.name}
 
 
+def models(size: Size) -> Mapping[str, Candidate]:
+    """The models by name: those of `benchmarks.gpu`, and one whose forward breaks into regions."""
+    return {**candidates(size), "LongT5": long_t5(size)}
+
+
+def long_t5(size: Size) -> Candidate:
+    config = transformers.LongT5Config(
+        encoder_attention_type="local",
+        local_radius=31,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        dropout_rate=0.0,
+        vocab_size=2000,
+        **{"middle": MIDDLE_T5, "tiny": TINY_T5}[size],
+    )
+    make = library("LongT5ForConditionalGeneration", config, "ForConditionalGenerationLoss")
+    return Candidate(
+        "LongT5", make, text(2000, 256), size=8 if size == "middle" else 2, tokens=512, block="LongT5Block"
+    )
+
+
+MIDDLE_T5 = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
+TINY_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(candidates("tiny"))
+    names = list(models("tiny"))
     parser.add_argument("--only", nargs="+", choices=names, help="the rows of other models remain in the file")
     parser.add_argument("--size", choices=("middle", "tiny"), default="middle")
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "WAY", "GB"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        work(candidates(chosen.size)[chosen.worker[0]], chosen.worker[1], float(chosen.worker[2]))
+        work(models(chosen.size)[chosen.worker[0]], chosen.worker[1], float(chosen.worker[2]))
         return
     torch.set_num_threads(1)  # for the stamp: as the processes of ways have it
     known = json.loads(RESULT.read_text())["rows"] if chosen.only and RESULT.exists() else []
