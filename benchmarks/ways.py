@@ -3,13 +3,12 @@
     python -m benchmarks.ways [--only "Llama 1B" U-Net] [--size tiny]
 
 GPT-2, Llama, ViT, BERT, ResNet, U-Net, and a LongT5 whose forward breaks into regions, at sizes that take a CPU a
-part of a second, fp32, AdamW, one thread: eager,
-by activation checkpoints, compiled, compiled with checkpoints and within five activation budgets; then memopt by both
-backends: with room for all, at the checkpoints' measured peak, and with half of what the compiled step holds beside
-parameters and the optimizer's state. Each way has a process and an empty cache of compiled code of its own. All of them
-then take steps in turns, and begin at another one in each round, so that what slows the machine slows all: a time is
-the median of a way's seconds of processor time. The first step is counted from the untouched model on, with capture,
-plan and compilation.
+part of a second, fp32, AdamW, one thread: eager, by activation checkpoints, compiled, compiled with checkpoints and
+within five activation budgets; then memopt by both backends: with room for all, at the checkpoints' measured peak, and
+with half of what the compiled step holds beside parameters and the optimizer's state. Each way has a process and an
+empty cache of compiled code of its own. All of them then take steps in turns, and begin at another one in each round,
+so that what slows the machine slows all: a time is the median of a way's seconds of processor time. The first step is
+counted from the untouched model on, with capture, plan and compilation.
 """
 
 from __future__ import annotations
@@ -63,13 +62,12 @@ def long_t5(size: Size) -> Candidate:
         **{"middle": MIDDLE_T5, "tiny": TINY_T5}[size],
     )
     make = library("LongT5ForConditionalGeneration", config, "ForConditionalGenerationLoss")
-    return Candidate(
-        "LongT5", make, text(2000, 256), size=8 if size == "middle" else 2, tokens=512, block="LongT5Block"
-    )
+    samples = 8 if size == "middle" else 2
+    return Candidate("LongT5", make, text(2000, 256), samples, tokens=512, block="LongT5Block")
 
 
-MIDDLE_T5 = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
-TINY_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+MIDDLE_T5: dict[str, Any] = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
+TINY_T5: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 
 
 def main() -> None:
