@@ -55,8 +55,6 @@ def long_t5(size: Size) -> Candidate:
     config = transformers.LongT5Config(
         encoder_attention_type="local",
         local_radius=31,
-        decoder_start_token_id=0,
-        pad_token_id=0,
         dropout_rate=0.0,
         vocab_size=2000,
         **{"middle": MIDDLE_T5, "tiny": TINY_T5}[size],
@@ -66,8 +64,9 @@ def long_t5(size: Size) -> Candidate:
     return Candidate("LongT5", make, text(2000, 256), samples, tokens=512, block="LongT5Block")
 
 
-MIDDLE_T5: dict[str, Any] = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
-TINY_T5: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+TOKENS = {"decoder_start_token_id": 0, "pad_token_id": 0}
+MIDDLE_T5: dict[str, Any] = {**TOKENS, "d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
+TINY_T5: dict[str, Any] = {**TOKENS, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 
 
 def main() -> None:
