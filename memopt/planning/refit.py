@@ -14,6 +14,7 @@ from memopt.planning.figures import recounted
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
+from memopt.planning.schedule_parts import held_after_forward
 from memopt.solver import Schedule, simulate
 from memopt.solver.problem import BlockCall
 from memopt.solver.simulator import lifetimes
@@ -67,7 +68,8 @@ def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
         moving, held_bytes = max(only.forward_bytes, only.backward_bytes, handed_over), only.held_bytes
     else:
         live = (simulated.live_bytes - problem.resident_bytes).tolist()
-        moving, held_bytes = _Regions(step.problem, schedule, live).compiled(footprints)
+        moving, left_more = _Regions(step.problem, schedule, live).compiled(footprints)
+        held_bytes = held_after_forward(problem, schedule) + left_more
     account = replace(plan.account, lowering=moving - (simulated.peak_bytes - problem.resident_bytes))
     if only is not None and only.ways:
         ways = [[BlockCall(*call) for call in calls] for calls in only.ways]
@@ -96,8 +98,8 @@ class _Regions:
         ]
 
     def compiled(self, footprints: Sequence[Footprint | None]) -> tuple[int, int]:
-        """The peak with these compiled regions, and the bytes that the forwards leave. Regions without a footprint
-        hold what is planned."""
+        """The peak with these compiled regions, and the bytes that their forwards leave beyond the plan. Regions
+        without a footprint hold what is planned."""
         left_more = 0  # by the forwards so far, beyond the plan
         peaks = [self.live[-1]]
         for region, footprint in enumerate(footprints):
@@ -109,8 +111,7 @@ class _Regions:
             peaks.append(left_more + self._beside(region, backward) + footprint.backward_bytes)
             before, left_more = left_more, left_more + footprint.held_bytes - self._left(forward)
             peaks.append(max(before, left_more) + self._planned(self.eager.intersection(forward + backward)))
-        last = max(forward[-1] for forward, _ in self.halves if forward)
-        return max(peaks), self.live[last] + left_more
+        return max(peaks), left_more
 
     def _planned(self, positions: Iterable[int]) -> int:
         """The most planned bytes at these positions; 0 without any."""
