@@ -71,7 +71,7 @@ class CardState:
         return self.apart_allocated_bytes + sum(nbytes for kind, nbytes in blocks if kind == "other")
 
     def without(self, kinds: Collection[Kind]) -> CardState:
-        """The state after the blocks of these kinds are freed; all remaining blocks get one kind."""
+        """The state after the blocks of these kinds are freed. All blocks that remain get the kind "other"."""
 
         def later(segment: HeldSegment) -> HeldSegment:
             blocks: Iterable[tuple[Kind, int]] = (

@@ -52,8 +52,9 @@ class Sharding:
 
     @classmethod
     def of(cls, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> Sharding:
-        """The sharding of a model's parameters, in groups. A parameter with several names belongs to the group of the
-        first."""
+        """The sharding of a model's parameters over the cards of `cluster`, in one group for each block of the model,
+        as FSDP2 gathers them; `dtype` is that in which the step computes. A parameter with several names belongs to the
+        group of the first."""
         members: dict[str, list[torch.Tensor]] = {"": []}
         for name, parameter in model.named_parameters():
             members.setdefault(block_of(name), []).append(parameter)

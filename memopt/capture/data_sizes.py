@@ -146,7 +146,8 @@ def _zeros(
 
 
 def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:
-    """For each call the larger of the results in the two runs; None where the runs called different operators."""
+    """For each operator call with a data-dependent result, the larger of its results (shapes or numbers, dimension
+    by dimension) in two runs; None where the runs called different operators."""
     if [call.op for call in one] != [call.op for call in other]:
         return None
     pairs = zip(one, other, strict=True)

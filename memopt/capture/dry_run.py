@@ -266,8 +266,8 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
     """Capture a call with the regions that its later runs will go through.
 
     Where Dynamo may choose other compilations the next time, `capture` is called twice. If the second capture has other
-    regions, it is returned. If they are the same, one plan is made for both, since a model may keep a value of its
-    first call and hold more in the second.
+    regions, it is returned. If it has the same, a capture is returned whose sizes and eager bytes are the larger of
+    both, since a model may keep a value of its first call and hold more in the second.
 
     `backend` recorded the regions. The model must be in the same state before and after `capture`."""
     found = capture()

@@ -67,7 +67,7 @@ class TrainingFacts:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained."""
+        """The parameters that require gradients."""
         return trained(self.parameters)
 
     @cached_property

@@ -142,7 +142,8 @@ class Moment:
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for `situation` leaves room for all that is on the device now or is expected. Also False
-        for a plan that adds time and was made while far more lay elsewhere than now: a faster one is possible."""
+        for a plan that recomputes and was made while tensors outside of the step held far more of the device than now:
+        a faster one is possible."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         own = situation.to_come or self.entry.held_after is None
         others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)

@@ -59,8 +59,9 @@ class Settings:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context for a run of the model in which attributes may change from None to a string without a new number, as
-        when transformers sets `config.problem_type` from the first labels. To be entered right after `number`."""
+        """Context for a run of the model in which an attribute that changes from None to a string does not count as
+        another state, with a `number` of its own and thus a new capture: transformers sets `config.problem_type` from
+        the first labels. To be entered right after `number` was called."""
         before, number = self._latest, self._number
         yield
         latest = self._read()

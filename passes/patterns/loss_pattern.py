@@ -143,7 +143,7 @@ def match_loss(loss: Node) -> LossMatch:
     smoothing = float(given.get("label_smoothing", 0.0))
     match = LossMatch(loss, linear, path, target, given["weight"], _REDUCTIONS[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
-        raise NoMatch("its input is not from log_softmax")
+        raise NoMatch("the input of its nll_loss is not from log_softmax")
     return _checked(match)
 
 
