@@ -198,8 +198,8 @@ def _same_tensors(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """What the bytes of an existing optimizer's step depend on besides its class: the order of its parameters, and
-    fused kernels."""
+    """An existing optimizer: its class, the order of its parameters and whether it uses fused kernels. The bytes that
+    its step takes depend on these."""
 
     kind: type[Optimizer]
     order: tuple[int, ...]

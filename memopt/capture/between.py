@@ -57,8 +57,8 @@ CROSSED = "takes a derivative through that break"
 
 @dataclass(frozen=True)
 class Passed:
-    """What a region exchanges with eager code and other regions within a step: which of its outputs and input gradients
-    are freed before the step ends, and which of its inputs are outputs of an earlier run."""
+    """The tensors that go from one region of a step to eager code or to another region: the outputs and the gradients
+    of inputs that are freed before the step ends, and the inputs that are outputs of an earlier region."""
 
     outputs: frozenset[int] = frozenset()
     """Positions of outputs that nobody holds any more once the region's backward begins."""

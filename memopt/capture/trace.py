@@ -121,7 +121,8 @@ INDUCTOR = "inductor"
 
 @dataclass(frozen=True, eq=False)
 class RegionTrace:
-    """What the joint graph of a region is traced from, and what its forward and backward are compiled from."""
+    """The module of a region, as it is before differentiation, and the settings under which it is traced to its joint
+    graph and compiled to a forward and a backward."""
 
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
@@ -150,23 +151,19 @@ def autocast_to(
     dtype: torch.dtype | None, region: RecordedRegion, *, keeps_casts: bool = True
 ) -> AbstractContextManager[Any]:
     """Context of autocast to `dtype` on the region's device; does nothing where autocast is on already or `dtype` is
-    None. Without `keeps_casts`, a weight is cast anew at each use, and casts are not cached until the context ends."""
+    None. With `keeps_casts`, casts of weights are cached until the context ends; else each use casts them anew."""
     if dtype is None or autocast_is_on():
         return nullcontext()
     return torch.autocast(device_among(region.inputs).type, dtype=dtype, cache_enabled=keeps_casts)
 
 
-def backend_of(region: RecordedRegion, wanted: str) -> str:
-    """The backend for a region: "aten" where it has data-dependent sizes, since inductor cannot compile the checks of
-    these sizes, else `wanted`."""
+def backend_of(region: RecordedRegion, wanted: str, *, whole: bool) -> str:
+    """The backend for a region, which is `whole` where it is all of its call: `wanted`, or "aten" where that cannot be
+    used. Inductor cannot compile the checks of data-dependent sizes; and for one of several regions with sizes that
+    change, it is not known what compiled code holds."""
     values = (node.meta.get("example_value") for node in region.graph_module.graph.nodes)
-    return "aten" if any(map(data_symbols_of, values)) else wanted
-
-
-def backend_among(region: RecordedRegion, wanted: str) -> str:
-    """The backend for one of several regions of a call: "aten" where it has sizes that change, at which it is not known
-    what compiled code holds, else `wanted`."""
-    return "aten" if region.changing else wanted
+    changes = region.changing and not whole
+    return "aten" if changes or any(map(data_symbols_of, values)) else wanted
 
 
 def differentiate(

@@ -272,8 +272,8 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """Of the parameters with these names, the one that the forward reads last, and the operator that reads it, with its
-    source line. None where the plan has no graphs or the graphs read none of them.
+    """The name of one of the parameters `names`, that which the forward reads last, and a description of the operator
+    that reads it, with its source line. None where the plan has no graphs or the graphs read none of them.
 
     The backward computes its gradient first, so the fault is in or after this operator."""
     captured = plan.captured if plan is not None else None

@@ -157,7 +157,7 @@ class CallPlanner:
     def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
         with stage("tracing"):
             try:
-                backend = self.terms.backend_of(whole=captured.whole)
+                backend = self.terms.call_backend(whole=captured.whole)
                 return trace_call(captured, rewriting, backend, None if captured.whole else self.traces)
             except CaptureError as failure:
                 raise CaptureError(cannot_capture(self.terms.model, str(failure))) from failure

@@ -91,7 +91,7 @@ class ModelTerms:
         """The backend that runs planned graphs: "aten" or "inductor"."""
         return self.options.backend_on(self.device().type)
 
-    def backend_of(self, *, whole: bool) -> str:
+    def call_backend(self, *, whole: bool) -> str:
         """The backend of a call, in one region if `whole`: of several regions, in a group of processes, plain
         operators, since ranks agree on no figures of code that is compiled."""
         return self.backend if whole or not has_ranks() else "aten"

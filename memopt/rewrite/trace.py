@@ -23,7 +23,7 @@ from memopt.capture.operators import (
     to_differentiate,
 )
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.capture.trace import RegionTrace, autocast_to, backend_among, backend_of, differentiate
+from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import RaisingForRefusedDtypes
@@ -69,7 +69,6 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     """
     with region.autocast.restored():
         operators = _rewritten_operators(region, rewriting)
-        backend = backend_of(region, backend)
         if operators is not None and operators.stages:
             traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten=True)
         else:
@@ -90,8 +89,7 @@ def trace_call(
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     regions = {id(run.region): run.region for run in captured.runs}
     traces = Traces() if traces is None else traces
-    backends = {number: backend if captured.whole else backend_among(one, backend) for number, one in regions.items()}
-    traced = {number: traces.of(region, regional, backends[number]) for number, region in regions.items()}
+    traced = {number: traces.of(region, regional, backend, whole=captured.whole) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
         raise CaptureError("its result depends on no trainable parameter")
@@ -107,8 +105,10 @@ class Traces:
         self._joints: LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = LruCache(_MOST_TRACES)
         """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
 
-    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
-        """The joint graph of a region under a rewriting, cached. Raises as `trace` does."""
+    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str, *, whole: bool) -> JointGraph:
+        """The joint graph of a region under a rewriting, cached, for `backend` where the region can have it
+        (`backend_of`); `whole`: the region is all of its call. Raises as `trace` does."""
+        backend = backend_of(region, backend, whole=whole)
         known = self._joints.get((region, backend)) or []
         for other, joint in known:
             if other is rewriting or other == rewriting:

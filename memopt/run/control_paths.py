@@ -16,7 +16,6 @@ from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.trace import backend_among
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
@@ -258,4 +257,4 @@ class PlansOfPaths:
     def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         """The joint graph of a region under a rewriting."""
         planner = self.road.planner
-        return planner.traces.of(region, rewriting, backend_among(region, planner.terms.backend_of(whole=False)))
+        return planner.traces.of(region, rewriting, planner.terms.call_backend(whole=False), whole=False)
