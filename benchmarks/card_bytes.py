@@ -39,8 +39,8 @@ import memopt
 from benchmarks.card_models import card_models
 from benchmarks.gpu_models import Size, made
 from benchmarks.stamp import stamp, write_result
+from memopt.compat.card_allocator import expandable_segments
 from memopt.errors import GIB
-from memopt.planning.on_card import expandable_segments
 
 RESULT = Path(__file__).parent / "results" / "card_bytes.json"
 SHARES = (1.0, 0.5, 0.0, 0.25, 0.75, None)

@@ -39,6 +39,10 @@ class Account:
     reserve: int
     """Scalars; on a GPU also the workspaces of libraries, and the context."""
     gradients_held: bool = False
+    expandable: bool = False
+    """Whether torch's allocator for CUDA has expandable segments in the step."""
+    may_expand: bool = False
+    """Whether a plan may turn expandable segments on."""
     other_forwards: int = 0
     """Bytes held by other forwards whose backward is still to come."""
     elsewhere: int = 0
@@ -98,6 +102,18 @@ class Account:
         """Whether torch's caching allocator manages the step's memory (`Device.caching`), so that a replay of its calls
         shows what it needs beyond the bytes requested. Only devices with such an allocator have a `context`."""
         return self.context > 0
+
+    @property
+    def expands(self) -> bool:
+        """Whether the plan turns expandable segments on."""
+        return self.expandable and self.may_expand
+
+    @property
+    def by_segments(self) -> tuple[Account, ...]:
+        """The account for each kind of segments that a plan may have torch's allocator use, ordinary ones first."""
+        if not (self.caching and self.may_expand):
+            return (self,)
+        return tuple(replace(self, expandable=expandable, may_expand=False) for expandable in (False, True))
 
     @property
     def uncounted_bytes(self) -> int:

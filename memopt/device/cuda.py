@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memopt.compat.card_allocator import turn_on_expandable_segments
 from memopt.compat.card_attention import CardAttention
 from memopt.compat.operators import (
     composite_kernel,
@@ -261,6 +262,9 @@ class _Cuda(Device):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def expand_segments(self) -> None:
+        turn_on_expandable_segments()
 
     def allocated_bytes(self, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)

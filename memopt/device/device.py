@@ -147,6 +147,9 @@ class Device:
     def empty_cache(self) -> None:
         """Return to the device the bytes that torch's allocator has reserved and not allocated."""
 
+    def expand_segments(self) -> None:
+        """Have torch's caching allocator use expandable segments from now on, in this process."""
+
     def allocated_bytes(self, device: torch.device) -> int:
         """Bytes that torch's caching allocator has allocated for tensors now."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.chunked_loss import CHUNKED_LOSS
+from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS
 from memopt.levers.fp8 import FP8, FP8_BLOCK, FP8_DELAYED, MXFP8
 from memopt.levers.fp8_activations import FP8_ACTIVATIONS
 from memopt.levers.fused_attention import FUSED_ATTENTION
@@ -36,6 +37,7 @@ _IN_ORDER = (
     CHUNKED_LOSS,
     TILES,
     MICROBATCH,
+    EXPANDABLE_SEGMENTS,
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_PARAMETERS,
     FP8,
@@ -53,7 +55,8 @@ LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _
 """All levers by name, in the order in which a plan tries them where it may."""
 LeverName: TypeAlias = Literal[
     "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "tiles", "microbatch",
-    "offload_activations", "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations",
+    "expandable_segments", "offload_activations", "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8",
+    "fp8_activations",
     "bf16_parameters", "low_bit_optimizer", "offload_optimizer", "optimizer_in_backward", "plain",
 ]  # fmt: skip
 """The names that the option `allow` takes, for type checkers."""

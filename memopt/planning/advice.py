@@ -22,11 +22,11 @@ from memopt.device import hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import GIB, CaptureError, Way, round_up, would_do
 from memopt.levers.all import allow_exactly
+from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS, may_expand
 from memopt.levers.microbatch import MICROBATCH
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.stages import Priced, Recorded
 from memopt.planning.terms import Situation
@@ -108,12 +108,13 @@ class _Advice:
         yield Way(typed, nbytes, changes, sentence=sentence)
 
     def in_growing_segments(self, lean: Priced) -> Iterator[Way]:
-        """Suggests expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
-        if lean.account.caching and not expandable_segments():
-            setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            changes = "in the environment of the process: fewer holes between blocks of memory; the same numbers"
-            nbytes = lean.smallest(expandable=True)[0]
-            yield Way(setting, nbytes, changes, 0.0, f"with {setting} in the environment")
+        """Suggests expandable segments, with which torch's allocator on a card leaves fewer holes between blocks, where
+        `allow` lacks them."""
+        name, allow = EXPANDABLE_SEGMENTS.name, self.options.allow
+        if lean.account.caching and name not in allow and may_expand({name}):
+            changes = "expandable segments for torch's allocator: fewer holes between blocks; the same numbers"
+            nbytes = lean.under(replace(lean.account, may_expand=True)).smallest()[0]
+            yield Way(allow_exactly({*allow, name}), nbytes, changes, 0.0, f"with {name!r} in allow")
 
     def with_parameters_on_host(self, lean: Priced) -> Iterator[Way]:
         """Suggests frozen parameters in the host's memory, where `allow` does not have them there."""

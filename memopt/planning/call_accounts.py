@@ -22,7 +22,9 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.region import CapturedCall
 from memopt.capture.trace import trained
+from memopt.compat.card_allocator import expandable_segments
 from memopt.device.devices import device_of
+from memopt.levers.expandable_segments import may_expand
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Buckets, ModelTerms, Situation
@@ -120,8 +122,11 @@ class CallAccounts:
             elsewhere = found.beside(account)
             # The tolerance has room for what is less: a few numbers that appear between two runs refuse nothing.
             elsewhere -= elsewhere % max(1, self.beside.tolerance_bytes // 2)
+        caching = account.caching
         return replace(
             account,
+            expandable=caching and expandable_segments(),
+            may_expand=caching and may_expand(self.terms.options.allow),
             elsewhere=elsewhere,
             unforeseen=self.unforeseen_bytes,
             card_state=self._card_state,

@@ -122,7 +122,8 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
         return None
     joined = priced.step.problem
     taken = _schedule(joined, before, schedule, known)
-    fitted = within(joined, taken, priced.account, plan.budget_bytes)
+    account = replace(priced.account, expandable=plan.account.expandable)
+    fitted = within(joined, taken, account, plan.budget_bytes)
     if fitted is None:
         return None
     simulation = simulate(joined.problem, taken)

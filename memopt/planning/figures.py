@@ -11,6 +11,7 @@ from typing import Any
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.errors import GIB
+from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.precision import LEFT_TO_AUTOCAST, PRECISION
@@ -55,12 +56,15 @@ def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: boo
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The receipt's rows of the levers that a plan's schedule uses, in this order: reinplace, recompute,
-    offload_activations, offload_parameters."""
+    """The receipt's rows of the levers that a plan's schedule uses, in this order: reinplace, expandable_segments,
+    recompute, offload_activations, offload_parameters."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):
-        rows.append(plain_row(REINPLACE.name, step.seen, plan.account))
+        ordinary = replace(plan.account, expandable=plan.account.expandable and not plan.account.expands)
+        rows.append(plain_row(REINPLACE.name, step.seen, ordinary))
+    if plan.account.expands:
+        rows.append(plain_row(EXPANDABLE_SEGMENTS.name, step.seen, plan.account))
     seconds = plan.step_seconds + plan.added_seconds
     if plan.added_seconds > plan.stall_seconds:
         recomputed = breakdown(step.seen.problem, replace(schedule, offloads=()), plan.account)
@@ -76,13 +80,17 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
     """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`. Only
-    the offloading levers, and the rows that follow from its schedule, are those of `plan`."""
-    offloads = {OFFLOAD_ACTIVATIONS.name: plan.moved_bytes, OFFLOAD_PARAMETERS.name: plan.hosted_bytes}
-    scheduled = (REINPLACE.name, RECOMPUTE.name, *offloads)
+    the levers that follow from its schedule, and their rows, are those of `plan`."""
+    found = {
+        EXPANDABLE_SEGMENTS.name: plan.account.expands,
+        OFFLOAD_ACTIVATIONS.name: plan.moved_bytes > 0,
+        OFFLOAD_PARAMETERS.name: plan.hosted_bytes > 0,
+    }
+    scheduled = (REINPLACE.name, RECOMPUTE.name, *found)
     before = tuple(row for row in other.receipt if row.lever not in scheduled)
     levers = (
-        *(name for name in other.levers if name not in offloads),
-        *(name for name, nbytes in offloads.items() if nbytes),
+        *(name for name in other.levers if name not in found),
+        *(name for name, is_used in found.items() if is_used),
     )
     rows = rows_to(plan, before) if before else ()
     return replace(plan, levers=levers, proposals=other.proposals, receipt=rows)

@@ -21,11 +21,11 @@ import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
+from memopt.compat.card_allocator import expandable_segments, may_turn_on_expandable_segments
 from memopt.compat.tensors import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
-from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
 from memopt.planning.terms import Situation
 from memopt.units import size
@@ -98,12 +98,16 @@ class Job:
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
             sorted(map(str, MARKED)),
-            (card, device_of(card).caching and (expandable_segments(), library()), autocast_state(), self.further),
+            (card, device_of(card).caching and (_segments(), library()), autocast_state(), self.further),
             parts,
         ))  # fmt: skip
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):
             return None
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _segments() -> tuple[bool, bool]:
+    return expandable_segments(), may_turn_on_expandable_segments()
 
 
 def sources_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[str]:

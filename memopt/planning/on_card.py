@@ -3,8 +3,6 @@ a replay of its allocations; and the budget where the user gives none: what the 
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -49,34 +47,31 @@ _SHARE = 1 / 256
 """The share of the bytes allocated to which the least budget is found."""
 
 
-def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
+def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     """The account with the least rounding and fragmentation of torch's allocator with which the step completes, found
     by replaying its allocations; none on the CPU.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
-    completes its steps: this is the budget that a refusal names. The replay need not pass with every larger budget.
-    `expandable` says whether segments are expandable; None takes the setting from the environment."""
+    completes its steps: this is the budget that a refusal names. The replay need not pass with every larger
+    budget."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
-    setting = expandable_segments() if expandable is None else expandable
-    if setting != expandable_segments():
-        bare = replace(bare, card_state=None)  # another process would have that setting
     bare = replace(bare, lowering=0)
-    key = (schedule, bare, setting)
+    key = (schedule, bare)
     if key not in joined.on_cards:
-        joined.on_cards[key] = _least_replayed(joined, schedule, bare, expandable=setting)
+        joined.on_cards[key] = _least_replayed(joined, schedule, bare)
     found = joined.on_cards[key]
     return replace(account, rounding=found.rounding, fragmentation=found.fragmentation)
 
 
-def _least_replayed(joined: Joined, schedule: Schedule, bare: Account, *, expandable: bool) -> Account:
+def _least_replayed(joined: Joined, schedule: Schedule, bare: Account) -> Account:
     """The result of `on_card`."""
     ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
-    free = peaks_without_limit(ways, blocks, expandable_segments=expandable)
+    free = peaks_without_limit(ways, blocks, expandable_segments=bare.expandable)
 
     def fitted(budget_bytes: int) -> Account | None:
-        return within(joined, schedule, bare, budget_bytes, expandable=expandable, ways=ways)
+        return within(joined, schedule, bare, budget_bytes, ways=ways)
 
     return _with_least_budget(fitted, joined, schedule, bare.context, free)
 
@@ -115,20 +110,18 @@ def within(
     account: Account,
     budget_bytes: int,
     *,
-    expandable: bool | None = None,
     ways: Sequence[Sequence[BlockCall]] | None = None,
 ) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
     free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not replayed.
-    `expandable` is as for `on_card`; `ways` are the results of `step_ways`, if they are known already."""
+    `ways` are the results of `step_ways`, if they are known already."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
     limit = budget_bytes - account.context - account.lowering
-    setting = expandable_segments() if expandable is None else expandable
     ways, blocks = ways or step_ways(joined.problem, schedule), _step_blocks(joined, bare)
     try:
-        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
+        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=bare.expandable, limit_bytes=limit)
     except CardFullError:
         return None
     requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))
@@ -145,7 +138,7 @@ def compiled_within(
     bare = without_allocator(account)
     if not account.caching:
         return bare
-    blocks, setting = _step_blocks(joined, bare), expandable_segments()
+    blocks, setting = _step_blocks(joined, bare), bare.expandable
     requested = _requested_bytes(joined, schedule, bare)
 
     def fitted(budget_bytes: int) -> Account | None:
@@ -171,12 +164,6 @@ def compiled_within(
 def without_allocator(account: Account) -> Account:
     """The account without rounding and fragmentation of the allocator."""
     return replace(account, rounding=0, fragmentation=0)
-
-
-def expandable_segments() -> bool:
-    """Whether the environment configures torch's allocator with expandable segments."""
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-    return re.search(r"expandable_segments\s*:\s*True", settings) is not None
 
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:

@@ -55,7 +55,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         return False
     lowering = own.lowering if footprint is None else counted.account.lowering
     waiting = own.other_forwards + to_come * plan.held_bytes
-    bare = replace(own, lowering=lowering, other_forwards=waiting)
+    bare = replace(own, lowering=lowering, other_forwards=waiting, expandable=plan.account.expandable)
     if footprint is None:
         account = within(joined, schedule, bare, plan.budget_bytes)
     else:

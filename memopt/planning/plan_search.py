@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
+from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS, NOTE
 from memopt.levers.lever import Lever
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
@@ -314,9 +315,11 @@ class PlanSearch:
         rows = [plain_row(lever, priced.step.plain, priced.account) for lever, priced in found]
         if plan.proposals:
             rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
-        new = tuple(note for note in self._notes if note not in plan.notes)
+        segments = (NOTE,) if plan.account.expands else ()
+        new = tuple(note for note in (*self._notes, *segments) if note not in plan.notes)
         used = tuple(lever for lever in levers.levers if lever not in self._idle)
         used += (REINPLACE.name,) if writes_over(plan) else ()
+        used += (EXPANDABLE_SEGMENTS.name,) if plan.account.expands else ()
         used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
         used += (OFFLOAD_PARAMETERS.name,) if plan.hosted_bytes else ()
         return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)

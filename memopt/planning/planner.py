@@ -116,7 +116,8 @@ def solve(joined: Joined, request: Request) -> Solution:
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
     """As `solve_with_steps`, with the account that includes the allocator's overhead as a third result. Where torch's
     allocator would exceed the budget, the step is solved again with fewer bytes; if that finds no schedule, those found
-    before are replayed too.
+    before are replayed too. Of the kinds of segments that the plan may choose, expandable ones are tried where a
+    schedule with ordinary ones does not fit, or adds time.
 
     Raises `BudgetError` where no schedule fits."""
     if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
@@ -126,10 +127,15 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     ways = [joined]
     if joined.solvers and request.account.caching:  # other schedules than without them would be replayed
         ways.insert(0, replace(joined, solvers=()))
-    found = [one for way in ways if (one := _on_card(way, request)) is not None]
+    found: list[tuple[Joined, Solution, Account]] = []
+    for account in request.account.by_segments:
+        found += (one for way in ways if (one := _on_card(way, replace(request, account=account))) is not None)
+        if any(solution.added_seconds <= NEGLIGIBLE * taken.problem.seconds for taken, solution, _ in found):
+            break
     if not found:
         raise request.refusal(joined)
-    return min(found, key=lambda one: one[1].added_seconds)
+    taken, solution, account = min(found, key=lambda one: one[1].added_seconds)
+    return taken, solution, replace(account, may_expand=request.account.may_expand)
 
 
 def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
@@ -213,7 +219,7 @@ def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int
     taken, solution = _smallest_peak(joined)
     share, whole = _NEXT
     budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
-    while within(taken, solution.schedule, account, budget_bytes) is None:
+    while all(within(taken, solution.schedule, one, budget_bytes) is None for one in account.by_segments):
         budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
     return budget_bytes
 
@@ -256,12 +262,12 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
     return max(graph_peak_bytes + account.resident_bytes, after)
 
 
-def smallest(joined: Joined, account: Account, *, expandable: bool | None = None) -> tuple[int, str]:
-    """The smallest budget in bytes for which `solve` finds a schedule, and a text on what dominates its peak;
-    `expandable` is as for `on_card`."""
+def smallest(joined: Joined, account: Account) -> tuple[int, str]:
+    """The smallest budget in bytes for which `solve` finds a schedule, and a text on what dominates its peak."""
     taken, solution = _smallest_peak(joined)
     schedule = solution.schedule
-    least = breakdown(taken.problem, schedule, on_card(taken, schedule, account, expandable=expandable))
+    accounts = [on_card(taken, schedule, one) for one in account.by_segments]
+    least = min((breakdown(taken.problem, schedule, one) for one in accounts), key=lambda one: one.peak_bytes)
     shown = [*least.rows[:3], *(row for row in least.rows[3:] if row[0] == "elsewhere")]
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in shown)
     return least.peak_bytes, f"{largest} (at {least.at})"

@@ -241,9 +241,9 @@ class Priced:
         source = StepOfPlan(lambda: step)
         return plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
 
-    def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
-        """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
-        return min(smallest(one.step.problem, one.account, expandable=expandable) for one in self.on_either_side())
+    def smallest(self) -> tuple[int, str]:
+        """The smallest budget in bytes that works, and what dominates its peak."""
+        return min(smallest(one.step.problem, one.account) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
         """The step as it is; and, if no parameters lie on the host yet, also with as many there as possible."""

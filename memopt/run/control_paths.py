@@ -249,7 +249,7 @@ class PlansOfPaths:
         """The plan of a captured call with the runs that it schedules: all but those that only make views."""
         step = plan.captured
         assert step is not None
-        return Executable(captured, plan, self._scheduled(captured, step.rewriting_of_regions))
+        return self.road.ready(captured, plan, self._scheduled(captured, step.rewriting_of_regions))
 
     def _scheduled(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[RegionRun, ...]:
         return tuple(run for run in captured.runs if self.trace(run.region, rewriting).differentiated)

@@ -22,7 +22,7 @@ from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import NothingToRewrite
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
 from memopt.emit.gradients import Accumulation
@@ -213,11 +213,20 @@ class Road:
             regions = emit_plan(plan, self.accumulation)
             footprints = [region.footprint for region in regions]
             if not any(footprints):
-                return Executable(captured, plan, captured.runs, regions[0])
+                return self.ready(captured, plan, captured.runs, regions[0])
             refit.judge(plan, as_compiled(plan, footprints), regions)
         plan, regions = refit.best()
         self._lowering[first] = plan.account.lowering
-        return Executable(captured, plan, captured.runs, regions[0])
+        return self.ready(captured, plan, captured.runs, regions[0])
+
+    def ready(
+        self, captured: CapturedCall, plan: Plan, runs: tuple[RegionRun, ...], region: Emitted | None = None
+    ) -> Executable:
+        """The plan as it runs in this process, whose torch allocator gets expandable segments where the plan needs
+        them; the arguments are the fields of `Executable`."""
+        if plan.account.expandable:
+            device_of(self.planner.terms.device()).expand_segments()
+        return Executable(captured, plan, runs, region)
 
     def _rounds(self, refit: Refit[tuple[Emitted, ...]], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
         """The plans that are compiled one after the other until `refit` has a good one: the smallest where none of the
@@ -364,4 +373,4 @@ class Road:
         if plan is None or region is None or region.footprint != kept.footprint:
             self.kept.drop(key)
             return None
-        return Executable(recorded.captured, plan, recorded.captured.runs, region)
+        return self.ready(recorded.captured, plan, recorded.captured.runs, region)

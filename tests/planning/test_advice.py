@@ -72,19 +72,20 @@ ON_H100: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"re
 def test_growing_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expandable segments leave fewer holes between the blocks of torch's allocator."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    found = []
-    for setting in ("", "expandable_segments:True"):
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-        found.append(smallest_gb(make(), batch(512), **ON_H100))
-    plain, growing = found
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    expanding = ON_H100 | {"allow": {"recompute", "expandable_segments"}}
+    plain, growing = (smallest_gb(make(), batch(512), **options) for options in (ON_H100, expanding))
     assert growing < 0.97 * plain
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    plan = memopt.plan(make(), 1.001 * growing, batch(512), **expanding)
+    assert "expandable_segments" in plan.levers
+    assert any("expandable segments" in note for note in plan.notes)
+    assert "expandable_segments" not in memopt.plan(make(), 1.5 * plain, batch(512), **expanding).levers
     with pytest.raises(BudgetError) as error:
         memopt.plan(make(), 1.001 * growing, batch(512), **ON_H100)
     text = "; ".join(error.value.further)
-    assert figure(text, "expandable_segments:True in the environment", 1.001 * growing) == pytest.approx(
-        growing, rel=1e-3
-    )
+    assert figure(text, "with 'expandable_segments' in allow", 1.001 * growing) == pytest.approx(growing, rel=1e-3)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert smallest_gb(make(), batch(512), **expanding) == plain, "the user has turned them off"
 
 
 @pytest.mark.slow

@@ -222,13 +222,11 @@ def test_a_full_disk_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
-def test_plans_for_a_card_are_sound_with_their_own_account_only(
-    monkeypatch: pytest.MonkeyPatch, share: float, expandable: bool
-) -> None:
+def test_plans_for_a_card_are_sound_with_their_own_account_only(share: float, expandable: bool) -> None:
     """On a card the allocator's overhead counts, which depends on the budget that a plan was made for."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     step = captured(region(6, width=512, batch=4096))
     own = replace(ACCOUNT, parameters=6 * 2**20, optimizer_state=12 * 2**20, reserve=2**29, context=2**28)
+    own = replace(own, expandable=expandable)
     roomy = make_plan(step, own, 2**40)
     least = roomy.smallest_bytes()
     budget = least + int(share * (roomy.ceiling_bytes - least))

@@ -13,15 +13,16 @@ from memopt.account.account import Account
 from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare, step_calls
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
+from memopt.compat.card_allocator import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
+from memopt.levers.expandable_segments import may_expand
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import (
     SPARE,
     SPARE_COMPILED,
     _step_blocks,
     compiled_within,
-    expandable_segments,
     on_card,
     within,
 )
@@ -248,26 +249,43 @@ def test_the_budget_that_compiled_code_is_said_to_need_is_enough(step: PricedSte
     assert peak(needed) <= needed
 
 
-def test_expandable_segments_leave_less_unused(step: PricedStep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_leave_less_unused(step: PricedStep) -> None:
     schedule = Schedule.save_all(joined(step).problem)
     apart = on_card(joined(step), schedule, ACCOUNT)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    together = on_card(joined(step), schedule, ACCOUNT)
+    together = on_card(joined(step), schedule, replace(ACCOUNT, expandable=True))
     assert together.uncounted_bytes + together.rounding < apart.uncounted_bytes + apart.rounding
 
 
+def test_expandable_segments_are_used_where_ordinary_ones_do_not_fit_or_add_time(step: PricedStep) -> None:
+    either, expandable = replace(ACCOUNT, may_expand=True), replace(ACCOUNT, expandable=True)
+    least = {account: smallest(joined(step), account)[0] for account in (ACCOUNT, expandable, either)}
+    assert least[either] == min(least.values()) < least[ACCOUNT]
+    _, _, account = solve_on_card(joined(step), Request(either, least[either]))
+    assert account.expands
+    with pytest.raises(BudgetError):
+        solve_on_card(joined(step), Request(ACCOUNT, least[either]))
+    _, solution, account = solve_on_card(joined(step), Request(either, 2**40))
+    assert not account.expandable
+    assert account.may_expand
+    _, apart, _ = solve_on_card(joined(step), Request(ACCOUNT, least[ACCOUNT]))
+    _, solution, _ = solve_on_card(joined(step), Request(either, least[ACCOUNT]))
+    assert solution.added_seconds <= apart.added_seconds
+
+
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    ("setting", "is_on", "may_be"),
     [
-        ("", False),
-        ("expandable_segments:True", True),
-        ("a:1,expandable_segments: True", True),
-        ("expandable_segments:False", False),
+        ("", False, True),
+        ("expandable_segments:True", True, False),
+        ("a:1,expandable_segments: True", True, False),
+        ("expandable_segments:False", False, False),
     ],
 )
-def test_the_allocators_setting(setting: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocators_setting(setting: str, is_on: bool, may_be: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
-    assert expandable_segments() is expected
+    assert expandable_segments() is is_on
+    assert may_expand({"expandable_segments"}) is may_be
+    assert not may_expand({"recompute"})
 
 
 def test_the_optimizer_makes_its_state_in_blocks_of_the_size_of_its_tensors(step: PricedStep) -> None:

@@ -1,0 +1,47 @@
+"""The settings of torch's caching allocator for CUDA."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+
+from passes.compat import private
+
+PRIVATE_NAMES = private("torch._C", "_accelerator_setAllocatorSettings", needed=False)
+
+# `torch._C` is the extension module: this part has no stubs.
+_set_settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+_turned_on: list[bool] = []
+
+
+def expandable_segments() -> bool:
+    """Whether torch's allocator uses expandable segments in this process: by the environment, or since
+    `turn_on_expandable_segments` was called."""
+    return bool(_turned_on) or _in_environment() is True
+
+
+def may_turn_on_expandable_segments() -> bool:
+    """Whether `turn_on_expandable_segments` would change anything: they are not in use yet, and the environment does
+    not turn them off."""
+    return _set_settings is not None and not _turned_on and _in_environment() is None
+
+
+def turn_on_expandable_segments() -> None:
+    """Have torch's allocator use expandable segments from now on, with its other settings as the environment has
+    them. Segments that it holds already stay in use as they are."""
+    if may_turn_on_expandable_segments():
+        _set_settings(",".join(filter(None, (_settings(), "expandable_segments:True"))))
+        _turned_on.append(True)
+
+
+def _settings() -> str:
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+
+
+def _in_environment() -> bool | None:
+    """What the environment says of expandable segments; None where it does not name them."""
+    found = re.search(r"expandable_segments\s*:\s*(True|False)", _settings())
+    return None if found is None else found[1] == "True"
