@@ -47,9 +47,9 @@ class WatchedInputs:
         return cls(region, found, plan_again)
 
     def copies(self, plan: Plan, moment: Moment) -> dict[int, torch.Tensor]:
-        """Copies of the watched inputs, by input number, for the forward to run on, so that a change by the caller does
-        no harm in the first step. Empty where the copies do not fit into the memory planned for optimizer state that
-        does not exist yet, or where further forwards are expected before the backward."""
+        """Copies of the watched inputs, by input number: the forward runs on these, so that its backward is right even
+        if the caller changes the originals. Empty where the copies do not fit into the memory that `plan` keeps for
+        optimizer state that does not exist yet, or where further forwards are expected before the backward."""
         nbytes = sum(value.nbytes for value, _ in self.watched.values())
         if not nbytes or moment.to_come or nbytes > moment.left_before_state(plan):
             return {}

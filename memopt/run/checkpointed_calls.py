@@ -40,7 +40,7 @@ class CheckpointedCalls:
 
     No plan can free what eager code between regions holds, as it is in no graph; a checkpoint runs that code a second
     time. A forward in one region runs with checkpoints, too, where it would have to be captured again for smaller
-    sizes, until that has cost calls as much time as a plan takes to make."""
+    sizes, until recomputation by checkpoints has taken as much time as making a plan would."""
 
     def __init__(
         self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
@@ -59,8 +59,8 @@ class CheckpointedCalls:
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
     def fitting(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
-        """The first choice of checkpoints with which a call that cannot be planned fits the budget, with the bytes of
-        its step; None where no choice fits."""
+        """For a call that cannot be planned, the fastest choice of checkpoints with which it fits the budget, as what
+        runs the call and the bytes of its step; None where no choice fits."""
         found = self._first_that_fits(call, situation, moment, parts)
         self.serve |= found is not None
         return found
@@ -68,8 +68,8 @@ class CheckpointedCalls:
     def instead_of_planning(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts, plan: Plan, planning_seconds: float
     ) -> Choice | None:
-        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. None once running with
-        checkpoints has cost calls about `planning_seconds`, the time that a plan takes to make."""
+        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. Also None once calls have
+        lost about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
             self._lost_seconds = 0.0  # by sizes that are planned now

@@ -77,10 +77,9 @@ class Checkpoints:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A block in which a step is run only to count its bytes, so that its backward may stop early. After it, the
-        checkpointed calls free all that they saved: autograd would keep it through its hooks on saved tensors, in a
-        reference cycle that Python's collector does not find where a call adds outputs to a container that it was
-        given."""
+        """A block in which a step is run only to count its bytes, so that its backward may stop early. When the block
+        ends, its checkpointed calls free what they saved for their second run: where a call adds outputs to a container
+        that it was given, Python's collector would never free it."""
         before, self._of_count = self._of_count, []
         try:
             yield
@@ -148,7 +147,9 @@ class _Body:
         with self._before.for_a_time() if self._before else nullcontext(), self.inner():
             outputs = self.own(*args, **self.kwargs)
         if self._sums is not None and not _agree(self._sums, _sums(outputs)):
-            raise RecomputedOtherwiseError(f"{type(self.spot.module).__name__} returns other values in a second run")
+            raise RecomputedOtherwiseError(
+                f"{type(self.spot.module).__name__} returns other values when it runs a second time from the same state"
+            )
         return outputs
 
 
@@ -210,9 +211,9 @@ def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -
 
 
 def choices(model: nn.Module) -> Iterator[Checkpoints]:
-    """The choices of checkpointed modules that are worth trying, from the fastest to the one that holds least: first
-    the repeated blocks of the model; next these blocks and, nested in them, their submodules; last also the submodules
-    of these. None for a model without repeated blocks."""
+    """Yields the choices of checkpointed modules that are worth trying, from the fastest to the one that holds least:
+    the repeated blocks of the model; then these blocks and, nested in them, their submodules; then also the submodules
+    of those submodules. Yields nothing for a model without repeated blocks."""
     blocks = tuple(dict.fromkeys(_blocks(model)))
     before = None
     for depth in range(_DEEPEST) if blocks else ():

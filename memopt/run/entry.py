@@ -102,7 +102,8 @@ class Plain(Waiting, Protocol):
 
 @dataclass
 class LatestLooks:
-    """What was found in the latest searches of the device for tensors outside of the step, at moments of one kind."""
+    """What was found in the latest searches of the device for tensors outside of the step, at moments of one
+    `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
 
     found: Found
     """What the latest one found."""

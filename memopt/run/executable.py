@@ -78,9 +78,9 @@ class Executable:
         """The first planned run, from number `first` on, whose schedule fits `run`, a run of a region in the current
         forward; None where there is none, or where `run` has larger sizes.
 
-        `trace` returns the joint graph of a region under a rewriting. It is called where the run's region is not the
-        planned one: that was captured on fake tensors, or the same code was captured again under other guards or for
-        other sizes."""
+        `trace` returns the joint graph of a region under a rewriting. It is called where the region of `run` is not the
+        planned one: where the plan was made on fake tensors, or the same code was captured again under other guards or
+        for other sizes."""
         for number in range(first, len(self.runs)):
             planned, joint = self.runs[number], self.step.regions[number]
             if planned.place != run.place:

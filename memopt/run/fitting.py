@@ -42,12 +42,12 @@ class CallInProgress:
 
     @property
     def crowded(self) -> Situation:
-        """The call's situation, with the bytes counted that forwards waiting for their backward hold."""
+        """The call's situation, including the bytes held by forwards that wait for their backward."""
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
-        """The plan, ready to run, for the first of several situations (what lies on the device beside the call) whose
-        plan fits there. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
+        """The plan, ready to run, for the first of several situations (guesses of what lies beside the call) whose plan
+        fits on the device now. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
 
         `known` says whether a plan for a situation exists already; before a new one is made, the device is searched for
         other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or if the plan

@@ -128,8 +128,8 @@ class Moment:
 
     @property
     def beyond_expected(self) -> int:
-        """The number of further forwards to allow for where more wait than were expected: once several do, as many
-        again as wait; else 0."""
+        """The number of further forwards to leave room for where more wait for their backward than were expected: once
+        several wait, as many as wait; else 0."""
         return self.waiting if self.waiting >= max(_SEVERAL, self.entry.others_expected + 1) else 0
 
     @property
@@ -180,8 +180,8 @@ class Moment:
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
     def left_before_state(self, plan: Plan) -> int:
-        """The bytes that may be taken before the optimiser has its state, as many as that at most: in its place, and
-        of what is left beside it. On a GPU nothing takes its place, as in the backward (`Entry.state_to_come`)."""
+        """The bytes that other tensors may take until the optimizer makes its state: the memory that `plan` keeps for
+        the missing state (none on a GPU) and what is left of the budget, together at most the missing state."""
         elsewhere = self.elsewhere_beside(plan.account)
         room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - elsewhere
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
@@ -313,8 +313,8 @@ class Ledger(ModelsOnDevice):
         return self._limit_by(entry, *self._level(moment))
 
     def latest_elsewhere(self, moment: Moment) -> int:
-        """The bytes that tensors of other code held at the latest search at a moment of this kind, less what has been
-        freed since. The device is not searched."""
+        """The bytes that tensors of other code held at the latest search at a moment of the same `Moment.kind`, less
+        what has been freed since. The device is not searched."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return entry.fixed_bytes

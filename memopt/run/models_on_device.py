@@ -91,14 +91,14 @@ class ModelsOnDevice:
         return [other for other in waiting if other.number > forward.number]
 
     def knows(self, entry: Entry) -> bool:
-        """Whether a backward of this model has shown, for each other model, if that runs between this model's forward
-        and backward."""
+        """Whether a backward of this model has shown for each other model whether the other runs between this model's
+        forward and backward."""
         return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
-        """The bytes that steps of other models take, with nothing recomputed, before the backward of this model: of
-        those seen to run then, or of all called so far where that is not known. Second, for models not called yet, the
-        sum of their widths relative to this model (`breadth`); 0 where it is known which run."""
+        """The bytes that steps of other models take, with nothing recomputed, between the forward and the backward of
+        this model; and a float for models not called yet, the sum of their `breadth`s divided by this model's. Where it
+        is known which models run then (`knows`), only these count, and the float is 0; else all do."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0

@@ -74,7 +74,8 @@ def run_deferring(
 ) -> Sequence[Any]:
     """Run a region by `run` and return the outputs of the model's call; outputs that the region defers are returned as
     tensors that are computed when they are first read. When the backward of `forward` begins, the values that they
-    would be computed from are freed. `before` is the state before the region, if it is known."""
+    would be computed from are freed. `before` has the states of the random generators before the region; where it is
+    None, they are read now."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
@@ -233,7 +234,8 @@ class _Value:
 class OnDemand(torch.Tensor):
     """An output that is computed when its values are first read.
 
-    Its sizes, dtype and device are known without that. Operators on it, pickles and copies give plain tensors."""
+    Its sizes, dtype and device can be read without computing it. Operators on it, pickles and copies give plain
+    tensors."""
 
     _value: _Value
 

@@ -111,9 +111,9 @@ class PendingForward:
     _extra_bytes: int = 0
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Make `value` release `nbytes` when the backward begins, if the plan counts on that. Otherwise, on a GPU, keep
-        it alive until an optimizer has stepped, as the plan does: freed earlier, it would change where the allocator
-        puts later blocks."""
+        """Make `value` release `nbytes` when the backward begins, if the plan counts these bytes as freed then. If not,
+        on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and freeing it earlier would
+        change where the allocator puts later blocks."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
@@ -295,9 +295,9 @@ class PendingForward:
             self.after_backward()
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
-        """Called when a backward begins whose gradients are differentiated in turn, which the plan does not have.
-        Before the model's first backward it raises `refused`, or a `BudgetError` with it, where there is a budget
-        within which such a step runs plain: nothing is lost then."""
+        """Called when a backward begins whose gradients are to be differentiated in turn (`create_graph=True`), which
+        no plan computes. Before the model's first backward it raises `refused`, or a `BudgetError` with its text where
+        the step runs plain in a larger budget; later it does nothing, as an error would end the training."""
         if self.entry.trained:
             return
         self.entry.graph = Retention.DIFFERENTIATED
@@ -337,9 +337,9 @@ class PendingForward:
         return (self.before is not None and self.before.undo()) and gradients
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget in bytes, at least `needed`, with which nothing is recomputed and which has room for the other
-        waiting forwards or one more, and for held and newly computed gradients; with `retained` for a retained graph
-        instead."""
+        """A budget in bytes, at least `needed`, for a step with nothing recomputed, the other waiting forwards, and
+        both held and newly computed gradients. It has room for one more forward if no other waits; with `retained`,
+        instead for what a step holds that keeps its graph (`retain_graph=True`)."""
         account, peak = self.plan.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
@@ -479,8 +479,8 @@ class PlainForward:
 def retained_peak(plan: Plan, schedule: Schedule) -> int:
     """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
 
-    Values that are saved on the device and would be offloaded in the backward stay there, in addition to their fetched
-    copies."""
+    A value that is still on the device when the backward begins, and that the schedule offloads only then, stays there
+    too: it counts a second time beside its copy that is fetched back."""
     assert plan.joined is not None
     problem = plan.joined.problem
     boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1

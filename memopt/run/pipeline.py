@@ -65,8 +65,9 @@ class _StageFacts:
 
 
 def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[int, _StageFacts]:
-    """The facts of this rank's pipeline stages, by stage, if the first stage of all gets `args`. All ranks call it
-    together: what one stage returns is computed on fake tensors and sent to the rank of the next.
+    """The shapes and dtypes that each of this rank's pipeline stages is given and returns, and the bytes that the
+    schedule holds for it, by stage number, if the whole pipeline gets `args`. All ranks call it together: what one
+    stage returns is computed on fake tensors and sent to the rank of the next.
 
     Raises on all ranks where it raises on one of them."""
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
@@ -203,8 +204,8 @@ class PlannedSchedule:
                 call.give_back()
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = True, **further: Any) -> Any:
-        """Run a step of the schedule, with the schedule's own arguments. The first training step is planned before
-        anything is sent. Raises planning errors on all ranks."""
+        """Run a step of the schedule, with the schedule's own arguments, and return its result. The first training step
+        is planned before anything is sent. Raises planning errors on all ranks."""
         if trains(self.schedule) and not self._planned:
             ranks = Ranks(ranks_of_pipeline(self.schedule))
             ranks.check_terms(self._terms())

@@ -396,7 +396,7 @@ class PlainCalls:
         if not self.entry.trained:
             raise refused
         self.entry.graph, self._beside_budget = before, graph
-        warnings.warn(f"{refused.sentence}; the loop goes on beside the budget", stacklevel=2)
+        warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the

@@ -113,7 +113,9 @@ def _all_there() -> Iterator[None]:
         yield
     except RuntimeError as lost:
         reason = str(lost).splitlines()[0]
-        raise RankError(f"a rank of this training has ended or does not answer: {reason}") from lost
+        raise RankError(
+            f"a rank of this training has ended or does not answer: {reason}; look for its error in its own output"
+        ) from lost
 
 
 _STOP = "so it is on rank {}, and all ranks stop"

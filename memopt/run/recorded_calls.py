@@ -65,8 +65,8 @@ class OtherPathTaken(CaptureError):
 
 
 class HoldsMore(OtherPathTaken):
-    """Eager code between the regions of a forward holds so much more than when it was captured that the step lacks
-    `nbytes`; sizes in it may depend on values."""
+    """Eager code between the regions of a forward holds so much more than when it was captured that the step exceeds
+    the budget by `nbytes`, for instance because sizes in that code depend on values."""
 
     def __init__(self, message: str, nbytes: int) -> None:
         super().__init__(message)
@@ -203,7 +203,7 @@ class RecordedCalls:
 
     def forget_plans(self, but: Plan | None) -> None:
         """Drop the plans of calls in one region, with their code; and those of calls in several regions, except `but`
-        if given. The code of single regions of such calls stays."""
+        if given, whose emitted code stays."""
         self.regions.forget()
         self.paths.forget(but)
 
@@ -343,7 +343,7 @@ class RecordedCalls:
                 raise
             raise OtherPathTaken(
                 f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
-                "numbers"
+                "numbers; compute that size from these alone"
             ) from None
         return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 

@@ -166,9 +166,9 @@ class Road:
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions with the schedules of `plan`, which has most of its runs, found without
-        a search (see `extended`). `known` has for each run of the call the number of the same run in `plan`, None for a
-        new one. None where a search is needed. Raises `CaptureError`."""
+        """The plan of a call in several regions, found without a search: its runs have the schedules of `plan`, which
+        has most of them. `known` has for each run of the call the number of the same run in `plan`, None for a new one.
+        None where a search is needed. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner

@@ -78,9 +78,9 @@ class Sharded:
             self._ranks.settle(failure)
 
     def agree(self, offer: Callable[[int], int]) -> None:
-        """Wait until all ranks can begin the forward and have chosen the same number. `offer(most)` returns the number
-        that this rank chooses, `most` at most; it is called again with the smallest number of all ranks until all
-        choose the same. Raises the error of the first rank that cannot begin."""
+        """Wait until all ranks can begin the forward and have chosen the same number, for instance of blocks that stay
+        gathered. `offer(most)` returns the number that this rank chooses, `most` at most; it is called again with the
+        smallest number of all ranks until all choose the same. Raises the error of the first rank that cannot begin."""
         offered = offer(ALL)
         if not self._open or self._ranks is None:
             return

@@ -44,8 +44,8 @@ from memopt.units import size
 class Share:
     """What one optimised model reports to the ledger of its device, and reads from it.
 
-    With `Options.one_by_one` each backward is that of a single forward. Then all of them run by one plan, which adds
-    gradients in place and leaves room for the other forwards."""
+    With `Options.one_by_one` each backward is that of a single forward, even while several wait. All forwards then run
+    by one plan, which adds gradients in place and leaves room for the other forwards."""
 
     def __init__(self, model: nn.Module, options: Options, parallel: DataParallel) -> None:
         self.model, self.parallel, self.one_by_one = model, parallel, options.one_by_one

@@ -45,8 +45,8 @@ from passes import PassError
 
 
 class TrainingCalls:
-    """The training calls of one kind of a session, which runs each of them by `run`; `recording` is called when the
-    planning of a call begins.
+    """The training calls of one kind of a session: of the model alone, or with the loss function in the region. The
+    session runs each of them by `run`; `recording` is called when the planning of a call begins.
 
     A call is captured by Dynamo once for all situations (whether gradients are held, the bytes of forwards whose
     backward is still to come, which parameters have hooks), and planned and emitted once for each situation."""

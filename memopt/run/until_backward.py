@@ -62,7 +62,7 @@ class UntilBackward:
     ) -> None:
         """Begin to observe when a forward returns `outputs`, which require gradients. `given` are the tensors of its
         call; like outputs and parameters, they are counted elsewhere. `tangent_bytes`: the size of the gradients that
-        its plan's backward begins with, also of values that only a hook keeps."""
+        the backward of its plan begins with; 0 without a plan."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -79,8 +79,8 @@ class UntilBackward:
             seen.end()
 
     def end(self) -> None:
-        """Mark in the meter's events where the caller's own code ends: its backward has reached what the forward
-        returned, which may come from code after the last region."""
+        """Mark in the meter's events where the caller's own code ends: the backward has reached the outputs that the
+        model returned, which code after its last region may have computed."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(_END)
