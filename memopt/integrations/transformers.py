@@ -29,7 +29,7 @@ class MemoptCallback(TrainerCallback):
     under `torch_compile`, training runs by the plan, and only the rest is compiled.
 
     The Trainer does not tell callbacks of a training that ends with an error: call `end()` then to continue with the
-    plain model. The next training by the same callback does so itself."""
+    plain model. It need not be called before a further training with the same callback."""
 
     @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:

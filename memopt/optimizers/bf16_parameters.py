@@ -83,7 +83,8 @@ class BF16ParametersOptimizer(Parameterwise):
             the same.
 
     Raises:
-        TypeError, ValueError: for an optimizer that needs a closure.
+        TypeError: where `inner` is no optimizer.
+        ValueError: where it needs a closure, or takes sparse gradients only.
     """
 
     title: ClassVar[str] = "bf16_parameters"
