@@ -39,7 +39,8 @@ class MemoptCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Optimise the model. Raises `ValueError` for a Trainer with DeepSpeed, or with several GPUs in one process."""
+        """Optimise the model, and switch its gradient checkpointing off. Raises `ValueError` for a Trainer with
+        DeepSpeed, or with several GPUs in one process."""
         model: nn.Module = parts["model"]
         _check(args)
         self.end()

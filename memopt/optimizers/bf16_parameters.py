@@ -74,8 +74,8 @@ class BF16ParametersOptimizer(Parameterwise):
     """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
 
     An update of 1e-4 to a weight just below 1 is 40 times smaller than the distance between neighbouring bfloat16
-    values there, so plain bfloat16 would never change. The new value is therefore rounded up or down at random, so that
-    it is right on average.
+    values there, so rounding to the nearest would never change the weight. The new value is therefore rounded up or
+    down at random, so that it is right on average.
 
     Args:
         inner: any optimizer that steps each parameter independently of the others.

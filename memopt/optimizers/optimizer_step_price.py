@@ -39,7 +39,8 @@ class Stepping:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """The `Stepping` for `parameters`, given each with its dtype and the temporary bytes of its step."""
+        """The `Stepping` for `parameters`, given each with its dtype and the temporary bytes of its step; of those of
+        equal shape, strides and dtype the largest number counts."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype

@@ -70,7 +70,7 @@ def _blocks(
 
 @functools.lru_cache(maxsize=2)
 def code_values(signed: bool) -> tuple[float, ...]:
-    """The values of the 256 codes in ascending order; 0 and 1 are among them."""
+    """The values of the 256 codes in ascending order, as fractions of their block's scale; 0 and 1 are among them."""
     found = [0.0, 1.0]
     for zeros in range(_EXPONENTS):
         steps = 2 ** (_EXPONENTS - 1 - zeros) * (1 if signed else 2)
@@ -103,7 +103,8 @@ class LowBitOptimizer(Parameterwise):
     "exp_avg_scales" take the place of "exp_avg", and likewise for the other moments.
 
     Raises:
-        ValueError: where `inner` is neither one of these two nor a `BF16ParametersOptimizer` around one of them.
+        TypeError: where `inner` is no optimizer.
+        ValueError: where it is neither one of these two nor a `BF16ParametersOptimizer` around one of them.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"

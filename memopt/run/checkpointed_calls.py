@@ -110,9 +110,9 @@ class CheckpointedCalls:
         situation: Situation,
         moment: Moment,
     ) -> BudgetError | CaptureError:
-        """The refusal of a call, with the smallest budget in which it runs with checkpoints, where no plan can be made
-        or every plan needs more. `broken` is the reason why the forward breaks into regions; if it is None, a
-        `BudgetError` is returned unchanged."""
+        """`refused` with the smallest budget in which the call runs with checkpoints, if no plan of the call can be
+        made or every plan needs a larger one. `broken` is the reason why the forward breaks into regions; if it is
+        None, a `BudgetError` is returned unchanged."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes
             least = self._least(call, situation, moment, _WORTH_NAMING * budget)

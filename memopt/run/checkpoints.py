@@ -60,14 +60,14 @@ class Checkpoints:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A block in which calls of these modules are checkpoints."""
+        """A block in which calls of the chosen modules run as checkpoints."""
         with _standing_in(self.spots, self._call_of):
             yield
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """A block in which `RecomputedOtherwiseError` is raised where the second run of a module returns other
-        values."""
+        """A block in which `RecomputedOtherwiseError` is raised where the second run of a module returns other values
+        than its first."""
         before, self._checks = self._checks, True
         try:
             with set_checkpoint_early_stop(False):
@@ -78,8 +78,8 @@ class Checkpoints:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """A block in which a step is run only to count its bytes, so that its backward may stop early. When the block
-        ends, its checkpointed calls free what they saved for their second run: where a call adds outputs to a container
-        that it was given, Python's collector would never free it."""
+        ends, its checkpointed calls free the tensors that they saved for their second run: where a call adds outputs to
+        a container that it was given, Python's collector would never free these tensors."""
         before, self._of_count = self._of_count, []
         try:
             yield

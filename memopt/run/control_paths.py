@@ -36,8 +36,8 @@ _MOST = 4
 class ControlPaths:
     """The control-flow paths that calls of one kind have taken, most recent first, each as a captured call.
 
-    A path covers many forwards, each of which runs a part of its regions. Forwards that run other regions on the same
-    parameters take different paths."""
+    One path serves all forwards that run some or all of its regions, in its order. Two sequences of regions that cannot
+    be merged into one path, such as other regions on the same parameters, are separate paths."""
 
     calls: list[CapturedCall]
     sizes: LargestSizes

@@ -128,7 +128,7 @@ class LatestLooks:
 
     def limit(self, level: int) -> int:
         """An upper bound on what a search would find elsewhere if `level` bytes are allocated besides those that memopt
-        accounts for. It assumes that no fewer of them belong to the step than at the latest searches."""
+        accounts for. It assumes that no fewer of these bytes belong to the step than at the latest searches."""
         return max(0, level - min([rest for _, rest in self.levels]))
 
 
@@ -266,7 +266,8 @@ class Entry:
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
-        0 where they are too few to matter, and where any forward waits for its backward, which already counts them."""
+        0 where these bytes are too few to matter, and while any forward waits for its backward, as the bytes of its
+        outputs are counted with those that it holds."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
         if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
             return 0
@@ -287,8 +288,8 @@ class Entry:
         return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
-        """The bytes that are expected to appear elsewhere between a forward and its backward, if `elsewhere` bytes lie
-        there in the forward."""
+        """The bytes that are expected to appear elsewhere between a forward and its backward, if `elsewhere` bytes are
+        elsewhere already when the forward begins."""
         return (
             self.later_bytes
             if self.reached_bytes is None
@@ -332,7 +333,7 @@ class Entry:
     def until_backward(self, tangent_bytes: int) -> int | None:
         """The bytes that the caller's own code was seen to allocate between a forward and its backward, besides the
         gradients of `tangent_bytes` that the backward begins with; scaled up for larger outputs. None where nothing was
-        seen; 0 where the user gave the bytes elsewhere (`fixed_bytes`)."""
+        seen; 0 where the user gave a fixed number of bytes that lie elsewhere (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
         if self.meanwhile is None:

@@ -188,14 +188,14 @@ class PlansOfRegions:
         self._refused.clear()
 
     def forget_captured(self) -> None:
-        """Drop captured calls too."""
+        """Drop all plans and emitted code, as `forget` does, and the captured calls too."""
         self.forget()
         self._captured.clear()
 
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
-        """The plan that a call of this region runs by, with its code; it fits together with all else on the device.
-        Raises `BudgetError`, `CaptureError`, and `Insists` where the region's graph is not valid for the call's
-        sizes."""
+        """The plan that a call of this region runs by, with its code; its step fits the budget together with all else
+        on the device. Raises `BudgetError` where no plan fits, `CaptureError` where the region cannot be traced, and
+        `Insists` where its graph is not valid for the call's sizes."""
         _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)

@@ -96,8 +96,8 @@ def bring_back(model: nn.Module) -> None:
 
 
 def place(model: nn.Module, plan: Plan) -> None:
-    """Move the parameters that the plan has on the host there, and all others to the device. A plan that has any on the
-    host must have its graphs."""
+    """Move the parameters that the plan has on the host there, and all others to the device. If it has any on the host,
+    the plan must have its graphs (`plan.captured`), unlike one that was loaded from a file."""
     numbers = plan.regions[0].hosted
     captured = plan.captured if numbers else None
     parameters = {captured.regions[0].frozen_ids[number] for number in numbers} if captured else ()

@@ -30,7 +30,7 @@ class ModelsOnDevice:
 
     def others_training(self, entry: Entry) -> list[Entry]:
         """The entries of other optimised models on the device that are being trained, one for each model. Empty where
-        the user gave the bytes elsewhere."""
+        the user gave a fixed number of bytes that lie elsewhere."""
         found: dict[int, Entry] = {}
         if len(self.entries) == 1 or entry.fixed_bytes is not None:
             return []

@@ -134,8 +134,8 @@ class PendingForward:
         return outputs
 
     def note_made_between(self, result: Any) -> int:
-        """Record what eager code between the regions of this forward saved for its backward and returned as `result`;
-        the plan has a row for it. Returns its bytes, without outputs of regions."""
+        """Record the tensors that eager code between the regions of this forward saved for its backward and returned as
+        `result`; the plan's account has a row for them. Returns their bytes, without outputs of regions."""
         model = self.model()
         state = () if model is None else (*model.parameters(), *model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}

@@ -210,8 +210,8 @@ class PlainCalls:
 
     @contextmanager
     def only_way(self) -> Iterator[None]:
-        """A block in which no call can be planned, so that every call that fits runs plain, even where plans are wanted
-        for more than memory."""
+        """A block in which no call can be planned, so that every call that fits runs plain, even where the user wants
+        planned calls for other reasons than memory."""
         before = self.allowed, self._whatever_else
         self.allowed = self._whatever_else = True
         try:

@@ -114,7 +114,8 @@ def _all_there() -> Iterator[None]:
     except RuntimeError as lost:
         reason = str(lost).splitlines()[0]
         raise RankError(
-            f"a rank of this training has ended or does not answer: {reason}; look for its error in its own output"
+            f"a rank of this training has ended or does not answer: {reason}; look for an error in the output of the "
+            "other ranks"
         ) from lost
 
 

@@ -54,6 +54,7 @@ _ATTEMPTS = 8
 """How often a forward is begun that takes another path than planned: each time its regions are captured once more."""
 _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
+_UNPLANNED_BETWEEN = "what code between its regions holds beyond what was planned"
 
 
 def _no_limit() -> float:
@@ -163,7 +164,7 @@ class RecordedCalls:
 
     def capture(self, call: Call, reason: str, most_bytes: float = math.inf) -> CapturedCall:
         """Capture the regions of a call by running it without gradients; changes to the model and to the call's tensors
-        are undone afterwards. Other ranks need not do the same.
+        are undone afterwards. Other ranks need not capture at the same time.
 
         `reason` says why the call is not one region. Raises `CaptureError` where eager code between the regions holds
         more than `most_bytes`, or the call cannot be captured."""
@@ -217,8 +218,8 @@ class RecordedCalls:
         """Run a call by its plan, which is made first if there is none. `first` captures a call in several regions if
         it is the first of its kind.
 
-        Raises `BudgetError`, `CaptureError`, `GraphBreak` where a call is not one region, and `Insists` where the
-        captured graphs are not valid for its sizes."""
+        Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, `GraphBreak` where it
+        is not one region, and `Insists` where the captured graphs are not valid for its sizes."""
         if not self.whole:
             assert first is not None
             bring_back(self.model)
@@ -263,7 +264,7 @@ class RecordedCalls:
                 refused.undone = attempts > 1 and before.can_be_undone()
                 if isinstance(refused, HoldsMore) and not refused.undone:
                     budget = in_progress.moment.entry.budget_bytes
-                    raise BudgetError(budget, budget + refused.nbytes, str(refused), least=False) from None
+                    raise BudgetError(budget, budget + refused.nbytes, _UNPLANNED_BETWEEN, least=False) from None
                 if refused.undone:
                     before.undo()
                     refill(contents)
@@ -273,7 +274,7 @@ class RecordedCalls:
                 paths.add(self._captured_again(in_progress.call, paths.calls[0].break_reason), in_progress.call)
                 captured = True
             untried = untried or paths.calls[:1]
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("not reached: the last attempt returns or raises")
 
     def _run_path(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
         """Run a call along the first of these paths. `last`: there is no further attempt, so that the call may run
@@ -288,7 +289,11 @@ class RecordedCalls:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])
             lacking = paths.lacking(planned.plan, pending.note_made_between(result))
             if lacking > 0 and not gathered and self.road.accumulation.exchange is None:  # other ranks would go on
-                raise HoldsMore(f"code between its regions needs {size(lacking)} more than was planned", lacking)
+                raise HoldsMore(
+                    "code between the regions of the forward holds more than when it was captured, so that the step "
+                    f"exceeds the budget by {size(lacking)}",
+                    lacking,
+                )
             return result
         except CaptureError:
             pending.after_backward()  # it will have none
@@ -342,8 +347,8 @@ class RecordedCalls:
             if self.whole:
                 raise
             raise OtherPathTaken(
-                f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
-                "numbers; compute that size from these alone"
+                f"a size that depends on data is larger than planned for ({outgrown}), though the forward began again "
+                "from the same inputs and random numbers: compute that size from these alone"
             ) from None
         return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 

@@ -177,7 +177,8 @@ class Recorder:
             recorded.use_road(self.road)
 
     def run(self, in_progress: CallInProgress) -> Any:
-        """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
+        """Run a call by its plan, which is made if there is none. Raises `BudgetError` where no plan fits, and
+        `CaptureError` where the call cannot be captured."""
         try:
             return self._run(in_progress)
         except (BudgetError, CaptureError):
@@ -251,8 +252,8 @@ class Recorder:
         return not runs_later and not all(map(is_real, tensors_in(call)))
 
     def declared(self, call: Call) -> dict[Place, int | None]:
-        """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size
-        or None."""
+        """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size;
+        None where no largest size was declared."""
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
     def _in_regions(
@@ -293,7 +294,7 @@ class Recorder:
         name = type(self.model).__name__
         raise CaptureError(
             f"{name} was captured for exactly {_shapes(call)}, and yet the capture is not valid for them; "
-            "report it with these shapes"
+            "this is a fault of memopt: report it with these shapes"
         )
 
     def _recording_for(self, call: Call) -> RecordedCalls:

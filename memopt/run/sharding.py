@@ -32,8 +32,8 @@ class Sharded:
     """The ranks over which `fully_shard` or `parallelize_module` has spread a model's parameters; none for other
     models.
 
-    Every forward exchanges parameters or activations, which all ranks have to do together. So each of them plans first,
-    by itself, and the forward begins when all of them can take it."""
+    Every forward exchanges parameters or activations, which all ranks have to do together. So each rank plans first, by
+    itself, and the forward begins once all ranks have a plan that fits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -220,8 +220,8 @@ def placements_in_words(model: nn.Module) -> str:
 
 
 def check_placements(model: nn.Module) -> None:
-    """Raise `ValueError` for a model split by tensor parallelism whose ranks are not one group, or that has no
-    values."""
+    """Raise `ValueError` for a model whose tensor parallelism uses a mesh of several dimensions, or different ranks for
+    different parameters, or that is still on the device "meta"."""
     name = type(model).__name__
     split = [value for value in model.parameters() if is_sharded(value)]
     if any(mesh_dimensions(value) > 1 for value in split):
@@ -249,7 +249,7 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
     if terms.rewriting.autocast is not None:
         raise ValueError(f"{name} is planned in fp32 only; give precision='fp32'")
     if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN.name}):
-        raise ValueError(f"{name} {further[0]!r} cannot be used for it; leave it out of allow")
+        raise ValueError(f"{name} the lever {further[0]!r} cannot be used there; leave that lever out of allow")
     if options.passes:
         raise ValueError(f"{name} passes of one's own cannot rewrite its graphs; leave out the argument passes")
     if options.outputs == "all":

@@ -112,7 +112,8 @@ class UntilBackward:
                 seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
-        """Read the measured bytes from the events of a meter whose block has ended."""
+        """Record the measured bytes when the block of a meter ends. `events` are its events in order: bytes allocated,
+        and bytes freed as negative numbers."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
@@ -159,8 +160,8 @@ def held_bytes(
 
 
 def staying(guessed_bytes: int) -> int:
-    """Of the bytes that a loss outside of the model is guessed to need beyond the least, those that may stay allocated
-    until the end of the backward."""
+    """How many of `guessed_bytes`, the further bytes that a loss function outside of the model may need, may stay
+    allocated until the end of the backward."""
     return guessed_bytes // _STAYING
 
 
