@@ -32,8 +32,8 @@ def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torc
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 values as int32, in place. All NaNs get the same bits, since adding to those of others could
-    overflow into a number."""
+    """The bits of float32 values as int32, in place. All NaNs get the same bits, since rounding up the bits of other
+    NaNs could overflow into a number."""
     nan, infinity = float("nan"), float("inf")
     return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
 

@@ -54,7 +54,8 @@ class CheckpointedCalls:
 
     @cached_property
     def _calls(self) -> tuple[PlainCalls, ...]:
-        """What counts and runs calls, for each choice of modules; empty unless `allow` has "recompute"."""
+        """For each choice of modules, what counts and runs calls with these as checkpoints; empty unless `allow` has
+        "recompute"."""
         found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
@@ -131,7 +132,7 @@ class CheckpointedCalls:
         return refused.adding(*further, smallest_bytes=least)
 
     def _least(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
-        """The smallest budget in bytes by which a call runs with checkpoints; None where it is above `most_bytes`."""
+        """The smallest budget in bytes in which a call runs with checkpoints; None where it is above `most_bytes`."""
         least: int | None = None
         for calls in self._calls:
             least = calls.needed_bytes(call, situation, moment, least or most_bytes) or least

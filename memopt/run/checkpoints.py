@@ -37,7 +37,8 @@ class RecomputedOtherwiseError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Spot:
-    """A module that runs as an activation checkpoint, and those within it that do so while it runs again."""
+    """A module that runs as an activation checkpoint, and the modules within it that do so while it runs a second
+    time."""
 
     module: nn.Module
     within: Spots = ()
@@ -224,7 +225,7 @@ def choices(model: nn.Module) -> Iterator[Checkpoints]:
 
 
 def _spot(block: nn.Module, depth: int) -> _Spot:
-    """A block as a checkpoint, with those within it nested `depth` levels deep."""
+    """A block as a checkpoint, with the modules within it nested `depth` levels deep."""
     return _Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
 
 
@@ -242,8 +243,8 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """The children of a block that have children themselves; of a `ModuleList` or `ModuleDict`, its elements that
-    do."""
+    """The children of a block that have children themselves; for a `ModuleList` or `ModuleDict`, its elements that have
+    children."""
     for child in block.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from filter(_is_composed, child.children())
@@ -265,8 +266,8 @@ def _sums(outputs: Any) -> list[tuple[float, float]]:
 
 
 def _sum(tensor: torch.Tensor) -> float:
-    """The sum of a tensor's values in fp64. On the host it is taken piece by piece: there, a sum in another dtype
-    copies its values first, and no count of the step has a copy of the whole."""
+    """The sum of a tensor's values in fp64. On the host it is taken piece by piece: a sum in another dtype copies the
+    values first, and a copy of the whole tensor is in no count of the step."""
     pieces: Sequence[torch.Tensor] = (tensor,)
     if is_on_host(tensor) and tensor.dim():
         longest = max(range(tensor.dim()), key=tensor.size)

@@ -191,9 +191,9 @@ class PlansOfPaths:
 
     def _kind(self, call: Call) -> _Kind:
         """A key that is equal for calls that share their paths: calls with the same arguments but for their sizes,
-        state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks do, the key
-        also has the capture with all blocks freed: if that was made again, Dynamo's graphs may differ, and the call is
-        captured again."""
+        state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks stay gathered,
+        the key also has the capture with all blocks freed: if that capture was made again, Dynamo's graphs may differ,
+        and the call is captured again."""
         text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
@@ -213,9 +213,9 @@ class PlansOfPaths:
                 self.road.planner.forget_solvers()
 
     def _plan_for(self, call: Call, paths: ControlPaths, freed: Plan | None, situation: Situation) -> Executable:
-        """The plan for the first of these paths in this situation; where that does not fit, for the first that does of
-        those of `ControlPaths.smaller`, which then takes its place. `freed` is as for `fitting`. Raises `BudgetError`
-        where none fits."""
+        """The plan for the first of these paths in this situation; where that does not fit, for the first captured call
+        of `ControlPaths.smaller` with a plan that fits, which then becomes the first path. `freed` is as for `fitting`.
+        Raises `BudgetError` where none fits."""
         refused: BudgetError | None = None
         for captured in paths.smaller():
             planned = self._plans.get((captured, situation))
@@ -238,7 +238,7 @@ class PlansOfPaths:
         self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
     ) -> Plan | None:
         """The plan of `captured` with the schedules that its runs have in the plan of the path `before`; None where
-        that has no plan in this situation, or a search is needed, as where the code of the runs is compiled."""
+        `before` has no plan in this situation, or a search is needed, as where the code of the runs is compiled."""
         planned = None if before is None else self._plans.get((before, situation))
         if planned is None or self.road.planner.terms.fuses:
             return None

@@ -63,7 +63,7 @@ class _Forward(Waiting, Protocol):
     done: bool
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that it has saved and not freed yet."""
+        """The tensors that the forward has saved and not freed yet."""
 
     again_bytes: int
     """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
@@ -71,24 +71,24 @@ class _Forward(Waiting, Protocol):
     """Whether its backward is refused where it would exceed the budget."""
 
     def free_saved(self) -> int:
-        """Free what it has saved until its backward; returns the bytes."""
+        """Free what the forward has saved until its backward; returns the bytes freed."""
 
     def after_backward(self) -> None:
-        """Mark it as done."""
+        """Mark the forward as done."""
 
     def undo(self) -> bool:
         """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
-        before it."""
+        before the call."""
 
     def is_in_backward(self) -> bool:
         """Whether the backward that runs now has come to this forward."""
 
     def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward with nothing recomputed."""
+        """The bytes that the forward would hold until its backward with nothing recomputed."""
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget of at least `needed` bytes with room for other forwards; `retained`: with one for a graph that is
-        kept."""
+        """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
+        its graph (`retain_graph=True`)."""
 
 
 class Plain(Waiting, Protocol):
@@ -365,12 +365,12 @@ class Entry:
 
     @cached_property
     def _trained(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that were trainable when this was asked for first."""
+        """The model's parameters that were trainable when this was first read."""
         return tuple(parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     @cached_property
     def _expected_state(self) -> int:
-        """The bytes of state that its optimiser is expected to have, before a plan says so."""
+        """The bytes of state that the model's optimizer is expected to have, before a plan says so."""
         return optimizer_account(self.optimizer, self._trained, self.device.type).state_bytes
 
     def gradients_expected(self, beside: Entry | None = None) -> int:

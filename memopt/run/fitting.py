@@ -79,7 +79,7 @@ class CallInProgress:
 
     def _made(self, make: Callable[[Situation], Executable], situation: Situation) -> Executable:
         """The result of `make`. Where the caller keeps the outputs of the step before, a refusal is remembered, and
-        raised again without a search: they are there in each step."""
+        raised again without a search, since such outputs are there in each step."""
         if not self.moment.kept_outputs:
             return make(situation)
         refusals = self.moment.entry.refusals
@@ -124,7 +124,7 @@ _MOST = 512
 
 class _Stopped(Exception):
     """Ends a call within the stub of a region. Between the stub and whoever began the call lie the frames of Dynamo and
-    of the model, so that it cannot be returned why the call has not run."""
+    of the model, so that the reason cannot be returned."""
 
 
 class Recorded(_Stopped):

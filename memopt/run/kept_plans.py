@@ -131,8 +131,8 @@ class KeptPlans:
         return self.planner.job(call, situation).sketch() if self._keeps() else None
 
     def _data_of(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
-        """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data, or
-        has parameters on the host."""
+        """The part of a plan that later processes and other ranks need; None where it depends on sizes that depend on
+        data, or has parameters on the host."""
         captured = plan.captured
         assert captured is not None
         rewritings = self.planner.terms.lever_sets
@@ -251,8 +251,8 @@ def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> in
 
 
 def _compiles(planner: CallPlanner, situation: Situation) -> bool:
-    """Whether the graphs of a call are compiled here, and planned alone: for this device, on values, without levers
-    that change the optimiser, and not together with other forwards or other ranks."""
+    """Whether the graphs of a call are compiled here, and planned alone: for this device, with real values, without
+    levers on the optimizer, and not together with other forwards or other ranks."""
     if not planner.terms.fuses:
         return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
@@ -265,9 +265,9 @@ the schedule with the smallest peak."""
 
 
 def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:
-    """A key for the smallest schedule of a call, of all that it depends on, and the account that its smallest budget
-    also depends on. The key has the regions, the bytes that the step holds beside activations, and the `id`s of the
-    parameters that only other calls train, whose optimiser state lies there, too."""
+    """A key of all that the smallest schedule of a call depends on, and the account that its smallest budget also
+    depends on. The key has the regions, the bytes that the step holds beside activations, and the `id`s of the
+    parameters that only other calls train, as the optimizer has state for these too."""
     accounts, captured = recorded.planner.accounts, recorded.captured
     own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
     account = accounts.account(recorded.call, recorded.situation)

@@ -115,7 +115,8 @@ class ModelsOnDevice:
         return max((other.in_backward_bytes(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def _waiting(self) -> list[Waiting]:
-        """The forwards of all models that wait, in their order; none where there is one model alone."""
+        """The forwards of all models that wait for their backward, in the order in which they began; none where there
+        is one model alone."""
         if len(self.entries) == 1:
             return []
         found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]

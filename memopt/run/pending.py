@@ -233,8 +233,8 @@ class PendingForward:
                 self._refuse_elsewhere(elsewhere_bytes, room)
 
     def _see_what_appeared(self, moment: Moment) -> None:
-        """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
-        forward is planned with it."""
+        """Note, in the first backward, the bytes that have appeared since the forward beside other models' forwards:
+        the next forward is planned with these."""
         ledger = Ledger.of(self.entry)
         appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
         if appeared > self.entry.tolerance_bytes:
@@ -244,17 +244,17 @@ class PendingForward:
         self.entry.seen_until_backward = True
 
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
-        """The bytes elsewhere, as a look finds them."""
+        """The bytes elsewhere, as a search of the device finds them."""
         return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
 
     def _free_of_planned(self, elsewhere_bytes: int) -> int:
-        """The bytes of the plan that are free where so many lie elsewhere: what it has for others, as for the steps of
-        other models, beyond them, and what `_state_to_come` gives."""
+        """The planned bytes that are free where `elsewhere_bytes` lie elsewhere: what the plan leaves for tensors
+        elsewhere beyond these, and what `_state_to_come` returns."""
         return max(0, self.plan.account.elsewhere - elsewhere_bytes) + self._state_to_come(elsewhere_bytes)
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
-        """The bytes that a backward may hold in place of the optimiser's state which is not there yet: what has
-        appeared before the first backward is planned for from the second step on."""
+        """The bytes that a backward may hold in place of optimizer state that does not exist yet. What has appeared
+        before the first backward is planned for from the second step on."""
         outputs = sum(one.nbytes for one in self.outputs)
         return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - self.copied_bytes)
 
@@ -440,7 +440,7 @@ def release_all(*_: object) -> None:
 
 @cache
 def _hook() -> object:
-    """Have every optimiser free them after its step; registered once, where something is held."""
+    """Have every optimizer call `release_all` after its step; registered once, when values are first held over."""
     return register_optimizer_step_post_hook(release_all)
 
 

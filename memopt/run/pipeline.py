@@ -57,7 +57,7 @@ class _StageFacts:
     and what was sent."""
 
     def example(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Tensors like those that it is given."""
+        """Tensors like those that the stage is given."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=has_gradient)
             for shape, dtype, has_gradient in self.given
@@ -88,7 +88,7 @@ def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[
 
 
 def _returned(module: nn.Module, given: Sequence[_Kind], device: torch.device) -> tuple[_Kind, ...]:
-    """What a stage returns for tensors of these kinds."""
+    """The kinds of the tensors that a stage returns for tensors of these kinds."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, _ in given]
         for value, (_, _, has_gradient) in zip(values, given, strict=True):
@@ -97,7 +97,8 @@ def _returned(module: nn.Module, given: Sequence[_Kind], device: torch.device) -
 
 
 def _kinds(values: Any) -> tuple[_Kind, ...]:
-    """The kinds of the tensors in nested containers. Raises `TypeError` where there is anything else."""
+    """The shape, dtype and `requires_grad` of each tensor in nested containers. Raises `TypeError` where there is
+    anything else."""
     leaves = tree_leaves(values)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):

@@ -123,7 +123,7 @@ _STOP = "so it is on rank {}, and all ranks stop"
 
 
 def _told(error: Exception) -> _Told:
-    """An error as data."""
+    """An error as data that can be sent to other ranks."""
     if isinstance(error, BudgetError):
         made_from = (error.budget_bytes, error.smallest_bytes, error.dominated_by)
         return (
@@ -135,7 +135,7 @@ def _told(error: Exception) -> _Told:
 
 
 def _error(told: _Told, number: int) -> Exception:
-    """The error that a rank raises for that of the rank with this number."""
+    """The error that this rank raises for `told`, the error of the rank with this number."""
     kind, made_from, further = told
     if kind == "budget":
         return BudgetError(*made_from, **further).adding(_STOP.format(number))

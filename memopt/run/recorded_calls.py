@@ -185,7 +185,7 @@ class RecordedCalls:
             self._dry_run = None
 
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
-        """Capture a call that runs next, on its values, so that it takes the regions that were captured."""
+        """Capture a call on its values right before it runs, so that its run takes the regions of the capture."""
         with stage("capturing"):
             return self.capture(call, reason, self._most_between())
 
@@ -362,7 +362,7 @@ class RecordedCalls:
         return "recompute" in terms.options.allow and alone and same
 
     def _plan_again(self) -> None:
-        """Have calls in one region planned again, after a change of what they were given."""
+        """Have calls in one region planned again, after their caller has changed an input in place."""
         self.regions.forget()
         self.road.planner.forget_sizes()
 

@@ -23,7 +23,7 @@ class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
 
     def held(self) -> Sequence[torch.Tensor]:
-        """The tensors that it has saved."""
+        """The tensors that the forward has saved."""
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
         """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
@@ -230,7 +230,7 @@ def _gradients_of(
 
 
 class _InnerGradient(Later):
-    """The gradient of an output from which others are computed."""
+    """The gradient of an output from which other outputs are computed."""
 
     def __init__(self, replay: Replay, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> None:
         super().__init__()

@@ -263,7 +263,7 @@ def covers(ceiling: Sizes, sizes: Sizes) -> bool:
 
 
 def _smaller(ceiling: Sizes, sizes: Sizes) -> Sizes:
-    """The smallest of a few fractions of each of the ceiling's sizes that still covers the sizes."""
+    """The smallest sizes that still cover `sizes`, of those that are one of a few fractions of the ceiling's."""
     return tuple(
         min([most, *(shrunk for part in _SHRINKS if (shrunk := math.ceil(part * most)) >= size)])
         for size, most in zip(sizes, ceiling, strict=True)
