@@ -224,7 +224,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether a backward of the model has begun before: there is training that a refusal would end."""
+        """Whether a backward of the model has begun before: from then on a refusal ends a training under way."""
         return bool(self.seen.backward)
 
     @cached_property
@@ -348,7 +348,7 @@ class Entry:
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """Bytes that cover the steps of all recent plans and of the latest plain step; None before the first. Where
+        """Upper bounds in bytes of the steps by all recent plans and the latest plain step; None before any. Where
         gradients exist now although no plan counted on that, the peaks include the largest gradient once more, as it is
         computed before it is added."""
         for number, (plan, needs) in list(self.plans.items()):

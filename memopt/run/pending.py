@@ -309,9 +309,9 @@ class PendingForward:
         raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
-        """Record that a second forward has run whose graph stays, so that the running backward skips the regions of
-        this forward. Forwards that wait now are no longer checked against their plans, which do not count that
-        graph."""
+        """Record that a second forward has run whose autograd graph is kept and replaces that of this forward: the
+        running backward skips the regions of this forward. Forwards that wait now are no longer checked against their
+        plans, which do not count the kept graph."""
         running = current_backward() >= 0
         for node in [node for reference in self.nodes if running and (node := reference()) is not None]:
             if runs_node(node):

@@ -230,7 +230,8 @@ class PlannedSchedule:
         """Raise `ValueError` for a step that cannot be planned."""
         if named := sorted(set(further) - {"losses"}):
             raise ValueError(
-                f"step is given {named[0]!r}, but the stages of a planned schedule take positional tensors"
+                f"step is given {named[0]!r}, but the stages of a planned schedule take positional tensors only; "
+                "pass it by position"
             )
         if return_outputs and any(stage.is_last for stage in self._stages.values()):
             raise ValueError(
@@ -308,7 +309,7 @@ def _check(schedule: Any, options: Options) -> None:
     if not is_schedule(schedule):
         raise TypeError(f"schedule must be one of torch.distributed.pipelining, not {kind}")
     if loss_of(schedule) is None:
-        raise ValueError(f"this {kind} has no loss_fn, so that there is no training step to plan")
+        raise ValueError(f"this {kind} has no loss_fn, so there is no training step to plan; give {kind} a loss_fn")
     if splits_backward(schedule):
         raise ValueError(
             f"{kind} computes gradients of inputs and of weights at different times, which memopt does not plan; use "

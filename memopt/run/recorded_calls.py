@@ -203,8 +203,8 @@ class RecordedCalls:
         self._emitted.clear()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop the plans of calls in one region, with their code; and those of calls in several regions, except `but`
-        if given, whose emitted code stays."""
+        """Drop the plans of calls in one region, with their code, and the plans of calls in several regions, except
+        `but` if given. The code that was emitted for calls in several regions stays."""
         self.regions.forget()
         self.paths.forget(but)
 

@@ -107,8 +107,8 @@ class Session:
 
     @property
     def kinds(self) -> tuple[TrainingCalls, ...]:
-        """The kinds of training calls: of the model alone, and with the loss function in the region. Batches go to the
-        last one."""
+        """The kinds of training calls: of the model alone, and, if the model was optimised with a loss function, with
+        that in the region. `loss` uses the last one."""
         return (self.forward,) if self.with_loss is None else (self.forward, self.with_loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

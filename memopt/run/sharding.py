@@ -274,7 +274,8 @@ def check_unbroken(model: nn.Module, reason: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise `TypeError` or `ValueError` for an object that cannot be trained as a model on one device."""
+    """Raise `TypeError` for an object that is no module, and `ValueError` for a model without trainable parameters,
+    with TorchScript modules, with parameters on several devices, or that `check_sharding` refuses."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -36,9 +36,9 @@ class WeakInputs:
         return cls(references, versions, {number: _place(one) for number, one in own.items()})
 
     def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
-        """The inputs in order, None for a tensor that was freed. In its place comes a tensor that the forward's
-        autograd nodes have saved (`saved` returns these), if one has the same address, shape, strides and dtype: that
-        is the same tensor, since the caller held it until all of them were saved."""
+        """The inputs in order. A tensor that the caller has freed is taken from those that the forward's autograd nodes
+        have saved, which `saved` returns: the one with the same address, shape, strides and dtype is the same tensor,
+        since the caller held it until all of them were saved. None where there is no such one."""
         found = [one() if isinstance(one, TensorWeakRef) else one for one in self.references]
         if self.are_gone(found):
             same = {_place(one): one.detach() for one in saved()}

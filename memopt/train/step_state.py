@@ -170,7 +170,7 @@ def _check(step: _Stateful, state: StateDict) -> None:
         raise ValueError(_DAMAGED.format(f"it is a {type(state).__name__}"))
     missing = KEYS - state.keys()
     if missing:
-        raise ValueError(f"this is no state of a TrainStep: {', '.join(sorted(missing))} is missing")
+        raise ValueError(_DAMAGED.format(f"it has no {', '.join(sorted(missing))}"))
     _check_built_alike(step, state, ("optimizers", "schedulers"))
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(
