@@ -66,14 +66,14 @@ class PeakMeter:
 
     @classmethod
     def running(cls) -> PeakMeter | None:
-        """The meter of the CPU whose block runs in this thread, if there is one."""
+        """The meter of the CPU whose block runs in this thread; None if there is none."""
         thread = threading.get_ident()
         return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
     def held_bytes(self) -> int:
-        """The bytes that are allocated now, inside the block of a meter of the CPU. In a backward, and where torch has
-        only kineto's profiler, events are not known before the block ends: the result is then that of the latest call,
-        or of the entry."""
+        """The bytes that are allocated now, for a meter of the CPU inside its block. In a backward, and where torch has
+        only kineto's profiler, allocations are not known before the block ends: the result is then the same as that of
+        the call before, or as at the entry of the block."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())
         return self._now
@@ -260,7 +260,9 @@ class _CountedMeters:
     def enter(self, device: torch.device) -> None:
         with self._lock:
             if device in self._active:
-                raise RuntimeError(f"memory cannot be metered here: another memopt meter is active on {device}")
+                raise RuntimeError(
+                    f"memory cannot be metered here: another memopt meter is active on {device}; end its block first"
+                )
             self._active.add(device)
 
     def leave(self, device: torch.device) -> None:

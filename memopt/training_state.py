@@ -90,7 +90,7 @@ class TrainingState:
         return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
 
     def buffers_now(self) -> Tensors:
-        """Copies of the model's current buffers in host memory, by name."""
+        """Copies of the model's current buffers in host memory, by buffer name."""
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
@@ -107,7 +107,7 @@ class Attributes:
     """The attributes of all modules of a model, so that they can be restored. Included are the elements of the modules'
     dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators.
 
-    Other values that are changed in place are not restored; `values_restored` does that for `tensors`."""
+    Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(vars(one)): vars(one) for one in model.modules()}
@@ -322,7 +322,7 @@ class CallState:
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
-        """Restore these tensors and generators; returns False where a tensor was written to that has no copy."""
+        """Restore the tensors and generators of this state; returns False if a tensor without a copy was written to."""
         set_generators(self.generators, self.device)
         return self.values.undo()
 
@@ -366,8 +366,9 @@ _COPIED_BYTES = 64 * 1024
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A block after which those of the plain tensors that were written to in it have their old values again; their
-    positions are added to `written`. Copies of all of them are held in host memory during the block."""
+    """A block after which those of `tensors` that were written to in it have their old values again; their positions in
+    `tensors` are added to `written`. Copies of all are held in host memory during the block. Tensor subclasses, and
+    tensors on "meta" or made in inference mode, are skipped."""
     numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
     before = _Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
     try:
@@ -446,17 +447,17 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of Python and numpy, and of torch's on the host and on `device`.
+    """The states of four random generators: Python's, numpy's, torch's on the CPU and torch's on `device`.
 
-    That of torch's CPU generator is a copy of the generator: its state as a tensor would be memory of the step.
+    For torch on the CPU it is a copy of the generator, since a state tensor would count as memory of the step.
     """
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:
-    """The generator states in `before`, if it is given and of this device; else the current ones. Reading them takes
-    longer than the rest of a deferred output, so they are read once per call."""
+    """The generator states in `before`, if it is given and of this device; else the current ones. Reading the current
+    ones is slow, so a training call reads them once."""
     return before.generators if before is not None and before.device == device else generator_states(device)
 
 
