@@ -217,7 +217,7 @@ class Plan(PlanViews):
                 budget or of another version of the model: the changes that only one of them makes. A name:
                 "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
                 "operators": all passes on the joint and on the operator graphs; "precision": the dtype of each
-                operator, with the reasons; or one pass, or one labelled pipeline.
+                operator, with the reasons; or the name of one pass, or the label of one pipeline of passes.
             order: show nodes that only moved, and renamed temporaries, too.
 
         Raises `ValueError` for another name, and for a plan that was loaded from a file.
@@ -296,7 +296,8 @@ class Plan(PlanViews):
         return self._source().smallest_bytes(self)
 
     def table(self) -> str:
-        """Tables as text: where every byte goes before and after, and what each module saves and recomputes."""
+        """Tables as text: the bytes at the peak, with nothing recomputed and as planned, by row of the account; the
+        receipt of the levers; and what each module saves, recomputes and offloads."""
         return shown("report").render(self)
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
 
     Args:
         footprint: the bytes that the compiled graphs hold; None where they are not compiled.
-        own: the account of the step, without the allocator's overhead and what later forwards hold.
+        own: the account of the step, which includes neither the allocator's overhead nor what later forwards hold.
         to_come: the number of further forwards that hold as much as this one until the backward.
     """
     step, schedule = plan.solved
@@ -88,8 +88,8 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as it is stored on disk: without graphs, with the number of its lever set and the bytes of its compiled
-    code."""
+    """A plan as it is stored on disk: without graphs, but with its lever set, as an index among the planner's sets, and
+    the bytes that its compiled code holds."""
 
     plan: Plan
     """The plan, without graphs."""

@@ -92,8 +92,8 @@ class ModelTerms:
         return self.options.backend_on(self.device().type)
 
     def call_backend(self, *, whole: bool) -> str:
-        """The backend of a call, in one region if `whole`: of several regions, in a group of processes, plain
-        operators, since ranks agree on no figures of code that is compiled."""
+        """The backend of a call, which is one region if `whole`. A call of several regions in a process group has
+        "aten", since the ranks do not exchange the bytes that each one's compiled code holds."""
         return self.backend if whole or not has_ranks() else "aten"
 
     @property
