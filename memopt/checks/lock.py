@@ -39,7 +39,7 @@ _NOTABLE = 0.1
 
 @dataclass(frozen=True)
 class MemoryLock:
-    """The figures of a training step (peaks and smallest budget in bytes, added time as a fraction), and the rows that
+    """The figures of a training step (peaks and smallest budget in bytes, added time in seconds), and the rows that
     they are made of, to be compared with later versions of the step."""
 
     model: str
@@ -152,9 +152,9 @@ class LockCheck:
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """The lines of code that make the step hold more, in the order of the step: those that make more bytes than
-        before or are no longer under activation checkpoints. If there are none: those of which more is alive at the
-        first peak that grew, or, for the added time, is recomputed."""
+        """The lines of code that make the step hold more, in the order of the step: lines that allocate more bytes than
+        before, or are no longer under activation checkpoints. If there are none, they follow from the first of `grown`:
+        lines of which more bytes are alive at that peak, or, for "added", that are recomputed for longer."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:

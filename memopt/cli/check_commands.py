@@ -21,7 +21,7 @@ _GRADIENT_ERROR = 1e-3
 @takes_job
 @click.option("--out", metavar="FILE", default="memory.lock", show_default=True, help="The file to write.")
 def lock(job: Job, out: str) -> None:
-    """Keep what the training step of MODEL holds, by module and line of code, in a file to be committed.
+    """Write the memory that the training step of MODEL holds, by module and line of code, to a file to be committed.
 
     `memopt check --lock memory.lock` fails later where the step has come to hold more, and names the line. Neither
     needs a card.
