@@ -118,7 +118,7 @@ class Attributes:
         self._generators = [(one, _state_of(one)) for one in values.values() if isinstance(one, _GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The plain tensors among the attributes and their elements, without parameters and buffers."""
+        """The tensors, but no subclasses, among the attributes and their elements, without parameters and buffers."""
         tables = [values for _, values in self._tables]
         own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
         for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):

@@ -124,7 +124,8 @@ class LockCheck:
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """The figures that grew by more than the tolerance: "plain", "planned", "smallest", "added"."""
+        """Those of the figures "plain", "planned", "smallest" and "added" that grew by more than 1% (`TOLERANCE`): of
+        the locked figure, or, for "added", of the locked step's time."""
         return tuple(
             figure
             for figure in _NAMES

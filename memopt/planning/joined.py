@@ -62,8 +62,8 @@ class Joined:
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The ops of the problem that are the optimizer's steps of single parameters within the backward, by op index.
-        Empty for several regions."""
+        """The optimizer's steps of single parameters within the backward, by the index of their op in the problem.
+        Empty for a call of several regions."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property

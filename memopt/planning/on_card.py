@@ -120,8 +120,8 @@ def within(
 ) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
     free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not replayed.
-    `expandable` is as for `on_card`. `ways` has the sequences of allocator calls that the step may make; None finds
-    them by `step_ways`."""
+    `expandable`: whether segments are expandable; None takes the setting from the environment. `ways` has the sequences
+    of allocator calls that the step may make; None finds them by `step_ways`."""
     bare = without_allocator(account)
     if not account.caching:
         return bare

@@ -131,7 +131,8 @@ class OptimizerChoice:
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
-        """How parameters are stepped within the backward under the levers of `plan`, a plan from disk."""
+        """How parameters are stepped within the backward under the levers of `plan`, a plan from disk; as `stepping` if
+        none of these levers does that."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 

@@ -252,8 +252,8 @@ class Plan(PlanViews):
         return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
-        """The plan of the same captured step for another budget in GB of 1024³ bytes, by default with the effort of
-        this one.
+        """The plan of the same captured step for another budget in GB of 1024³ bytes. `effort` and `limit_seconds` are
+        those of `memopt.optimize`, by default the ones that this plan was made with.
 
         Raises `BudgetError` where none fits, and `ValueError` for a plan that was loaded from a file."""
         chosen = self._effort(effort, limit_seconds)
@@ -262,12 +262,13 @@ class Plan(PlanViews):
     def frontier(
         self, points: int = 40, *, effort: EffortName | None = None, limit_seconds: float | None = None
     ) -> Frontier[Plan]:
-        """The least added time of the same captured step for each of `points` budgets: see `memopt.frontier`. Raises
-        `ValueError` for a plan that was loaded from a file."""
+        """The least added time of the same captured step for each of `points` budgets: see `memopt.frontier`. `effort`
+        and `limit_seconds` are as in `at`. Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().frontier(self, check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
-        """The peaks and times of the recipes of checkpointing by hand on the same captured step, by simulation.
+        """The peaks and added times of well-known recipes, such as checkpointing every block, on the same captured
+        step, by simulation.
 
         Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().recipes(self)

@@ -131,7 +131,8 @@ def is_on() -> bool:
 
 
 def find(key: str | None) -> Kept | None:
-    """The plan stored on disk under `key`, or None. A file under that name that holds no plan is deleted."""
+    """The plan stored on disk under `key`; None if there is none. If the file of this key holds no plan, it is
+    deleted."""
     return _read(key, Kept.from_json)
 
 
@@ -150,13 +151,14 @@ def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured."""
+    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured. Does nothing
+    where either is None."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 
 
 def drop(key: str | None) -> None:
-    """Delete the plan stored under `key`: it turned out to belong to another step."""
+    """Delete the plan stored under `key`, because it turned out to belong to another step."""
     if key is not None:
         with contextlib.suppress(OSError):
             _path(key).unlink(missing_ok=True)

@@ -179,7 +179,8 @@ class PlanSearch:
                 seconds = seconds if plan is None else min(seconds, _seconds(plan))
 
     def best(self) -> tuple[Plan, Rewriting]:
-        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set.
+        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set of
+        levers.
 
         Where none fits, the plan with the first combination of levers on the optimizer in `allow` with which one fits.
         Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would

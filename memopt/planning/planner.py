@@ -258,8 +258,8 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
 
 
 def smallest(joined: Joined, account: Account, *, expandable: bool | None = None) -> tuple[int, str]:
-    """The smallest budget in bytes for which `solve` finds a schedule, and a text on what dominates its peak;
-    `expandable` is as for `on_card`."""
+    """The smallest budget in bytes for which `solve` finds a schedule, and a text on what dominates its peak.
+    `expandable`: whether the allocator's segments are expandable; None takes the setting from the environment."""
     taken, solution = _smallest_peak(joined)
     schedule = solution.schedule
     least = breakdown(taken.problem, schedule, on_card(taken, schedule, account, expandable=expandable))
@@ -269,7 +269,7 @@ def smallest(joined: Joined, account: Account, *, expandable: bool | None = None
 
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
-    """The peak and the added time of each recipe of checkpointing by hand, by simulation."""
+    """The peak and the added time of each well-known recipe, such as checkpointing every block, by simulation."""
     return tuple(
         Recipe(
             baseline.name,

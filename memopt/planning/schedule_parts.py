@@ -193,8 +193,8 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
-    """The storages that the forward leaves for the backward and the caller; gradients of its outputs are not among
-    them."""
+    """The storages, as indices in the problem, that the forward leaves for the backward and the caller; gradients of
+    its outputs are not among them."""
     boundary = forward_evaluations(problem, schedule)
     for storage, made in live_versions(problem, schedule, boundary):
         given = problem.storages[storage].kept and problem.ops[problem.producer[storage]].is_receipt

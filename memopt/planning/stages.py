@@ -242,7 +242,8 @@ class Priced:
         return plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
 
     def smallest(self, *, expandable: bool | None = None) -> tuple[int, str]:
-        """The smallest budget in bytes that works, and what dominates its peak; `expandable` is as for `on_card`."""
+        """The smallest budget in bytes that works, and a text on what dominates its peak. `expandable`: whether the
+        allocator's segments are expandable; None takes the setting from the environment."""
         return min(smallest(one.step.problem, one.account, expandable=expandable) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
