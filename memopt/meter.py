@@ -141,8 +141,8 @@ def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
 
     On CUDA, the figures are the allocator's own statistics; its peak is reset at entry. On the CPU, torch's profiler
     records every allocation and free of torch's allocator, also in kernels and compiled code. The storages that are
-    allocated at entry are found among Python's objects. Not counted on the CPU are therefore memory that only C++ holds
-    at entry, such as activations saved by an earlier forward, and allocations by other Python threads.
+    allocated at entry are found among Python's objects. The CPU's figures therefore lack memory that only C++ holds at
+    entry, such as activations saved by an earlier forward, and allocations by other Python threads.
 
     Args:
         device: a CPU or CUDA device. By default the current CUDA device if CUDA is in use in this process by the end

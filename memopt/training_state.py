@@ -294,7 +294,7 @@ class CallState:
     """The random states, small buffers and other small tensors of a model before a training call, to be restored if an
     allocation fails. A call that has written to its inputs cannot be undone.
 
-    It is taken at each training call, so attributes of other kinds, and tensors in lists and dicts, are left out.
+    To be fast enough for every training call, it leaves out attributes of other kinds, and tensors in lists and dicts.
     """
 
     model: weakref.ref[nn.Module]
@@ -384,7 +384,8 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the forward of a model was seen to write to, as a momentum encoder's forward does."""
+    """The parameters that a forward of the model wrote to within `parameters_restored`, as that of a momentum encoder
+    does."""
     names = _written.get(model, ())
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
@@ -416,8 +417,8 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A block after which parameters, buffers, random generators and the attributes of all modules are as before,
-    tensors among them with their values."""
+    """A block after which parameters, buffers, random generators and the attributes of all modules are as before, also
+    the values of tensors among these attributes."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 

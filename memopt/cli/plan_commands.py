@@ -211,7 +211,7 @@ def export(job: Job, to: str, form: str | None) -> None:
     \b
     snapshot (.pickle)  PyTorch's memory visualiser, pytorch.org/memory_viz
     trace (.json)       Perfetto and chrome://tracing
-    dot (.dot)          Graphviz and Netron: the joint graph, with the fate of each node
+    dot (.dot)          Graphviz and Netron: the joint graph, coloured by what is saved, recomputed, …
 
     \b
     Examples:

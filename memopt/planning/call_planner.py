@@ -60,7 +60,7 @@ _MOST_STEPS = 24
 
 class CallPlanner:
     """Captures on fake tensors, rewrites and differentiates the training calls of one model so that they can be
-    planned. `plain` runs the forward of the plain model."""
+    planned. `plain` is a function that runs the forward of the plain model."""
 
     def __init__(
         self,

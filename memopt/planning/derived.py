@@ -257,8 +257,8 @@ def _peak_within(problem: RematProblem, schedule: Schedule, evaluations: int) ->
 
 def returned_bytes(plan: Plan) -> int:
     """The bytes of the outputs of a planned call, which are free for other use once the caller drops them. 0 for a plan
-    without its graphs, for one of several regions, since these pass values on, and on a card, where freed outputs leave
-    gaps between other blocks."""
+    without its graphs; for a call of several regions, since regions pass values on; and on a card, where freed outputs
+    leave gaps between other blocks."""
     if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
         return 0
     return plan.joined.problem.output_bytes

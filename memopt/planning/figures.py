@@ -45,7 +45,7 @@ def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
 def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: bool) -> Plan:
     """The plan with the row of the plain step, which `count` returns, put first in its receipt. The plan is returned
     unchanged where its receipt is empty or has that row, or where `count` returns None. `low`: the plan computes in 16
-    bits, and the row after the plain step's is named after that."""
+    bits; the row after the plain step's is then named "precision", unless `torch.autocast` decides the dtypes."""
     if not plan.receipt or plan.receipt[0].lever == PLAIN_STEP or (plain := count()) is None:
         return plan
     captured, *rows = plan.receipt

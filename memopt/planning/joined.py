@@ -100,8 +100,8 @@ class Joined:
 
 def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:
     """The problems of all regions as one problem. A value that one region passes to the next is an output of the first
-    and is never recomputed: it lives until the last op that reads it in any region, and longer where `passed` says
-    so."""
+    and is never recomputed: it lives until the last op that reads it in any region. `passed` says for each region
+    which of its outputs live longer, as other code holds them."""
     ops: list[Op] = []
     owner: list[tuple[int, int]] = []
     starts = [0]

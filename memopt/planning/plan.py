@@ -44,7 +44,7 @@ class PlanSource(Protocol):
         """The frontier of the plan's step: the least added time for each of `points` budgets."""
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """The peaks and added times that recipes of checkpointing by hand reach on this step."""
+        """The peaks and added times that well-known recipes, such as checkpointing every block, reach on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
@@ -306,8 +306,8 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. It replaces an older file of that name in one go. Raises `OSError` where it cannot be
-        written."""
+        """Write the plan as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
+        cannot be written."""
         save(path, self)
 
     @classmethod

@@ -140,8 +140,8 @@ class PlanSearch:
 
     def consider(self, priced: Priced) -> Plan | None:
         """The plan of a step, without offloads, if it is good enough to end the search; None if further sets of levers
-        should be tried. A step is not solved yet, but left to `best`, where a lower bound proves that no plan of it is
-        good enough."""
+        should be tried. If a lower bound proves that no plan of the step is good enough, it is not solved yet, but
+        left to `best`."""
         levers = priced.levers
         self._steps.append(priced)
         self._completed[levers.levers] = levers.levers[-1] if levers.levers else "", priced

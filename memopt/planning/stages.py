@@ -79,8 +79,8 @@ class Recorded:
         lowering_bytes: int = 0,
     ) -> Iterator[Priced]:
         """Yields the call priced under each set of levers in turn, every set with one lever more. `skip` is called
-        with each set whose last lever finds nothing to rewrite, and with the reasons. `lowering_bytes` are as for
-        `Traced.account`. Raises `CaptureError` as `trace` does."""
+        with each set whose last lever finds nothing to rewrite, and with the reasons. `lowering_bytes`: what
+        compiled code holds beyond the peak of its schedule. Raises `CaptureError` as `trace` does."""
         lever_sets = self.planner.terms.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
