@@ -93,7 +93,7 @@ class ModelTerms:
 
     def call_backend(self, *, whole: bool) -> str:
         """The backend of a call, which is one region if `whole`. A call of several regions in a process group has
-        "aten", since the ranks do not exchange the bytes that each one's compiled code holds."""
+        "aten", since the ranks do not agree on the bytes that compiled code holds."""
         return self.backend if whole or not has_ranks() else "aten"
 
     @property
