@@ -210,8 +210,8 @@ def max_batch(
 
     Raises:
         BudgetError: not even a batch of `multiple_of` fits.
-        ValueError: a batch of `multiple_of` adds more than `max_added_time`, or memory does not grow with the size.
-        Other errors as in `plan`.
+        ValueError: a batch of `multiple_of` adds more than `max_added_time`, or memory does not grow with the size;
+            other errors are as in `plan`.
     """
     return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
 

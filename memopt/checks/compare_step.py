@@ -45,8 +45,8 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     """Train one forward and backward of the optimised `model` and of its plain self on `batch`, and compare them.
 
     Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype. The errors of
-    all runs are against a float64 step of a copy that draws the plain step's random numbers. In fp16 the loss is
-    scaled, from 65,536 down until all gradients are finite.
+    all runs are against the `reference`, by default a float64 step of a copy that draws the plain step's random
+    numbers. In fp16 the loss is scaled, from 65,536 down until all gradients are finite.
 
     Every run starts from the same parameters, buffers and random state, and is measured in the same way. The optimised
     model runs once before, so that planning and compiling are not measured. The values of that run are compared as
@@ -65,7 +65,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     Raises:
         ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
             accumulated gradients, `reference` is none of these, or is "float64" and the model does not run in it.
-        TypeError: the batch is not one, or the model returns no loss.
+        TypeError: `batch` is no tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, reference)

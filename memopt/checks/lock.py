@@ -154,8 +154,8 @@ class LockCheck:
     @property
     def culprits(self) -> tuple[Culprit, ...]:
         """The lines of code that make the step hold more, in the order of the step: lines that allocate more bytes than
-        before, or are no longer under activation checkpoints. If there are none, they follow from the first of `grown`:
-        lines of which more bytes are alive at that peak, or, for "added", that are recomputed for longer."""
+        before, or are no longer under activation checkpoints. If there are none, those of which more bytes are alive
+        at the peak that is first in `grown`, or, if "added" is first, that are recomputed for longer."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:

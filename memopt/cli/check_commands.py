@@ -45,8 +45,8 @@ def check(job: Job, locked: str | None) -> int | None:
     """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
     account and with the plain model.
 
-    Needs the memory of the plain step beside the budget. The exit code is 1 if the step held more than the budget, or
-    if its gradients are further from the exact ones than rounding explains.
+    Needs memory for the plain step in addition to the budget. The exit code is 1 if the step held more than the budget,
+    or if its gradients are further from the exact ones than rounding explains.
 
     With --lock, the step that `memopt lock` wrote is planned again, which needs no card; the exit code is 1 if a peak,
     the smallest budget or the added time grew by more than 1%. The lines of code that made it grow are named.

@@ -96,7 +96,7 @@ def check_cluster_options(
             f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
         )
     if further := sorted(set(allow) - DEFAULT_LEVERS):
-        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it or mesh out")
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it out of allow, or mesh out")
     if tp_plan is not None and cluster.mesh.tp == 1:
         raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
     return ClusterOptions(cluster, DTYPES[precision], tp_plan)

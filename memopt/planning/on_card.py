@@ -141,8 +141,8 @@ def compiled_within(
     joined: Joined, schedule: Schedule, account: Account, ways: Sequence[Sequence[BlockCall]], budget_bytes: int
 ) -> Account:
     """The account with the allocator's overhead of compiled code. `ways` has the sequences of allocator calls that the
-    code may make; the overhead suffices for each of them. It is that in a process that has `budget_bytes`, or, where
-    that is too little, in one that has as little as the step needs."""
+    code may make, and the overhead suffices for each of them. It is the overhead in a process that has `budget_bytes`,
+    or, where that is too little, as many bytes as the step needs at least."""
     bare = without_allocator(account)
     if not account.caching:
         return bare

@@ -227,11 +227,11 @@ class Options:
     passes: tuple[Pass, ...] = field(metadata=_given((), _check_passes))
     """The user's own passes, in the order in which they run."""
     solvers: tuple[Solver, ...] = field(metadata=_given((), _check_solvers))
-    """The user's own solvers, which are asked beside memopt's."""
+    """The user's own solvers, which are asked in addition to memopt's."""
     hardware: str | None = field(metadata=_given(None, None, "device"))
     """The card that was named; None: the device at hand."""
     elsewhere_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "elsewhere_gb"), "elsewhere_gb"))
-    """The bytes on the device beside the step; None: those that are found there."""
+    """The bytes on the device that are no part of the step; None: those that are found there."""
     host_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "host_gb"), "host_gb"))
     """The most bytes of the host's memory that a plan may use; None: what is free there, less a margin."""
     forwards: int = field(metadata=_given(1, partial(positive_int, "forwards")))

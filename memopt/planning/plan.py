@@ -107,7 +107,7 @@ class Plan(PlanViews):
     """Remarks on the plan for its reader, in sentences."""
     effort: Effort = DEFAULT_EFFORT
     levers: tuple[str, ...] = ()
-    """Levers in use beside recomputation, in the order in which they were tried."""
+    """Levers in use other than recomputation, in the order in which they were tried."""
     proposals: tuple[str, ...] = ()
     """Levers in use that change the optimizer: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
@@ -126,8 +126,8 @@ class Plan(PlanViews):
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0
-    """Time of a planned step beside its operators, such as guards and the account; not part of `added_seconds`. 0 on a
-    GPU, which computes meanwhile."""
+    """Time of a planned step outside of its operators, such as guards and the account; not part of `added_seconds`. 0
+    on a GPU, which computes meanwhile."""
     cluster: ClusterStep | None = None
     """The time of the step on each card of the cluster that it is planned for, and what bounds it; None for one
     card."""

@@ -150,7 +150,7 @@ class PlanDiff:
         return sum(change.times for change in self.changes if change.kind == OFFLOADED)
 
     def summary(self) -> str:
-        """The number of recomputed operators and offloaded values; of the other changes where there is neither."""
+        """The numbers of recomputed operators and of offloaded values, or, if both are 0, of the other changes."""
         return shown("diff_text").summary(self.changes)
 
     def text(self, stage: str = "scheduled") -> str:
