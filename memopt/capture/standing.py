@@ -26,8 +26,8 @@ from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tens
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node of the joint graph belongs: which run of blocks, forward or backward, which block, and which node of
-    it."""
+    """Where a node of the joint graph belongs: to which run of equal blocks, forward or backward, which block of the
+    run, and which node of the block."""
 
     run: int
     backward: bool
@@ -39,8 +39,8 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A joint graph that was traced with only some blocks of each run of equal blocks, and the nodes of these standing
-    blocks."""
+    """A joint graph that was traced with only some blocks of each run of equal blocks, the standing blocks, and which
+    of its nodes belong to each of them."""
 
     joint: fx.GraphModule
     forward_outputs: int
