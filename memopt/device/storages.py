@@ -35,7 +35,7 @@ class StorageInfo:
 
 
 class Storages(Aliases):
-    """The storages of a graph, with their bytes: the blocks of its `Aliases`."""
+    """The storages of a graph with their bytes: the blocks of memory that `find_aliases` finds in the graph."""
 
     @cached_property
     def infos(self) -> tuple[StorageInfo, ...]:
@@ -173,12 +173,12 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def can_inline(node: fx.Node) -> bool:
-    """Returns whether a fusing compiler can compute the node's arguments in its kernel."""
+    """Returns whether a fusing compiler can compute the node's arguments within the kernel of the node."""
     return is_elementwise(node) or (op_name_of(node) in _REDUCTIONS | _ASSEMBLERS and bool(op_name(node)))
 
 
 def is_generated(node: fx.Node) -> bool:
-    """Returns whether a fusing compiler writes the kernel that computes the node, without temporaries."""
+    """Returns whether a fusing compiler generates the kernel that computes the node; such a kernel has no workspace."""
     return can_inline(node) or op_name_of(node) in _KERNELS_OF_PRIMS
 
 
