@@ -86,8 +86,8 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
 def state_of(
     segments: Iterable[Mapping[str, Any]], owners: _Owners, libraries: Sequence[int], stream: int
 ) -> CardState:
-    """The state of torch's allocator, for a step on one stream, from `segments` as `torch.cuda.memory_snapshot` returns
-    them."""
+    """The state of torch's allocator as a step on the CUDA stream `stream` finds it, from `segments` as
+    `torch.cuda.memory_snapshot` returns them. `libraries` has the bytes of cuBLAS's workspaces."""
     held: list[HeldSegment] = []
     counts: Counter[Kind] = Counter()
     missing, found = Counter(map(rounded_bytes, libraries)), []
