@@ -171,8 +171,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """Simulates torch's CUDA caching allocator: its blocks and segments. `malloc` returns an address, which `free`
-    takes.
+    """Simulates blocks and segments of torch's CUDA caching allocator; `malloc` returns an address, which `free` takes.
 
     Args:
         expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
@@ -316,7 +315,7 @@ class CachingAllocator:
             wanted = self._wanted(size, small)
             if self._is_above(wanted):
                 raise CardFullError(
-                    f"{self.reserved_bytes} bytes are reserved, and {wanted} more exceed the limit of {self.limit_bytes}"
+                    f"{self.reserved_bytes} bytes are reserved; {wanted} more exceed the limit of {self.limit_bytes}"
                 )
         if self.expandable_segments:
             return self._map(size, small)

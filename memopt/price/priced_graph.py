@@ -101,7 +101,8 @@ class PlacedParameterStep:
 def place_steps(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
-    """For each node of `backward` (in program order), the parameter steps that may run right after it."""
+    """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
+    because it is the last node that must run before."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -169,9 +170,9 @@ class NodePrice:
 
 
 def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
-    """The allocator's calls within a node, renumbered: `calls` number blocks by the node's results, the calls returned
-    number them by the storages that the node makes, as `Op.calls` does. A result that is written over an operand has no
-    block of its own.
+    """The allocations and frees within a node, renumbered: `calls` number blocks by the node's results, the tuple
+    returned numbers them by the storages that the node makes, as `Op.calls` does. A result that is written over an
+    operand has no block of its own.
 
     Args:
         results: the storage of each of the node's results.
@@ -277,13 +278,13 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
     backward.
 
-    What such code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
+    What eager code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
     while one of them runs, a storage of that lifetime. After the last region's forward, an extra storage stands for
     what is held until its backward begins.
 
     Args:
-        eager: the bytes around each region; at the end those after the last backward, after the forward, and between
-            the last region's forward and the end of the call's.
+        eager: the bytes around each region, and a last entry with those after the last backward (`before`), after the
+            forward (`during`), and between the last region's forward and the end of the call's (`before_backward`).
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2
