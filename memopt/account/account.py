@@ -95,8 +95,8 @@ class Account:
 
     @property
     def caching(self) -> bool:
-        """Whether torch's caching allocator manages the step's memory (`Device.caching`), so that a replay of its calls
-        shows what it needs beyond the bytes requested. Only devices with such an allocator have a `context`."""
+        """Whether torch's caching allocator manages the step's memory (`Device.caching`); only then there is a
+        `context`. A replay of the allocations and frees then shows what the step needs beyond the bytes requested."""
         return self.context > 0
 
     @property

@@ -251,7 +251,7 @@ def replay_with_spare(
 def peaks_without_limit(
     ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, *, expandable_segments: bool
 ) -> AllocatorPeaks:
-    """The peaks of an allocator without a limit: the largest over all `ways` in which a step may call it."""
+    """The peaks of an allocator without a limit: the largest over all `ways` in which a step may allocate and free."""
     return _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
 
 

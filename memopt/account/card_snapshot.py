@@ -65,8 +65,8 @@ class _Owners:
 
 
 def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
-    """The addresses of the memory on a device that a model, its gradients, its optimizers' state and the inputs of its
-    call take."""
+    """The blocks on a device, as bytes by address, that a model and the inputs of its call, its gradients, its
+    optimizers' state, and all tensors take."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
     own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]

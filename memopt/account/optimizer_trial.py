@@ -75,7 +75,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
         several = isinstance(optimizer, (list, tuple))
         mend = "; give several as one Optimizer with the parameter groups and the state of all" if several else ""
         got = f"a {type(optimizer).__name__}" if several else repr(optimizer)
-        raise ValueError(f"an optimizer is a class, an instance, a partial, a name or None, not {got}{mend}")
+        raise ValueError(f"optimizer must be a class, an instance, a partial, a name or None, not {got}{mend}")
     stand_ins: Sequence[torch.nn.Parameter] = list(fakes.values()) or [torch.nn.Parameter(torch.empty(1))]
     try:
         made = make(stand_ins)

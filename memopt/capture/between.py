@@ -45,7 +45,7 @@ class EagerBytes:
 
 
 class EagerCodeTooLargeError(CaptureError):
-    """Eager code between regions holds more bytes than a step may."""
+    """Eager code between regions holds more bytes than the budget leaves for it."""
 
 
 class CrossedByDerivative(CaptureError):

@@ -106,7 +106,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the results of operators on real tensors whose size or number may depend on data."""
+    """A dispatch mode that records, on real tensors, the results of operators that make data-dependent sizes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -267,8 +267,8 @@ def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | Non
 
 
 def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
-    """Add a check to a forward graph for each symbol with a limit, which raises `SizeOutgrown` above it. Edits the
-    graph."""
+    """Add a check to a forward graph for each symbol in `allowed`, which raises `SizeOutgrown` where the symbol's value
+    is above the one there. Edits the graph."""
     for node, symbols in list(new_symbols(forward.graph)):
         for name, dimension in symbols.items():
             if name in allowed:

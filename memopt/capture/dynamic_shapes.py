@@ -238,7 +238,9 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
     found: dict[int, int | None] = {}
     for dimension, dim in sizes:
         if not isinstance(dimension, int) or not -tensor.dim() <= dimension < tensor.dim():
-            raise ValueError(f"{path} names dimension {dimension!r} of a tensor of shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{path} names dimension {dimension!r} of a tensor of shape {tuple(tensor.shape)}; name one it has"
+            )
         place = dimension % tensor.dim()
         if dim is None or isinstance(dim, int) or dim == torch.export.Dim.STATIC:
             continue

@@ -38,7 +38,7 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     spread = [value for value in inputs if isinstance(value, torch.Tensor) and is_sharded(value)]
     if not all(isinstance(value, nn.Parameter) for value in spread):
         raise CaptureError(
-            "an input of the model, or one of its buffers, is a DTensor, and memopt plans only parameters that are; "
+            "an input of the model, or one of its buffers, is a DTensor, but memopt plans only parameters as DTensors; "
             "give the model this rank's local tensor instead (its to_local())"
         )
     (results,) = graph_module.graph.output_node().args

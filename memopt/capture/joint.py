@@ -89,9 +89,9 @@ class JointGraph:
 
     @cached_property
     def statistics(self) -> frozenset[int]:
-        """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels do not
-        count that as a change of the tensor (`Tensor._version`): autograd saves these tensors, but in training mode the
-        backward does not read them."""
+        """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels write
+        them without raising the tensors' version (`Tensor._version`), and in training mode the backward does not read
+        them."""
         written = {
             node.args[0]
             for node in self.module.graph.nodes
@@ -274,7 +274,10 @@ def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
         return CANONICAL(traced)
     except PassError as error:
         name = f"{error.node} in " if error.node else ""
-        raise CaptureError(f"{name}the graph that torch traced cannot be planned: {error.problem}") from error
+        raise CaptureError(
+            f"{name}the graph that torch traced cannot be planned: {error.problem}; exclude its code from the capture "
+            "with torch.compiler.disable"
+        ) from error
 
 
 def _is_of_batch_norm(value: object) -> bool:

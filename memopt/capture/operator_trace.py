@@ -151,7 +151,7 @@ def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool
     for node, flows in zip(expected, differentiable, strict=True):  # type: ignore[arg-type]
         known = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         if isinstance(known, torch.Tensor) and known.requires_grad != flows:
-            raise Untraceable(f"the gradient of its result {node} would be lost")
+            raise Untraceable(f"a trace of the region would lose the gradient of its result {node}")
 
 
 def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -69,8 +69,8 @@ the operator graph's nodes whose types must stay (`Decision.exact`)."""
 
 @dataclass(frozen=True)
 class Rewriting:
-    """The passes to run on every region of a model, with the precision; its truth value is False where there are no
-    passes."""
+    """The passes to run on every region of a model, and the precision that they bring about; its truth value is False
+    where there are no passes."""
 
     deciders: tuple[Decide, ...] = ()
     """Called one after another, each with the graph that the passes before it produced."""

@@ -78,7 +78,7 @@ def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | 
 
 
 def example_of(result: Any) -> torch.Tensor | None:
-    """The fake tensor that Dynamo traced for a region's result, or for what it detaches; None where it is no tensor."""
+    """The fake tensor that Dynamo traced for `result`, or for the value that it detaches; None where there is none."""
     if not isinstance(result, fx.Node):
         return None
     node = result if "example_value" in result.meta else next(iter(result.args), None)

@@ -173,8 +173,8 @@ class RecordedRegion:
 
     @cached_property
     def operators(self) -> tuple[str, ...]:
-        """The names of the operators that make its tensors, in order. They are equal for regions from the same code
-        with inputs of different sizes, whether sizes are numbers or symbols."""
+        """The names of the operators that make the region's tensors, in order. They are equal for regions from the same
+        code with inputs of different sizes, whether sizes are numbers or symbols."""
         calls = (node for node in self.graph_module.graph.nodes if node.op.startswith("call_"))
         made = (node for node in calls if _is_tensor(node.meta.get("example_value")))
         return tuple(str(getattr(node.target, "__name__", node.target)) for node in made)
@@ -186,7 +186,7 @@ class RecordedRegion:
 
     @cached_property
     def depends_on_data(self) -> bool:
-        """Whether the sizes of any of its tensors, or a number in it, depend on data."""
+        """Whether the size of a tensor in the region's graph, or a number in it, depends on data."""
         return any(data_symbols_of(node.meta.get("example_value")) for node in self.graph_module.graph.nodes)
 
     @cached_property

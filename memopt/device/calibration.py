@@ -140,9 +140,9 @@ MOST_CALLS = 2**14
 
 
 def calibrated_hardware(device: torch.device) -> Hardware:
-    """The rates of `device` as measured on this machine, now or before with the same card, driver and torch version.
+    """The `Hardware` of `device`, measured on this machine, now or before with the same card, driver and torch version.
 
-    On a GPU this includes the bytes that a process holds outside of torch's allocator (CUDA context, libraries). The
+    On a GPU it includes the bytes that a process holds outside of torch's allocator (CUDA context, libraries). The
     first call takes a second or two."""
     known = _read(device)
     if known is None:

@@ -49,8 +49,8 @@ def find_storages(
     """Returns the storages of a functional ATen graph; see `find_aliases`.
 
     Each is as large as the storage of the fake tensor that is made in it. The values of `fused` nodes are never held.
-    The results of the calls in `reuses` are written over one of their operands. A copy on the host (`memopt::copy_out`)
-    holds nothing here.
+    The results of the calls in `reuses` are written over one of their operands. A copy in the host's memory
+    (`memopt::copy_out`) has no storage.
     """
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
 

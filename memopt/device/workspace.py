@@ -88,7 +88,7 @@ def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
 
 
 def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
-    """An upper bound, from a rule, on the temporary bytes that the kernel of a call holds on a type of device."""
+    """An upper bound, from a rule, on the temporary bytes that the kernel of a call holds on a device of this type."""
     return device_of(device_type).workspace(call, chip)
 
 

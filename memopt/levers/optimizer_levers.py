@@ -79,7 +79,7 @@ class PricedLevers:
 
     @property
     def stepping(self) -> Stepping | None:
-        """How parameters are stepped within the backward; None where they are stepped after it."""
+        """The temporary bytes of stepping parameters within the backward; None where they are stepped after it."""
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:

@@ -54,7 +54,7 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware, link: Link = PCIE) -> TrainingFacts:
-        """The facts of training `model` with this optimizer on this hardware."""
+        """The facts of training `model` with this optimizer on this hardware, with `link` to the host's memory."""
         return cls(
             tuple(model.parameters()),
             optimizer,

@@ -48,7 +48,8 @@ class MemoryUses:
 
     def before_step(self, position: int, number: int) -> list[fx.Node] | None:
         """The nodes that must run before the optimizer steps the parameter at input `number` with the gradient at
-        result `position`, in program order: the one that makes the gradient, and all that read the storage of either.
+        result `position`, in program order: the gradient's producer, and all that read the storage of parameter or
+        gradient.
 
         None where the step has to wait for the end of the backward: the parameter's storage is returned, or the
         gradient's storage also belongs to another result or existed before the backward."""
@@ -214,8 +215,8 @@ class PricedParameterStep:
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` evaluates, "" for an op
-    without one."""
+    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` of the problem
+    evaluates, "" for an op without one."""
 
     problem: RematProblem
     nodes: tuple[str, ...]
