@@ -243,7 +243,7 @@ class RecordedRegion:
                 "does not record"
             )
         if self.takes_derivatives:
-            raise Untraceable("the code of the region takes derivatives itself")
+            raise Untraceable("the region takes derivatives itself")
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
             with self.tracing():
