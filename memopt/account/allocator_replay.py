@@ -222,8 +222,8 @@ def replay_with_spare(
 ) -> AllocatorPeaks:
     """The peaks of the allocator with `limit_bytes` less the margin `spare`: the largest over all `ways` in which a
     step may allocate and free. The step must also fit with half of the margin and with the whole limit; with the whole
-    limit both with and without copies of the inputs, which a region's first run makes, and both with new addresses
-    above all others and not (`rising`).
+    limit also with and without copies of the inputs, as a region's first run makes them, and with and without `rising`
+    (see `CachingAllocator`).
 
     All this is tried because the limit decides when the allocator returns segments, and so where blocks lie: a process
     may run out of memory with a larger limit and not with a smaller one. The limit also decides which blocks are a

@@ -315,7 +315,7 @@ class CachingAllocator:
             wanted = self._wanted(size, small)
             if self._is_above(wanted):
                 raise CardFullError(
-                    f"{self.reserved_bytes} bytes are reserved; {wanted} more exceed the limit of {self.limit_bytes}"
+                    f"{self.reserved_bytes} bytes are reserved; {wanted} more are above the limit of {self.limit_bytes}"
                 )
         if self.expandable_segments:
             return self._map(size, small)

@@ -179,7 +179,7 @@ def autocast_is_on() -> bool:
 
 
 def autocast_state() -> str:
-    """A text that identifies the active autocast: device types, dtypes and cache; empty without autocast."""
+    """A text that identifies the active autocast: device types, dtypes, and whether casts are cached; else empty."""
     types = {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
     return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
 

@@ -267,8 +267,8 @@ def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | Non
 
 
 def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
-    """Add a check to a forward graph for each symbol in `allowed`, which raises `SizeOutgrown` where the symbol's value
-    is above the one there. Edits the graph."""
+    """Add a check to a forward graph for each symbol in `allowed`, which has their largest values by name: the check
+    raises `SizeOutgrown` where a value is larger. Edits the graph."""
     for node, symbols in list(new_symbols(forward.graph)):
         for name, dimension in symbols.items():
             if name in allowed:

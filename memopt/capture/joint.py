@@ -275,8 +275,8 @@ def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
     except PassError as error:
         name = f"{error.node} in " if error.node else ""
         raise CaptureError(
-            f"{name}the graph that torch traced cannot be planned: {error.problem}; exclude its code from the capture "
-            "with torch.compiler.disable"
+            f"{name}the graph that torch traced cannot be planned: {error.problem}; exclude the code "
+            "behind it from the capture with torch.compiler.disable"
         ) from error
 
 

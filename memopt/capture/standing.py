@@ -59,8 +59,8 @@ class Standing:
     """By storage the first node whose value lies in it, and the number of that tensor in its value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
-        """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is a number in
-        `runs`, `block` the number of the block among the five standing ones."""
+        """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is an index into
+        `runs`, `block` the number of the block among the five standing ones of that run."""
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:

@@ -131,7 +131,8 @@ class LiveBytes(TorchDispatchMode):
             self._known.update(_storages(tensor))
 
     def count(self, tensors: Any) -> None:
-        """Count those storages of these tensors (in nested tuples and lists) that are new, until they are freed."""
+        """Count the storages of these tensors (in nested tuples and lists) until they die, unless counted or
+        excluded."""
         for tensor in tensors_in(tensors):
             if self._device_type not in (None, device_type_of(tensor)):
                 continue
@@ -220,7 +221,7 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
         return kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else func(*args, **kwargs)
 
     def count(self, tensors: Any) -> None:
-        """Count and list the storages of these tensors that are new."""
+        """Count those storages of these tensors that are not counted yet, and list their allocations and frees."""
         for tensor in tensors_in(tensors):
             before = self.live_bytes
             super().count(tensor)

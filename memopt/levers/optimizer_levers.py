@@ -74,7 +74,7 @@ class PricedLevers:
 
     @property
     def narrows(self) -> bool:
-        """Whether parameters, and with them the captured step, change their dtype."""
+        """Whether a lever makes parameters, and with them the captured step, bfloat16."""
         return any(change.narrows for change in changes_of(self.levers))
 
     @property
@@ -83,8 +83,8 @@ class PricedLevers:
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """The account with its rows of parameters, gradients and optimizer replaced by what these levers leave. The
-        account may be that of the model's own parameters or of parameters in bfloat16.
+        """The account with its rows of parameters, gradients and optimizer replaced by what these levers leave; so it
+        does not matter whether `account` has parameters in bfloat16 already.
 
         Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0 in the account:
         they are storages of the solver's problem then.

@@ -54,7 +54,7 @@ def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tu
 
 
 def is_scheduled(node: fx.Node) -> bool:
-    """Whether a schedule names the node: it makes memory or has effects.
+    """Whether the node is an operator of a schedule: it allocates memory or has side effects.
 
     Views and elements of tuples are part of the node that they read, and copies to and from the host run in parallel
     with compute."""
