@@ -20,7 +20,8 @@ a workspace that cuBLAS keeps; all else."""
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A segment of the allocator, or a mapped part of an expandable one: the kind and bytes of its blocks, in order."""
+    """A segment of the allocator, or a mapped part of an expandable one: kind ("free", …) and bytes of each block in
+    it."""
 
     small: bool
     """Whether it belongs to the pool for blocks of up to 1 MB."""

@@ -158,8 +158,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result: real if all its operands are one-element tensors in the host's memory, and a made-up
-        number if a fake tensor is read as one. Raises `ValueIsRead` as the class says."""
+        """The operator's result: real for one-element tensors in the host's memory, made up for a fake tensor that is
+        read as a number. Raises `ValueIsRead` as the class says."""
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:

@@ -72,8 +72,8 @@ class Standing:
 def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[Run, ...]
 ) -> Standing | None:
-    """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where they do not
-    prove that the missing blocks are equal to them."""
+    """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where the
+    standing blocks do not prove that the missing ones are equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

@@ -131,8 +131,7 @@ class LiveBytes(TorchDispatchMode):
             self._known.update(_storages(tensor))
 
     def count(self, tensors: Any) -> None:
-        """Count the storages of these tensors (in nested tuples and lists) until they die, unless counted or
-        excluded."""
+        """Count the storages of these tensors (in nested tuples and lists) until freed, unless counted or excluded."""
         for tensor in tensors_in(tensors):
             if self._device_type not in (None, device_type_of(tensor)):
                 continue
