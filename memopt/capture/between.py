@@ -107,8 +107,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return len(self.runs) - 1
 
     def begin_backward(self, number: int, gradients: Any) -> None:
-        """Record that the backward of run `number` begins with these gradients of its outputs. They are not counted as
-        held by eager code, since the plan of the region includes them."""
+        """Record that the backward of run `number` begins with `gradients`, those of its outputs. The gradients do not
+        count as held by eager code, since the plan of the region includes them."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
         held = self.live_bytes - self.bytes_among(gradients)

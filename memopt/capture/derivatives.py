@@ -42,8 +42,8 @@ def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
 
 
 def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
-    """A function that runs the forward of a region, to be called with gradients disabled. It enables them where the
-    region's own code takes derivatives."""
+    """A function that runs the forward of a region, to be called with gradients disabled. The function enables
+    gradients where the region's own code takes derivatives."""
     return torch.enable_grad()(graph_module.forward) if takes_derivatives(graph_module) else graph_module.forward
 
 

@@ -46,8 +46,8 @@ def trace_operators(
     """Trace Dynamo's graph of a region into an operator graph, with its inputs in the same order under readable names.
     `written` has the numbers of the inputs that it writes to; autocast casts as on the device type `planned_for`.
 
-    It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where
-    the operator graph would compute something else than the region."""
+    To be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where the
+    operator graph would compute something else than the region."""
     trace = partial(_trace, inputs=inputs, planned_for=planned_for)
     return _named(trace_blocks_once(trace, graph_module, inputs, written).module, graph_module)
 

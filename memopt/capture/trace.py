@@ -37,7 +37,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
     """A region's joint graph and the number of its leading results that are the forward's; None and 0 for a region
     without gradients.
 
-    It must be called in the region's tracing context. Raises `CaptureError` where inductor fails.
+    To be called in the region's tracing context. Raises `CaptureError` where inductor fails.
     """
     found: list[tuple[fx.GraphModule, int]] = []
 

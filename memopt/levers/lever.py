@@ -21,7 +21,7 @@ Deciders: TypeAlias = tuple[Decide, ...]
 
 @dataclass(frozen=True)
 class GraphChange:
-    """How a lever rewrites the captured step. It is tried on top of the levers before it."""
+    """How a lever rewrites the captured step. The search tries it on top of the levers before it."""
 
     deciders: Deciders | Callable[[Rewriting, Hardware, str], Deciders]
     """The deciders to try, each in place of the one before it. The pipelines that they return have the lever's name as
@@ -48,7 +48,7 @@ class GraphChange:
 
 @dataclass(frozen=True)
 class OptimizerChange:
-    """How a lever wraps the optimizer. It is used where no lever on the graph makes the step fit the budget."""
+    """How a lever wraps the optimizer. The search uses it where no lever on the graph makes the step fit the budget."""
 
     wrap: Callable[[Any], optim.Optimizer]
     """Returns an optimizer with the lever around the given one. It is also stepped on fake tensors, to find its
