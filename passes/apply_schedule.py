@@ -24,7 +24,8 @@ BACKWARD = "must_be_in_backward"
 
 @dataclass(frozen=True)
 class ApplySchedule(Pass):
-    """Runs the calls in the order in which `evaluations` names them; a repeated name is recomputed there.
+    """Runs the calls of a joint graph in the order in which `evaluations` names them; a call that is named again is
+    recomputed there.
 
     `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
     constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
@@ -75,7 +76,7 @@ class ApplySchedule(Pass):
 
 
 class Rewriter:
-    """Writes a new graph in one walk over the schedule.
+    """Writes the graph that runs a schedule, in one walk over the schedule's evaluations.
 
     `latest` maps each node of the old graph to the newest node that computes it in the new one, and `inputs` the old
     placeholders to the new ones. Subclasses override `before` and `after`, called at every evaluation, and
@@ -147,7 +148,8 @@ class Rewriter:
         self.take_out_elements(node)
 
     def take_out_elements(self, node: fx.Node) -> None:
-        """Inserts getitems for all elements of a tuple, and of lists in it, right after the call that returns it.
+        """Inserts getitems for the elements of the tuple that the call `node` returns, and of lists in it, right after
+        the call.
 
         Otherwise the tuple would keep all of them alive."""
         for user in node.users:
@@ -171,9 +173,10 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops the views and elements that were made from `source` so far (None: from every node).
+        """Drops from `latest` the views, and the elements of tuples, that were made from `source` so far (None: from
+        any node).
 
-        The next call that reads one makes it again, from the latest evaluation of `source`."""
+        The next call that reads one of them makes it again, from the latest evaluation of `source`."""
         if source is None:
             self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
             return
@@ -184,7 +187,8 @@ class Rewriter:
                 pending += [user for user in follower.users if user.name not in self.planned]
 
     def holds(self, node: fx.Node) -> bool:
-        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of its results."""
+        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of what a scheduled
+        call returns."""
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node):
             return source.name in self.planned or (source.target is operator.getitem and self.holds(source))

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A loss in a graph, and why `ChunkLoss` cannot rewrite it, if so."""
+    """A loss in a graph, and why `ChunkLoss` cannot rewrite it, where it cannot."""
 
     name: str
     """The name of its node; of the first of its nodes where several calls read the same logits."""
@@ -41,7 +41,8 @@ class FoundLoss:
 
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph, in order, as `ChunkLoss` finds them."""
+    """Returns the losses of an operator graph, in the graph's order, each with the reason if `ChunkLoss` cannot rewrite
+    it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
         if isinstance(match, LossMatch):

@@ -44,8 +44,10 @@ def private(
     until: tuple[int, int] = (999, 0),
     needed: bool = True,
 ) -> tuple[Private, ...]:
-    """Declares names of one module, given in one or several texts separated by spaces. Attributes that only instances
-    of a class have are declared with `needed=False`, since they cannot be looked up on the class."""
+    """Declares private names of the module `module`, as one `Private` each. Each text in `names` is one or several
+    names, separated by spaces; `call`, `since`, `until` and `needed` are as in `Private`, for all of them. Attributes
+    that only instances of a class have are declared with `needed=False`, since they cannot be looked up on the
+    class."""
     return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
 
 
@@ -67,7 +69,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_all(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """As `replaced`, for attributes of several objects and items of dictionaries."""
+    """Context in which attributes of objects and items of dictionaries have other values; afterwards the previous
+    values are restored. Each replacement is (object, name of the attribute, value) or (dictionary, key, value)."""
     before = [
         (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
         for owner, name, _ in replacements

@@ -27,9 +27,9 @@ class FoundReuse:
 
 
 def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[FoundReuse, ...]:
-    """Returns the calls that `Reinplace` rewrites, in order.
+    """Returns the calls that `Reinplace` rewrites, in the graph's order.
 
-    With `among`, only calls among these nodes, written over memory that one of them makes.
+    With `among`, only calls among these nodes that write over memory which one of these nodes makes.
     """
     return tuple(FoundReuse(reuse.node.name, reuse.operand.name) for reuse in _reuses(graph_module, among))
 

@@ -25,11 +25,12 @@ _EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 
 
 class Unknown(Exception):
-    """An argument or a call is no polynomial of the given nodes."""
+    """An argument or a call cannot be read as a polynomial of the given nodes."""
 
 
 class Reader:
-    """Reads nodes as polynomials of `given` nodes; `inner` lists the calls on them that it has read."""
+    """Called with a node, returns the polynomial of the `given` nodes that it computes; `inner` lists the calls read so
+    far."""
 
     def __init__(self, graph_module: GraphModule, given: Mapping[Node, Polynomial]) -> None:
         self.module, self.given = graph_module, given
@@ -96,7 +97,7 @@ def is_constant(value: Polynomial) -> bool:
 
 
 def constant(graph_module: GraphModule, value: Any) -> float | None:
-    """Returns a number, given as such or as a constant tensor of one element; None for anything else."""
+    """Returns a number, given as a Python number or as a constant tensor of one element; None for anything else."""
     if type(value) in (int, float):
         return float(value)
     if not isinstance(value, Node) or any(
@@ -152,7 +153,7 @@ class Variance:
 
 
 def find_variance(node: Node) -> Variance | None:
-    """Returns the mean of squares or the variance that a node computes, with its dimensions kept; None if it computes
+    """Returns the variance, or the mean of squares, that a node computes with `keepdim`; None if it computes
     neither."""
     source: Any = node.args[0] if node.args else None
     if is_element(node, 0) and op_name(source) == "var_mean":
@@ -170,8 +171,8 @@ def find_variance(node: Node) -> Variance | None:
 
 
 def of_statistics(node: Node) -> Variance | None:
-    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None unless it names dimensions and
-    keeps them."""
+    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None unless it has `dim` and
+    `keepdim`."""
     given = arguments_of(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None
@@ -181,7 +182,7 @@ def of_statistics(node: Node) -> Variance | None:
 
 
 def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
-    """Returns x if a node is x - mean(x) over `dims`, else None."""
+    """Returns the node x if `node` computes x - mean(x, dims), else None."""
     if not isinstance(node, Node) or op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
         return None
     value, mean = (same_value(argument) for argument in node.args)

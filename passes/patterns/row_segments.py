@@ -55,10 +55,11 @@ class RowSegment:
 
 
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
-    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in order; none overlap.
+    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in the graph's order; none
+    overlap.
 
-    Only calls that depend on a parameter are considered; `parameters` has the numbers of these among the graph's
-    inputs."""
+    Only calls that depend on a parameter are considered; `parameters` holds the positions of parameters among the
+    graph's inputs."""
     finder = _Finder(graph_module.graph, tiles, parameters)
     found = list(finder.segments())
     largest = max((segment.inside_bytes for segment in found), default=0)
@@ -238,8 +239,8 @@ def _bytes(node: Node) -> int:
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor, from the outermost to the innermost in memory; None for a tensor with
-    gaps."""
+    """Returns the dimensions of a tensor, from the outermost to the innermost in memory; None for a tensor with gaps
+    between its elements."""
     strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
     expected: Any = 1

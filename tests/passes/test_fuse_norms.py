@@ -198,7 +198,7 @@ def channels_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "RMSNorm": (rms, [RMS]),
-    "over others": (channels_first, ["it is over dimension 1 of 3, not the last"]),
+    "over others": (channels_first, ["it normalises dimension 1 of 3, not the last"]),
     "annotated transformer": (
         lambda x, w, b: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b,
         ["its variance is divided by n - 1"],
@@ -216,7 +216,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     ),
     "weight of another shape first": (
         lambda x, w, b: x[:1, :1] * (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
-        ["its weight differs in shape or dtype from the normalised dimensions"],
+        ["its weight has not the normalised shape, or not its input's dtype"],
     ),
     "cast between": (cast_between, ["it casts between its steps"]),
     "centred by another": (
