@@ -44,7 +44,8 @@ def fate_of_gradient(leaf: torch.Tensor) -> Fate:
 
 
 def fate_at(node: Any) -> Fate:
-    """What the running backward pass will do with the gradient of the leaf that `node` accumulates."""
+    """What the running backward pass will do with the gradient that `node`, the autograd node of a leaf,
+    accumulates."""
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
@@ -52,14 +53,14 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the running backward will run an autograd node; False for None. Not for the nodes that accumulate
-    gradients into leaves."""
+    """Whether the running backward will run an autograd node; False for None. Must not be asked of nodes that
+    accumulate gradients into leaves."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
     """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
-    what autograd does with its gradient; None and `RETURNED` where it was no leaf.
+    what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf.
 
     Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than the
     rest of memopt's work there."""
@@ -136,7 +137,8 @@ def keeps_graph() -> bool:
 
 
 class Retention(IntEnum):
-    """What a backward pass leaves of the graph that it goes through; each holds more than the one before."""
+    """What a backward pass leaves of the graph that it goes through. A larger value leaves all that a smaller one
+    does."""
 
     FREED = 0
     """Nothing: what was saved is freed as it is read."""
@@ -204,7 +206,7 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
     """The given autograd nodes, and the nodes made since `next_node_number` returned `number` that a backward from them
-    reaches through such nodes only. Nodes of leaves are not among them."""
+    reaches through nodes made since then only. Nodes of leaves are not among them."""
     return list(_reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number))
 
 
@@ -263,14 +265,15 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add what that
-    returns to the gradients that the backward computes."""
+    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add the
+    `Addition`s that it returns to the gradients that the backward computes."""
     _watchers.add(watcher)
     _tell()
 
 
 class Addition(NamedTuple):
-    """The part of a requested gradient that autograd alone would not compute, and how the total is made from both."""
+    """What a `Watcher` adds to a gradient that a backward is asked for: further gradients to compute, and the function
+    that makes the whole gradient from them and from what autograd finds alone."""
 
     edges: Sequence[Any]
     """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""
@@ -281,8 +284,8 @@ class Addition(NamedTuple):
 
 class Watcher(Protocol):
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
-        """Called with the tensors, or edges, at which a backward starts, and those whose gradients it is to compute.
-        Returns what has to be added to these gradients, by position in `inputs`."""
+        """Called with the tensors or edges at which a backward starts, and with those whose gradients it is to compute
+        (`inputs`). Returns what has to be added to these gradients, by position in `inputs`."""
 
 
 def _tell() -> None:

@@ -85,9 +85,9 @@ class MemoryEvents:
     def declare(self, address: int, nbytes: int) -> None:
         """Records a block that is already allocated as if it were allocated now, so that its free is recorded too.
 
-        Torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of another
-        one. Where a block was freed while no profiler ran, it may take that block's size for the next one at the
-        address.
+        Torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of other
+        blocks. If one of known size was freed while no profiler ran, torch may assume its size for the next block at
+        that address.
         """
         _declare_block()(address, nbytes)
 

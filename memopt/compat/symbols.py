@@ -211,7 +211,8 @@ class AssumedSizes:
         self._condition: str | None = None
 
     def hold(self, values: Sequence[int]) -> bool:
-        """Whether the conditions hold for these values, in the order of the sizes."""
+        """Whether the conditions hold for these values of the region's sizes, in the order of `sizes` at
+        construction."""
         if not self._sizes:
             return True
         shape_env: Any = self._sizes[0].node.shape_env
@@ -221,8 +222,8 @@ class AssumedSizes:
         return not self._condition or bool(shape_env.evaluate_guards_expression(self._condition, list(values)))
 
     def broken(self, values: Sequence[int]) -> dict[str, str]:
-        """For each symbol in a condition that does not hold for these values, the line of the model that made the
-        condition. If none can be named, "torch" for every symbol."""
+        """Symbol name → line of the model that made a condition on it that does not hold for these values (as in
+        `hold`). If no condition can be named, "torch" for every symbol."""
         expressions: list[Any] = [size.node.expr for size in self._sizes]
         known = dict(zip(expressions, values, strict=True))
         guards: Any = self._sizes[0].node.shape_env.guards
@@ -240,8 +241,8 @@ def _fails(condition: Any, known: dict[Any, int]) -> bool:
 
 
 def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
-    """The line of the model that made a size of a fake tensor a constant, though it was to be a symbol. None if the
-    size is a symbol, or no line is known."""
+    """The line of the model that made this size of a fake tensor a constant, though it was captured as a symbol. None
+    if the size is a symbol still, or no line is known."""
     shape_env: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     size: Any = tensor.shape[dimension]
     if isinstance(size, torch.SymInt):

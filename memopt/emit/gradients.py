@@ -36,8 +36,8 @@ class _Exchange(Protocol):
 
 @dataclass
 class Accumulation:
-    """How the backwards of a model's regions add gradients to `.grad`, and for which parameters the running one
-    does."""
+    """How the backwards of a model's regions add gradients to `.grad`, and which parameters the inputs of the region
+    are whose backward runs."""
 
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
@@ -55,7 +55,7 @@ class Accumulation:
     for other inputs, none of which may be held when the backward is over."""
 
     def enter(self, region: tuple[int, int]) -> None:
-        """Set the parameters that get gradients to those of `region`, whose backward begins."""
+        """Set `receivers` to the parameters of `region` (see the field `region`), whose backward begins."""
         found = receivers()
         self.receivers = [(leaf, fate) if isinstance(leaf, nn.Parameter) else None for leaf, fate in found]
         self.region = region
@@ -143,8 +143,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the parameter in the
-    backward does not count."""
+    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the optimizer for this
+    parameter does not count."""
     if not has_hooks(parameter):
         return False
     late = len(post_accumulate_hooks(parameter))
@@ -269,7 +269,7 @@ def _is_chained(node: fx.Node) -> bool:
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:
-    """Whether the running backward passes through any of the outputs `tangents` of the region, counted among its
+    """Whether the running backward passes through any of the region's outputs `tangents`, which are positions among its
     `number` outputs that have a gradient. True where autograd's graph does not show it, since the region returns views
     of its inputs."""
     reached = reached_outputs()

@@ -94,12 +94,13 @@ def _is_backward(node: fx.Node) -> bool:
 def nodes_before_steps(
     joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
 ) -> dict[int, set[str]]:
-    """For each parameter to step, by the position of its gradient among the backward's results, the names of the
-    backward's nodes that must run before: the one that makes the gradient, and those that read the storage of either
-    through any alias, recomputed nodes included.
+    """For each parameter to step: position of its gradient among the backward's results → names of the backward's nodes
+    that must run before the step. These are the node that makes the gradient, and all that read the storage of
+    parameter or gradient through any alias, recomputed nodes included.
 
-    `numbers` are the numbers of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The
-    names come from that graph alone, so that an error of the planner cannot go unnoticed."""
+    `numbers` are the positions of the parameters to step among the region's inputs. `backward` was extracted from
+    `scheduled`, the scheduled graph. The names are found in `scheduled` alone, so that an error of the planner is
+    noticed."""
     if not numbers:
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}

@@ -54,7 +54,9 @@ def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str
 
 
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
+    """Returns the names of the fp32 values of the forward that the backward reads only by operators whose gradients
+    hardly change if the value is rounded to bf16. `forward_outputs` is the number of the forward's outputs, the first
+    of the graph.
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
     views, widened 16-bit values, small ones, and all that the author or the user wants in fp32.
@@ -65,7 +67,8 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """Returns the values that the forward computes and the backward reads, without inputs and outputs.
+    """Returns the values that the forward computes and the backward reads, without the `forward_outputs` outputs of the
+    forward.
 
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
@@ -134,9 +137,10 @@ class DecideFp8:
     `scaling` has for them.
 
     Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
-    those are chosen that the time model predicts to be faster; on others all that are possible, since they save half as
-    many bytes. Layers are left alone if the kernels do not take their sizes, if no other layer follows (the one that
-    makes the logits), if they share their weight with an embedding, or if the author or the user has set their dtype.
+    the layers are chosen that the time model predicts to be faster in 8 bits; on others all that are possible, since
+    they save half as many bytes. Layers are left alone if the kernels do not take their sizes, if they are the last
+    (the one that makes the logits), if they share their weight with an embedding, or if the author or the user has set
+    their dtype.
     """
 
     card: Hardware
@@ -260,7 +264,8 @@ def _is_embedding(layer: fx.Node) -> bool:
 
 
 def note_activations(graph: OperatorGraph) -> Decision:
-    """A decision without passes, with the note for the plan on what `quantizing` does to the joint graph."""
+    """A decision about the operator graph without passes, with a note for the plan: what activations save is saved in 8
+    bits (by `quantizing`, in the joint graph)."""
     note = f"{FP8_ACTIVATIONS}: what activations and products save for the backward is saved in 8 bits"
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 
@@ -272,7 +277,8 @@ def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[st
 
 
 def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Returns the names of the 16-bit values of the forward that only tolerant operators of the backward read."""
+    """Returns the names of the 16-bit values of the forward that the backward reads only by operators whose gradients
+    hardly change if the value is rounded to 8 bits. The arguments are as in `narrowed`."""
     backward = backward_nodes(graph)
     return tuple(
         node.name

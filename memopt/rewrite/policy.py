@@ -33,7 +33,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The choices by node name; nodes without one follow their input. `low` is None where everything stays in fp32."""
+    """The dtype chosen for each operator, by name of its node; nodes without a choice follow their input. `low` is the
+    16-bit dtype, None where everything stays in fp32."""
 
     low: torch.dtype | None
     choices: Mapping[str, Choice] = field(default_factory=dict)
@@ -41,12 +42,12 @@ class PrecisionPlan:
 
     @property
     def assignment(self) -> dict[str, torch.dtype]:
-        """The dtypes by node name, as `passes.InsertCasts` takes them."""
+        """Name of a node → its dtype, as `passes.InsertCasts` takes them."""
         return {name: choice.dtype for name, choice in self.choices.items()}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """The dtype with its reason by node name, for printing with a graph: `bf16: autocast's list`."""
+        """Name of a node → its dtype and the reason, for printing with a graph: `bf16: autocast's list`."""
         return {name: f"{dtype_name(choice.dtype)}: {choice.reason}" for name, choice in self.choices.items()}
 
     @property
@@ -107,11 +108,12 @@ class Rules:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Rules:
-        """Returns the rules that a user has written, without the default. Raises ValueError for unknown dtypes."""
+        """Returns the rules of a user's dict of pattern → dtype name, without the entry "default". Raises ValueError
+        for unknown dtypes."""
         return Rules(tuple((pattern, dtype_of(name)) for pattern, name in given.items() if pattern != DEFAULT))
 
     def choose(self, node: fx.Node) -> tuple[str, torch.dtype] | None:
-        """Returns pattern and dtype of the rule for a node, or None."""
+        """Returns (pattern, dtype) of the rule that applies to a node, or None."""
         matching = [(_rank(pattern, node), pattern, dtype) for pattern, dtype in self.dtypes]
         rank, pattern, dtype = max(matching, key=lambda rule: rule[0], default=(0, "", torch.float32))
         return (pattern, dtype) if rank else None
