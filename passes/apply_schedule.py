@@ -24,14 +24,14 @@ BACKWARD = "must_be_in_backward"
 
 @dataclass(frozen=True)
 class ApplySchedule(Pass):
-    """Runs the calls of a joint graph in the order in which `evaluations` names them; a call that is named again is
-    recomputed there.
+    """Runs the calls of a joint graph in the order of the names in `evaluations`; a call named again is recomputed
+    there.
 
     `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
     constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
     `forward_outputs` results are the forward; every node is tagged as forward or backward in `meta["partitioner_tag"]`,
-    as PyTorch does. A random operator that is recomputed saves the generator's state at its first evaluation, and draws
-    from that state again.
+    as PyTorch does. A random operator that is recomputed draws again from the generator's state at its first
+    evaluation.
 
     Before:
         relu = aten.relu(addmm)
@@ -78,8 +78,8 @@ class ApplySchedule(Pass):
 class Rewriter:
     """Writes the graph that runs a schedule, in one walk over the schedule's evaluations.
 
-    `latest` maps each node of the old graph to the newest node that computes it in the new one, and `inputs` the old
-    placeholders to the new ones. Subclasses override `before` and `after`, called at every evaluation, and
+    `latest` maps each node of the old graph to the newest node that computes it in the new one, `inputs` the old
+    placeholders to the new ones. Subclasses may override `before` and `after`, called at every evaluation, and
     `end_forward`."""
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
@@ -148,8 +148,8 @@ class Rewriter:
         self.take_out_elements(node)
 
     def take_out_elements(self, node: fx.Node) -> None:
-        """Inserts getitems for the elements of the tuple that the call `node` returns, and of lists in it, right after
-        the call.
+        """Inserts getitems right after the call `node` for all elements of the tuple that it returns, and of lists in
+        it.
 
         Otherwise the tuple would keep all of them alive."""
         for user in node.users:
@@ -173,8 +173,7 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops from `latest` the views, and the elements of tuples, that were made from `source` so far (None: from
-        any node).
+        """Drops from `latest` the views and tuple elements made from `source` so far (None: from any node).
 
         The next call that reads one of them makes it again, from the latest evaluation of `source`."""
         if source is None:

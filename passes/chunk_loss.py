@@ -41,8 +41,7 @@ class FoundLoss:
 
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph, in the graph's order, each with the reason if `ChunkLoss` cannot rewrite
-    it."""
+    """Returns the losses of an operator graph in its order, each with the reason if `ChunkLoss` cannot rewrite it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
         if isinstance(match, LossMatch):
@@ -113,8 +112,7 @@ class ChunkLoss(Pass):
     targets; casts, scaling, a softcap and a bias become options of the operator. Whatever else is computed from each
     row of logits alone becomes a program of `memopt::linear_rows`, whose gradients come from logits that are computed
     once more. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits. Logits
-    that anything else reads are left alone: see `find_losses`. Losses and gradients differ from the plain ones by
-    rounding.
+    that anything else reads are left alone: see `find_losses`. Results differ by rounding.
 
     Before:
         linear: f32[2, 8, 50] = aten.linear(hidden, weight)

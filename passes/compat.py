@@ -46,8 +46,7 @@ def private(
 ) -> tuple[Private, ...]:
     """Declares private names of the module `module`, as one `Private` each. Each text in `names` is one or several
     names, separated by spaces; `call`, `since`, `until` and `needed` are as in `Private`, for all of them. Attributes
-    that only instances of a class have are declared with `needed=False`, since they cannot be looked up on the
-    class."""
+    that only instances have are declared with `needed=False`: they cannot be looked up on the class."""
     return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
 
 
@@ -57,8 +56,7 @@ Replacement: TypeAlias = tuple[Any, Any, Any]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which the attribute `name` of an object has another value; afterwards the previous value is
-    restored."""
+    """Context in which the attribute `name` of `owner` has another value; then its previous value is restored."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -135,8 +133,7 @@ def erase_all(graph: fx.Graph) -> None:
 
 
 def size_seen(size: Any) -> int | None:
-    """The value that a size, or a number computed from sizes, had when the graph was captured; None where it depends on
-    data."""
+    """The value that a size, or a number computed from sizes, had at capture; None where it depends on data."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None

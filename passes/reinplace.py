@@ -36,8 +36,7 @@ def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None
 
 @dataclass(frozen=True)
 class Reinplace(Pass):
-    """Makes elementwise calls write their result over an operand that is not read later, by their in-place or `out=`
-    variant.
+    """Makes elementwise calls write over an operand that is not read later, by their in-place or `out=` variant.
 
     For forward and backward graphs that run as they are and are not differentiated, after all other passes. The
     operand's memory is made in the graph by a call that is known to make new memory, has the size and layout of the

@@ -149,8 +149,8 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
-    """Erases those of `inner`, the calls of a match, that nothing reads any more, with the constants and casts that
-    only they read.
+    """Erases the calls in `inner`, those of a match, that nothing reads any more, with constants and casts for them
+    alone.
 
     Calls that read the size of one of `inner` read that of `like` instead.
     """

@@ -44,8 +44,7 @@ def fate_of_gradient(leaf: torch.Tensor) -> Fate:
 
 
 def fate_at(node: Any) -> Fate:
-    """What the running backward pass will do with the gradient that `node`, the autograd node of a leaf,
-    accumulates."""
+    """What the running backward pass will do with the gradient that a leaf's autograd node, `node`, accumulates."""
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
@@ -89,8 +88,8 @@ def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
 
 
 def reached_outputs() -> tuple[bool, ...] | None:
-    """For the autograd node that runs, whether each output has a gradient, as `note_reached` recorded it; None where it
-    recorded nothing."""
+    """Whether each output of the autograd node that runs has a gradient, if `note_reached` has recorded that; else
+    None."""
     node = current_node()
     return None if node is None else node.metadata.get(_REACHED)
 
@@ -137,8 +136,7 @@ def keeps_graph() -> bool:
 
 
 class Retention(IntEnum):
-    """What a backward pass leaves of the graph that it goes through. A larger value leaves all that a smaller one
-    does."""
+    """What a backward pass leaves of the graph that it goes through, the least first."""
 
     FREED = 0
     """Nothing: what was saved is freed as it is read."""
@@ -248,7 +246,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def received_bytes(node: Any, number: int) -> int:
-    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where they are not known in
+    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where not known in
     advance."""
     try:
         metadata = node._input_metadata[number]
@@ -359,8 +357,7 @@ def has_node(value: Any) -> bool:
 
 
 def edge_of(end: Any) -> tuple[Any, int]:
-    """The edge of the autograd graph (a node and the number of its output) that a tensor has, or that `end` is
-    itself."""
+    """The edge of the autograd graph (a node and the number of its output) of a tensor, or of `end`, an edge itself."""
     edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
     return edge.node, edge.output_nr
 

@@ -95,8 +95,8 @@ def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
 
 
 def is_bucket_view(gradient: torch.Tensor) -> bool:
-    """Whether a `.grad` is a view of one of DDP's buckets, as with `gradient_as_bucket_view`; gradients that autograd
-    makes are no views."""
+    """Whether a `.grad` is a view of one of DDP's buckets, as with `gradient_as_bucket_view`: autograd makes no
+    views."""
     anything: Any = gradient
     return bool(anything._is_view())
 
@@ -160,8 +160,7 @@ class ReducerHooks:
             accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
 
     def after_accumulation(self, number: int) -> None:
-        """Notify the reducer that the gradient of parameter `number` is complete, unless `ready` has done so in this
-        backward."""
+        """Notify the reducer that parameter `number` has its gradient, unless `ready` has done so in this backward."""
         if self._ready.pop(number, None) != current_backward():
             self._tell(number)
 

@@ -86,8 +86,8 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Make the last `count` blocks stay gathered from their forward to their backward, and the other blocks be
-        freed after their forward."""
+        """Make the last `count` blocks stay gathered from forward to backward, and the others be freed after their
+        forward."""
         if count == self.count:
             return
         if not self._automatic:
@@ -232,8 +232,7 @@ def microbatches_of(schedule: Any) -> int:
 
 
 def loss_of(schedule: Any) -> Callable[..., Any] | None:
-    """The function by which a pipeline schedule computes a microbatch's loss; None for a schedule that does not
-    train."""
+    """The function by which a pipeline schedule computes a microbatch's loss; None for one that does not train."""
     return schedule._loss_fn
 
 

@@ -173,7 +173,7 @@ _READS = ("tolist", "numpy", "__array__")
 
 
 def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A `protected` tensor on the CPU whose storage takes no memory: all such storages map the same read-only pages of
+    """A `protected` tensor on the CPU whose storage takes no memory: all of them map the same read-only pages of
     zeros."""
     elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = elements * dtype.itemsize

@@ -120,8 +120,7 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The model and the modules in it, each once, in the same order as long as the modules are the same.
-    `Module.modules` also makes their names, which takes several times longer: too long for every call of a small
-    model."""
+    `Module.modules` also makes their names, which takes too long for every call of a small model."""
     found = {model: None}
     left = [model]
     while left:
@@ -225,8 +224,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrapped_by_scheduler(step: Any) -> Any | None:
-    """The original `step` function, if `step` is an optimizer's step that a scheduler has wrapped; None for any other
-    value."""
+    """The original function, if `step` is an optimizer's step that a scheduler has wrapped; else None."""
     return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
 
 

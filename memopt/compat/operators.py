@@ -103,8 +103,7 @@ def cuda_autocast_names() -> frozenset[str]:
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:
-    """The decomposition of an operator overload into other operators; None if the operator has kernels or a derivative
-    of its own."""
+    """The decomposition of an operator overload into other operators; None if it has its own kernels or derivative."""
     return _kernel(operator, "CompositeImplicitAutograd")
 
 
@@ -194,8 +193,7 @@ def begins_transform(target: Any) -> bool:
 
 
 def is_custom_function(target: Any) -> bool:
-    """Whether a node's target is the operator that calls an `autograd.Function`, whose forward and backward are
-    graphs."""
+    """Whether a node's target is the operator that calls an `autograd.Function` given as two graphs."""
     return target is torch.ops.higher_order.autograd_function_apply
 
 

@@ -168,8 +168,7 @@ def changed_since_saved(node: Any) -> str:
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set the version counters (`Tensor._version`) of tensors back, so that autograd does not treat them as changed
-    since."""
+    """Set the version counters (`Tensor._version`) of tensors back, so that autograd treats them as unchanged."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 

@@ -118,8 +118,7 @@ def _grows(expression: Any) -> bool:
 
 
 def data_symbols_of(value: Any) -> set[str]:
-    """The names of the symbols in a node's value (a tensor, a number, or tuples and lists of these) that depend on
-    data."""
+    """The names of the data-dependent symbols in a node's value: a tensor, a number, or tuples and lists of these."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(data_symbols_of, value))
     if not isinstance(value, _SYMBOLIC):
@@ -159,8 +158,8 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
 
 
 def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any, int]:
-    """The value of each symbol that is an input, or a size or stride of one. `concrete` are the values of the
-    `symbolic` inputs."""
+    """The value of each symbol that is an input, or in an input's sizes or strides, from `concrete`, the inputs'
+    values."""
     found: dict[Any, int] = {}
     for one, other in zip(symbolic, concrete, strict=True):
         pairs = [(one, other)]
@@ -176,8 +175,8 @@ def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) 
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equate the data-dependent symbols in `result`, made by a second run of `node` under the fake mode, with those of
-    the first run."""
+    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with those of the
+    first."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)
@@ -211,8 +210,7 @@ class AssumedSizes:
         self._condition: str | None = None
 
     def hold(self, values: Sequence[int]) -> bool:
-        """Whether the conditions hold for these values of the region's sizes, in the order of `sizes` at
-        construction."""
+        """Whether the conditions hold for these values of `sizes`, the argument of the constructor, in its order."""
         if not self._sizes:
             return True
         shape_env: Any = self._sizes[0].node.shape_env

@@ -191,8 +191,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that is larger the more tensors share the tensor's storage, and the more references C++ code holds to
-    the tensor itself."""
+    """A number that grows with the tensors that share the tensor's storage, and with C++ references to the tensor."""
     sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring
@@ -251,8 +250,8 @@ class WeakStorage:
 
 
 def memory_of(value: object) -> int | None:
-    """A number that two strided tensors, also fake ones, share if and only if they share a storage; None for any other
-    value."""
+    """A number that strided tensors, also fake ones, share if and only if they share a storage; None for other
+    values."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]

@@ -36,8 +36,8 @@ class _Exchange(Protocol):
 
 @dataclass
 class Accumulation:
-    """How the backwards of a model's regions add gradients to `.grad`, and which parameters the inputs of the region
-    are whose backward runs."""
+    """How the backwards of a model's regions add gradients to `.grad`, and what the inputs of the running region
+    are."""
 
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
@@ -292,8 +292,7 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, which raises the error that `accumulation.failed` returns where an allocation
-    fails in it."""
+    """`backward`, a compiled backward, with the error that `accumulation.failed` returns where an allocation fails."""
 
     def run(arguments: list[Any]) -> Any:
         try:

@@ -99,8 +99,7 @@ def nodes_before_steps(
     parameter or gradient through any alias, recomputed nodes included.
 
     `numbers` are the positions of the parameters to step among the region's inputs. `backward` was extracted from
-    `scheduled`, the scheduled graph. The names are found in `scheduled` alone, so that an error of the planner is
-    noticed."""
+    `scheduled`, the scheduled graph. The names come from `scheduled` alone, to notice an error of the planner."""
     if not numbers:
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}
@@ -145,8 +144,8 @@ _BYTES = 7
 
 
 def exchanges_of(*graphs: fx.Graph) -> int:
-    """A digest of the collectives (operators and shapes, in order) in graphs that run one after the other. 0 where
-    there are none."""
+    """A digest of the collectives (operators and shapes, in order) in graphs that run one after the other; 0 for
+    none."""
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function" and _is_collective(node)]
     if not calls:
         return 0

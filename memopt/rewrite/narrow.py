@@ -55,8 +55,7 @@ def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str
 
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the fp32 values of the forward that the backward reads only by operators whose gradients
-    hardly change if the value is rounded to bf16. `forward_outputs` is the number of the forward's outputs, the first
-    of the graph.
+    hardly change if the value is rounded to bf16. The graph's first `forward_outputs` outputs are those of the forward.
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
     views, widened 16-bit values, small ones, and all that the author or the user wants in fp32.
@@ -67,8 +66,8 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """Returns the values that the forward computes and the backward reads, without the `forward_outputs` outputs of the
-    forward.
+    """Returns the values that the forward computes and the backward reads, without outputs (the first
+    `forward_outputs`).
 
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
@@ -133,14 +132,14 @@ def has_units(card: Hardware, scaling: str = "current") -> bool:
 
 @dataclass(frozen=True)
 class DecideFp8:
-    """Decides which linear layers of a region compute in 8 bits: e4m3 in the forward, gradients in the format that
-    `scaling` has for them.
+    """Decides which linear layers of a region compute in 8 bits: e4m3 in the forward, for gradients the format of
+    `scaling`.
 
     Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
     the layers are chosen that the time model predicts to be faster in 8 bits; on others all that are possible, since
     they save half as many bytes. Layers are left alone if the kernels do not take their sizes, if they are the last
-    (the one that makes the logits), if they share their weight with an embedding, or if the author or the user has set
-    their dtype.
+    (the one that makes the logits), if they share their weight with an embedding, or if author or user have set their
+    dtype.
     """
 
     card: Hardware

@@ -108,8 +108,8 @@ class Rules:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Rules:
-        """Returns the rules of a user's dict of pattern → dtype name, without the entry "default". Raises ValueError
-        for unknown dtypes."""
+        """Returns the rules of a user's dict, pattern → dtype, but for the key "default". Raises ValueError for unknown
+        dtypes."""
         return Rules(tuple((pattern, dtype_of(name)) for pattern, name in given.items() if pattern != DEFAULT))
 
     def choose(self, node: fx.Node) -> tuple[str, torch.dtype] | None:
@@ -142,8 +142,8 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def check_policy(policy: Any) -> Policy:
-    """Returns the policy unchanged. Raises `TypeError` or `ValueError` for one that is no known name and no mapping to
-    known dtypes."""
+    """Returns the policy unchanged. Raises `TypeError` or `ValueError` if it is no known name or dict of known
+    dtypes."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
@@ -163,8 +163,7 @@ def check_policy(policy: Any) -> Policy:
 def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
     """Returns bf16 where the device computes in it, fp16 where it has only that, else fp32.
 
-    A CPU has bf16 if it has the instructions (AVX512-BF16 or AMX); `cpu_has_bf16` tells it for a CPU other than this
-    machine's."""
+    A CPU has bf16 if it has AVX512-BF16 or AMX; `cpu_has_bf16` says so for a CPU other than this machine's."""
     device = device_of(hardware)
     if device.is_host and cpu_has_bf16 is not None:
         return torch.bfloat16 if cpu_has_bf16 else torch.float32

@@ -51,8 +51,7 @@ class NestedChain:
         return [to_schedule(plan) for plan in plans if plan is not None]
 
     def table(self, problem: RematProblem, cap_bytes: int) -> _ChainTable | None:
-        """The plans of `problem` for all caps on live bytes up to `cap_bytes`; None if the forward cannot be cut into
-        blocks."""
+        """The plans of `problem` for all caps on live bytes up to `cap_bytes`; None if it has too few blocks."""
         if self._tables is None or self._tables.problem is not problem:
             self._tables = _ChainTables(problem)
         return self._tables.up_to(cap_bytes)

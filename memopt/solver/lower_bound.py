@@ -56,8 +56,7 @@ class Held:
 
     @cached_property
     def own_bytes(self) -> Ints:
-        """Per op: bytes of the held storages, of the op's workspace, and of the storages it makes that are not
-        movable."""
+        """Per op: bytes of held storages, of the op's workspace, and of the storages it makes that are not movable."""
         beside = [
             op.workspace_bytes + sum(int(self._size[s]) for s in op.makes if not self.movable[s])
             for op in self._problem.ops
@@ -125,8 +124,7 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
 
 
 class Position:
-    """The lower convex hull of bytes live and seconds recomputed at the first evaluation of op `index` (see
-    `LowerBound`).
+    """The lower convex hull of bytes live and seconds recomputed (see `LowerBound`) at op `index`'s first evaluation.
 
     Its vertices are computed only near the bytes that are asked for."""
 

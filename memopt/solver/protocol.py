@@ -107,8 +107,7 @@ def checked_solvers(solvers: Sequence[Solver]) -> tuple[Solver, ...]:
 
 
 def proposed(solver: Solver, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-    """The first schedules, at most `MOST_CANDIDATES`, that a user's solver proposes, each checked with
-    `Schedule.check`.
+    """The first schedules that a user's solver proposes, at most `MOST_CANDIDATES`, checked with `Schedule.check`.
 
     Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules."""
     try:

@@ -62,8 +62,8 @@ class Search:
         return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
-        """Make `plan` the best schedule if it fits the cap and is faster than the best so far; returns whether it
-        was."""
+        """Make `plan` the best if it fits the cap and is faster than the best so far; returns whether it became the
+        best."""
         if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
@@ -72,7 +72,7 @@ class Search:
         return True
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
-        """Remove recomputations from a plan that fits (`polish`), once for each of `LENGTH_EXPONENTS`, and offer the
+        """Remove recomputations from a plan that fits, by `polish` with each of `LENGTH_EXPONENTS`, and offer the
         results."""
         for length_exponent in () if self.done or self._is_long(plan) else LENGTH_EXPONENTS:
             evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
@@ -93,8 +93,7 @@ class Search:
                 self.polish(plan, plan.method)
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
-        """The seed repaired by one eviction rule, as in `repair`; None if the result does not fit or the search is
-        done."""
+        """The seed repaired by one eviction rule, as in `repair`; None if it does not fit or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)

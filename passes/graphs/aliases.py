@@ -60,8 +60,7 @@ def storages(node: Node) -> frozenset[Hashable]:
 
 
 def viewed_argument(node: Node) -> Node | None:
-    """Returns the argument whose memory the node's result shares, by the operator's schema; None if the result has
-    memory of its own.
+    """Returns the argument whose memory the node's result shares, by the operator's schema; None without one.
 
     For in-place operators it is the argument that they write to."""
     target: Any = node.target
@@ -95,8 +94,8 @@ class _Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered from 0 in the order in which they are made, and which nodes' values are
-    in them."""
+    """The blocks of memory of a graph, numbered from 0 in the order of their making, and which nodes' values they
+    hold."""
 
     graph: Graph
     blocks: list[_Block] = field(default_factory=list)
@@ -109,8 +108,7 @@ class Aliases:
     """The blocks in which a call writes its result over an operand (see `find_aliases`)."""
 
     def read_by(self, node: Node) -> tuple[int, ...]:
-        """Returns the numbers of the blocks that a node reads, through views, each once, in the order of its
-        arguments."""
+        """Returns the numbers of the blocks that a node reads, also through views, in the order of its arguments."""
         return tuple(dict.fromkeys(block for source in node.all_input_nodes for block in self.of.get(source, ())))
 
     def made_by(self, node: Node) -> tuple[int, ...]:
@@ -119,8 +117,7 @@ class Aliases:
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[Node, ...]]:
-        """Block number → the nodes that read the block, also through views, in the graph's order; the output node
-        counts as one."""
+        """Block number → the nodes that read the block, also through views, in the graph's order, output included."""
         found: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             for block in self.read_by(node):
@@ -135,8 +132,7 @@ class Aliases:
         return {block: nodes[-1] for block, nodes in calls.items() if nodes}
 
     def own_block(self, node: Node) -> int | None:
-        """Returns the number of the block that holds a node's value, if it is the only one and a call of the graph made
-        it.
+        """Returns the number of the one block that holds a node's value, if a call of the graph made it.
 
         None where the value may be in several blocks, or in memory that exists before the graph runs."""
         blocks = self.of.get(node, ())

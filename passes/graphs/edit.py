@@ -113,8 +113,7 @@ def store(values: Mapping[Node, Any]) -> None:
 
 
 def strides(value: Any) -> list[str]:
-    """Returns the strides of each tensor in a node's `meta["val"]`, as text, so that comparing symbolic ones adds no
-    guards."""
+    """Returns the strides of each tensor in a node's `meta["val"]`, as text: comparing symbols would add guards."""
     return [str(tensor.stride()) for tensor in tensors(value)]
 
 

@@ -56,8 +56,8 @@ _PURE_PYTHON = frozenset(
 
 
 def is_random(node: Node) -> bool:
-    """True if the operator draws from a random generator. Attention counts as random only if it has dropout, although
-    torch always tags it so."""
+    """True if the operator draws from a random generator. Attention does so only with dropout, though torch always tags
+    it random."""
     target: Any = node.target
     if not (isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags):
         return False

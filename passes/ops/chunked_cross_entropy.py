@@ -54,8 +54,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ChunkedCrossEntropy:
-    """The cross entropy of a linear layer and its gradients, both computed in the forward, one chunk of rows after the
-    other.
+    """A linear layer's cross entropy and its gradients, both computed in the forward, one chunk of rows after another.
 
     Args:
         hidden: [rows, width].

@@ -91,8 +91,7 @@ def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, 
 
 
 def quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a matrix divided by `scale`, in the 8-bit `dtype`; magnitudes above the format's largest are clamped to
-    it."""
+    """Returns a matrix divided by `scale`, clamped to the range of the 8-bit `dtype`, in that dtype."""
     return _by_parts(_round, x, scale, WHOLE, dtype, torch.finfo(dtype).max)
 
 

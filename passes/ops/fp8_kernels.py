@@ -105,8 +105,7 @@ def why_not(
 
 
 def whole(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Returns `a @ b` in `dtype` for operands with one scale each; with fast accumulation unless one is in e5m2, as
-    gradients are."""
+    """Returns `a @ b` in `dtype` for operands with one scale each; with fast accumulation unless one is in e5m2."""
     fast = a.values.dtype == b.values.dtype == E4M3 and a.values.is_cuda
     recipe = functional.ScalingType.TensorWise
     return _multiply(a, b, dtype, a.scale, b.scale, (recipe, recipe), use_fast_accum=fast)
@@ -127,9 +126,8 @@ def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """The product `a @ b`, in `dtype`, of fp8 operands in which each block of 128 values, or 128 × 128, has a scale of
-    its own, by torchao's Triton kernels. These are tuned at the first use of a size; the card needs fp8 tensor
-    cores."""
+    """Returns `a @ b` in `dtype` for operands with tiles of 128, by torchao's Triton kernels. These are tuned at the
+    first use of a size; the card needs 8-bit matrix units."""
     kernels: Any = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
     left, right, a_scale = a.values.contiguous(), _by_columns(b.values), _by_columns(a.scale)
     if b.tile == "128x128":

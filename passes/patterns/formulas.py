@@ -29,8 +29,8 @@ class Unknown(Exception):
 
 
 class Reader:
-    """Called with a node, returns the polynomial of the `given` nodes that it computes; `inner` lists the calls read so
-    far."""
+    """Called with a node, returns the polynomial of the `given` nodes that it computes; `inner` lists the calls
+    read."""
 
     def __init__(self, graph_module: GraphModule, given: Mapping[Node, Polynomial]) -> None:
         self.module, self.given = graph_module, given
@@ -153,8 +153,7 @@ class Variance:
 
 
 def find_variance(node: Node) -> Variance | None:
-    """Returns the variance, or the mean of squares, that a node computes with `keepdim`; None if it computes
-    neither."""
+    """Returns the variance, or the mean of squares, that a node computes with `keepdim`; None for any other node."""
     source: Any = node.args[0] if node.args else None
     if is_element(node, 0) and op_name(source) == "var_mean":
         return of_statistics(source)
@@ -171,8 +170,7 @@ def find_variance(node: Node) -> Variance | None:
 
 
 def of_statistics(node: Node) -> Variance | None:
-    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None unless it has `dim` and
-    `keepdim`."""
+    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None without `dim` or `keepdim`."""
     given = arguments_of(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None
@@ -220,8 +218,7 @@ def power_of(node: Node) -> float | None:
 
 
 def same_value(node: Any) -> Any:
-    """Returns the node whose value `node` has unchanged, followed back through calls such as a cast to the dtype that
-    it already has."""
+    """Returns the node whose value `node` returns unchanged, as through a cast to the dtype that the value has."""
     while isinstance(node, Node) and is_idle(node):
         node = node.args[0]
     return node

@@ -37,8 +37,7 @@ class _Rows:
 
 
 class MaskRows:
-    """Answers, for the attention masks in one graph, whether they may mask every score of a row (of a query); answers
-    are cached."""
+    """Answers, with a cache, whether attention masks of one graph may mask every score of a query."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.module = graph_module

@@ -34,8 +34,7 @@ class Place:
 
 
 def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of the call `node` changed for another number of rows; `place` is where its result has the
-    rows.
+    """Returns the arguments of the call `node` for another number of rows; `place` is where its result has them.
 
     `resize` returns the new size of the dimension with the rows, given its current size and `place`."""
     if op_name(node) not in _SIZED:

@@ -38,8 +38,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class RowResult:
-    """A result of a region that treats each row alone, and how it is made from the value that the program returns for
-    it."""
+    """A result of a `Region`, and how it is made from the value that the program returns for it."""
 
     node: Node
     value: Node
@@ -91,8 +90,8 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Adds the result `node` of the region to the program. Raises `NoMatch` if a call that it is computed by cannot
-        be written in a program."""
+        """Adds the result `node` of the region to the program. Raises `NoMatch` if a program cannot contain its
+        calls."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))
@@ -268,8 +267,7 @@ def place_of(program: RowProgram) -> Node:
 
 
 def late_operands(program: RowProgram) -> list[Node]:
-    """Returns the nodes that a program needs and that come after its place in the graph (`place_of`), in the graph's
-    order."""
+    """Returns the nodes that a program needs and that come after `place_of(program)`, in the graph's order."""
     place, inside = place_of(program), program.region.inside
     pending, late = [node for node, _ in _reads(program)], set[Node]()
     while pending:
