@@ -24,14 +24,12 @@ BACKWARD = "must_be_in_backward"
 
 @dataclass(frozen=True)
 class ApplySchedule(Pass):
-    """Runs the calls of a joint graph in the order of the names in `evaluations`; a call named again is recomputed
-    there.
+    """Runs the calls of a joint graph in the order of `evaluations`; a call that is named again is recomputed there.
 
     `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
     constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
     `forward_outputs` results are the forward; every node is tagged as forward or backward in `meta["partitioner_tag"]`,
-    as PyTorch does. A random operator that is recomputed draws again from the generator's state at its first
-    evaluation.
+    as PyTorch does. A recomputed random operator draws from the generator's state at its first evaluation.
 
     Before:
         relu = aten.relu(addmm)
@@ -124,13 +122,13 @@ class Rewriter:
             self.after(position)
 
     def before(self, position: int) -> None:
-        """Called before the evaluation at a position is written."""
+        """Called before the evaluation at `position` of the schedule is written to the new graph."""
 
     def after(self, position: int) -> None:
-        """Called after the evaluation at a position is written."""
+        """Called after the evaluation at `position` of the schedule is written to the new graph."""
 
     def end_forward(self) -> None:
-        """Called after the last evaluation of the forward."""
+        """Called after the last evaluation of the forward is written to the new graph."""
 
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest
@@ -148,8 +146,8 @@ class Rewriter:
         self.take_out_elements(node)
 
     def take_out_elements(self, node: fx.Node) -> None:
-        """Inserts getitems right after the call `node` for all elements of the tuple that it returns, and of lists in
-        it.
+        """Inserts getitems right after the call `node` for all elements of the tuple that the call returns, and of
+        lists in the tuple.
 
         Otherwise the tuple would keep all of them alive."""
         for user in node.users:

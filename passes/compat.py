@@ -110,8 +110,8 @@ def overload_name(operator: Any) -> str:
 
 
 def forget_erased(graph: fx.Graph) -> None:
-    """Frees the nodes that were erased from a graph, with their metadata: the graph's table of names keeps them alive,
-    and with symbolic sizes they are the larger part of it. Their names stay taken."""
+    """Frees the nodes that were erased from a graph, which its table of names keeps alive, with their metadata. With
+    symbolic sizes these take more memory than the rest of the graph. Their names stay taken."""
     names: dict[Any, str] = graph._graph_namespace._obj_to_name
     for node in [named for named in names if isinstance(named, fx.Node) and named._erased]:
         del names[node]

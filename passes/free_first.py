@@ -22,7 +22,8 @@ class FreeFirst(Pass):
     At every call no more memory is held than at the same call before, so that the peak does not rise whatever
     temporaries kernels need; for symbolic sizes, that is so for the values that they were captured with. Calls move
     past pure calls only, within the forward or the backward (`meta["partitioner_tag"]`). Where `Reinplace` follows the
-    peak falls: the weight gradient of a layer frees the input that it reads before the passed gradient is overwritten.
+    peak falls: the weight gradient of a layer frees the input that it reads before the gradient passed on is
+    overwritten.
 
     Before:
         passed: f32[8, 16] = aten.mm(gradient, weight)

@@ -62,7 +62,7 @@ class FuseAttention(Pass):
                 with on_stored_values(graph):
                     _Rewrite(match).apply()
             elif self.attentions is not None:
-                raise VerifyError(softmax.name, reason, "name only attentions that find_attentions matches")
+                raise VerifyError(softmax.name, reason, "name only attentions where find_attentions gives no reason")
         return graph_module
 
 

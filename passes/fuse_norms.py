@@ -126,7 +126,7 @@ def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
     _check_meaning(variance, late_eps)
     sizes = _last_sizes(variance)
     if weight is not None and not _fits(weight, variance, sizes):
-        raise NoMatch("its weight has not the normalised shape, or not its input's dtype")
+        raise NoMatch("its weight differs in shape from the normalised dimensions, or in dtype from its input")
     if weight is None:
         weight, result = _next_operand("mul", result, variance, sizes)
     bias, result = _next_operand("add", result, variance, sizes) if weight is not None else (None, result)
@@ -140,7 +140,7 @@ def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
 
 def _check_meaning(variance: Variance, late_eps: bool) -> None:
     if not variance.centred:
-        raise NoMatch("it is an RMSNorm: torch's operator is traced into the same calls, and saves as much")
+        raise NoMatch("it is an RMSNorm: torch traces `rms_norm` into the same calls, so that it would save nothing")
     if variance.corrected:
         raise NoMatch("its variance is divided by n - 1")
     if late_eps:

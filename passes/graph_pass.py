@@ -95,12 +95,13 @@ class Pass(abc.ABC):
         """Edits the graph module given, which is the pass's own copy, and returns it; or returns a new one."""
 
     def requires(self, graph_module: GraphModule) -> None:
-        """Raises `VerifyError` if the graph is not one this pass can take. By default: well formed, with metadata."""
+        """Raises `VerifyError` if the graph is not one this pass can take. By default the graph must be well formed,
+        with a `meta["val"]` for each value."""
         check_structure(graph_module.graph)
 
     def ensures(self, before: GraphModule, after: GraphModule) -> None:
-        """Raises `VerifyError` if the rewrite broke the graph. By default the calls that it changed are run again on
-        fake tensors, whose shapes and dtypes must be those that the graph has stored."""
+        """Raises `VerifyError` if the rewrite broke the graph. By default the calls that it changed are run on fake
+        tensors, and their results compared with `meta["val"]`."""
         verify(after, before=before, thorough=False)
         if self.keeps_signature:
             check_signature(before, after)

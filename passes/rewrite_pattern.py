@@ -149,8 +149,7 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
-    """Erases the calls in `inner`, those of a match, that nothing reads any more, with constants and casts for them
-    alone.
+    """Erases calls of a match, `inner`, that nothing reads any more, and constants and casts that only they read.
 
     Calls that read the size of one of `inner` read that of `like` instead.
     """

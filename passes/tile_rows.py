@@ -59,7 +59,9 @@ class TileRows(Pass):
         super().requires(graph_module)
         for segment in self.segments:
             if not 1 < self.tiles <= (size_seen(segment.rows) or 0):
-                raise VerifyError(segment.name, f"{segment.rows} rows cannot make {self.tiles} tiles", "give 2 or more")
+                raise VerifyError(
+                    segment.name, f"{segment.rows} rows cannot make {self.tiles} tiles", f"give 2 to {segment.rows}"
+                )
             _check(graph_module.graph, segment)
 
 

@@ -88,8 +88,7 @@ def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
 
 
 def reached_outputs() -> tuple[bool, ...] | None:
-    """Whether each output of the autograd node that runs has a gradient, if `note_reached` has recorded that; else
-    None."""
+    """Whether each output of the autograd node that runs has a gradient, if `note_reached` recorded that; else None."""
     node = current_node()
     return None if node is None else node.metadata.get(_REACHED)
 
@@ -246,8 +245,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def received_bytes(node: Any, number: int) -> int:
-    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where not known in
-    advance."""
+    """The bytes of the gradient that an autograd node receives for its output `number`; 0 if not known in advance."""
     try:
         metadata = node._input_metadata[number]
         return math.prod(map(int, metadata.shape)) * int(metadata.dtype.itemsize)

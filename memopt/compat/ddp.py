@@ -95,8 +95,8 @@ def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
 
 
 def is_bucket_view(gradient: torch.Tensor) -> bool:
-    """Whether a `.grad` is a view of one of DDP's buckets, as with `gradient_as_bucket_view`: autograd makes no
-    views."""
+    """Whether a `.grad` is a view of one of DDP's buckets, as with `gradient_as_bucket_view`; gradients that autograd
+    makes are no views."""
     anything: Any = gradient
     return bool(anything._is_view())
 
@@ -130,8 +130,8 @@ class ReducerHooks:
 
     @property
     def addresses(self) -> frozenset[int]:
-        """The addresses of the buckets that gradients were found to be views of; they stay after the gradients are
-        freed, since Python may still hold these views."""
+        """The addresses of the buckets that gradients were found to be views of. An address stays in the set after the
+        gradient is freed, since Python may still hold the view."""
         return frozenset(self._addresses.values())
 
     def belong_to(self, wrapper: DistributedDataParallel) -> bool:

@@ -187,7 +187,7 @@ def compile_with(
 ) -> Callable[..., Any]:
     """`call` compiled by `backend`. With `whole`, a graph break is an error.
 
-    There is one graph for each set of shapes; with `symbols`, one whose sizes that differ between calls are symbols.
+    Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph.
     """
     from torch._dynamo.eval_frame import cached_backends
 

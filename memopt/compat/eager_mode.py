@@ -215,8 +215,8 @@ _IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, o
 @contextmanager
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
-    mode: a mask that masks nothing is left out. Dynamo guards on these decisions: a call with others is captured
-    anew."""
+    mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
+    captured anew."""
     masking, asking = map(sys.modules.get, ("transformers.masking_utils", "transformers.utils.import_utils"))
     for loaded in filter(None, (masking, asking)):
         _run_frames_eagerly(loaded)

@@ -86,8 +86,8 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Make the last `count` blocks stay gathered from forward to backward, and the others be freed after their
-        forward."""
+        """Make the last `count` blocks stay gathered from their forward to their backward, and the others be freed
+        after their forward."""
         if count == self.count:
             return
         if not self._automatic:

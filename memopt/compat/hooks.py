@@ -64,8 +64,8 @@ class DeferredHook:
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """The table of the hooks that `Tensor.register_hook` adds to a tensor. They do nothing when autograd calls them,
-    unless `at_once` is true."""
+    """The table of the hooks that `Tensor.register_hook` adds to a tensor. The hooks do nothing when autograd calls
+    them, unless `at_once` is true."""
 
     at_once = False
 
@@ -121,7 +121,6 @@ def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """The tables (number → hook) in which a leaf stores its hooks, without empty ones, for which autograd calls
-    nothing."""
+    """The tables (number → hook) in which a leaf stores its hooks, without empty ones, which do nothing."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [table for table in tables if table]

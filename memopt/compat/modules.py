@@ -174,9 +174,9 @@ _SORTS = ("_parameter", "_buffer")
 
 class CurrentParts:
     """The `Parts` of a model at each call. They are looked up anew only after a module or a parameter was added,
-    replaced or removed; to see that none was takes a tenth of the time. Parameters that were computed, as
-    `torch.func.functional_call` puts them in place of the model's for a call, are not kept: the graph behind them
-    may hold the model."""
+    replaced or removed; to check that takes a tenth of the time. Parameters that were computed, as
+    `torch.func.functional_call` puts them in place of the model's for a call, are not kept: the graph behind them may
+    hold the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

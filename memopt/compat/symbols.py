@@ -158,7 +158,7 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
 
 
 def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any, int]:
-    """The value of each symbol that is an input, or in an input's sizes or strides, from `concrete`, the inputs'
+    """The value of each symbol that is an input or in an input's sizes or strides; `concrete` are the inputs'
     values."""
     found: dict[Any, int] = {}
     for one, other in zip(symbolic, concrete, strict=True):
@@ -175,8 +175,7 @@ def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) 
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with those of the
-    first."""
+    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with the first's."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)

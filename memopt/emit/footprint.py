@@ -155,8 +155,8 @@ class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
 
 
 def dry_run(source: str, inputs: list[Any], mode: FakeTensorMode, held_blocks: _HeldBlocks) -> Sequence[Any]:
-    """Run inductor's code on fake `inputs`, a list that the code empties, while `held_blocks` counts bytes; return its
-    results."""
+    """Run inductor's code on fake `inputs`, a list that the code empties, while `held_blocks` counts the bytes that are
+    held; return the code's results."""
     call = _load(source)
     with plain_tensors(), torch.no_grad(), mode, held_blocks:
         return call(inputs)

@@ -36,8 +36,8 @@ class _Exchange(Protocol):
 
 @dataclass
 class Accumulation:
-    """How the backwards of a model's regions add gradients to `.grad`, and what the inputs of the running region
-    are."""
+    """How the backwards of a model's regions add gradients to `.grad`, and which parameters are inputs of the region
+    whose backward runs."""
 
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
@@ -55,7 +55,8 @@ class Accumulation:
     for other inputs, none of which may be held when the backward is over."""
 
     def enter(self, region: tuple[int, int]) -> None:
-        """Set `receivers` to the parameters of `region` (see the field `region`), whose backward begins."""
+        """Set `receivers` to the parameters of the region whose backward begins. `region` has the number of the running
+        backward pass and the `id` of the region's autograd node."""
         found = receivers()
         self.receivers = [(leaf, fate) if isinstance(leaf, nn.Parameter) else None for leaf, fate in found]
         self.region = region
@@ -292,7 +293,7 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, with the error that `accumulation.failed` returns where an allocation fails."""
+    """`backward`, a compiled backward, raising what `accumulation.failed` returns where an allocation fails."""
 
     def run(arguments: list[Any]) -> Any:
         try:

@@ -117,8 +117,8 @@ def nodes_before_steps(
 
 
 def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where a parameter that is stepped in the backward shares storage with another input of the
-    region: nodes that read that input are not known to read the parameter."""
+    """Raise `ValueError` where a parameter that is stepped in the backward (at one of the positions `numbers`) shares
+    storage with another input of the region: nodes that read that input are not known to read the parameter."""
     if not numbers:
         return
     held = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
@@ -144,8 +144,7 @@ _BYTES = 7
 
 
 def exchanges_of(*graphs: fx.Graph) -> int:
-    """A digest of the collectives (operators and shapes, in order) in graphs that run one after the other; 0 for
-    none."""
+    """A digest of the collectives (operators and shapes, in order) in graphs that run in this order; 0 for none."""
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function" and _is_collective(node)]
     if not calls:
         return 0

@@ -177,8 +177,8 @@ class GraphTerms:
 
     Calls that only move data have the label of their input. A value is cast once for all its readers in the other
     dtype, and so is its gradient. A value is saved once in every dtype in which the backward reads it, except for
-    inputs and parameters, which are held anyway (copies of them are cast again). Every rounding adds an error with the
-    weight of its value: in 16-bit results and their gradients, in casts, and in values saved in bf16."""
+    inputs and parameters, which are held anyway, and are cast again in the backward. Every rounding adds an error with
+    the weight of its value: in 16-bit results and their gradients, in casts, and in values saved in bf16."""
 
     def __init__(
         self, graph: fx.Graph, plan: PrecisionPlan, free: frozenset[str], prices: OpPrices, influence: Influence

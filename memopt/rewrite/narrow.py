@@ -48,14 +48,15 @@ LEAST_BYTES = 64 * 1024
 def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
     """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
 
-    `exact` holds the names of the operator graph's nodes whose dtype the author or the user has set.
+    The graph's first `forward_outputs` outputs are those of the forward. `exact` holds the names of the operator
+    graph's nodes whose dtype the author or the user has set.
     """
     return Pipeline((SumInFp32(), CastSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 
 
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the fp32 values of the forward that the backward reads only by operators whose gradients
-    hardly change if the value is rounded to bf16. The graph's first `forward_outputs` outputs are those of the forward.
+    hardly change if the value is rounded to bf16. The arguments are as in `narrowing`.
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
     views, widened 16-bit values, small ones, and all that the author or the user wants in fp32.
@@ -66,8 +67,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """Returns the values that the forward computes and the backward reads, without outputs (the first
-    `forward_outputs`).
+    """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs.
 
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
@@ -132,14 +132,14 @@ def has_units(card: Hardware, scaling: str = "current") -> bool:
 
 @dataclass(frozen=True)
 class DecideFp8:
-    """Decides which linear layers of a region compute in 8 bits: e4m3 in the forward, for gradients the format of
-    `scaling`.
+    """Decides which linear layers of a region compute in 8 bits: e4m3 in the forward, gradients in the format that
+    `scaling` has for them.
 
     Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
     the layers are chosen that the time model predicts to be faster in 8 bits; on others all that are possible, since
     they save half as many bytes. Layers are left alone if the kernels do not take their sizes, if they are the last
-    (the one that makes the logits), if they share their weight with an embedding, or if author or user have set their
-    dtype.
+    (the one that makes the logits), if they share their weight with an embedding, or if the author or the user has set
+    their dtype.
     """
 
     card: Hardware
@@ -270,14 +270,15 @@ def note_activations(graph: OperatorGraph) -> Decision:
 
 
 def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
-    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits."""
+    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits. The arguments are as
+    in `narrowing`."""
     narrow = narrowing(module, forward_outputs, exact)
     return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs, exact))))
 
 
 def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the 16-bit values of the forward that the backward reads only by operators whose gradients
-    hardly change if the value is rounded to 8 bits. The arguments are as in `narrowed`."""
+    hardly change if the value is rounded to 8 bits. The arguments are as in `narrowing`."""
     backward = backward_nodes(graph)
     return tuple(
         node.name

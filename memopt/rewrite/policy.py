@@ -108,8 +108,8 @@ class Rules:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Rules:
-        """Returns the rules of a user's dict, pattern → dtype, but for the key "default". Raises ValueError for unknown
-        dtypes."""
+        """Returns the rules of a user's dict, pattern → name of a dtype, without its entry "default". Raises ValueError
+        for unknown dtypes."""
         return Rules(tuple((pattern, dtype_of(name)) for pattern, name in given.items() if pattern != DEFAULT))
 
     def choose(self, node: fx.Node) -> tuple[str, torch.dtype] | None:
@@ -142,8 +142,8 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def check_policy(policy: Any) -> Policy:
-    """Returns the policy unchanged. Raises `TypeError` or `ValueError` if it is no known name or dict of known
-    dtypes."""
+    """Returns the policy unchanged. Raises `TypeError` or `ValueError` if it is neither a known name nor a dict whose
+    values are known dtypes."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))

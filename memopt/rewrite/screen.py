@@ -64,7 +64,7 @@ Ranges: TypeAlias = Mapping[str, Range]
 class Screening(fx.Interpreter):
     """Runs an operator graph on real values, unchanged, and records the range of every value.
 
-    It runs without gradients and frees each value after its last use. What the graph writes to its inputs is written.
+    It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -62,10 +62,10 @@ class Screenings:
         """Runs the forward of a training call in fp32, without gradients, to record the ranges of its values, unless a
         call that the same capture serves was run before, with autocast in the same state.
 
-        It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
-        `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs have
-        no values (fake or meta tensors), or if it fails, the plan says why fp16 was not screened. `differentiate_all`
-        is as for `RecordedRegion.record`."""
+        The forward runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may
+        hold `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs
+        have no values (fake or meta tensors), or if it fails, the plan says why fp16 was not screened.
+        `differentiate_all` is as for `RecordedRegion.record`."""
         signature = f"{call_signature(call)} {autocast_state()}"
         if signature in self._looked:
             return
@@ -99,7 +99,7 @@ class Screenings:
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
         """The plan that `decide` makes with operators whose values leave fp16's range kept out of fp16, and a note on
-        them."""
+        these operators for the plan."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
             ranges = self._in_part(graph.module)

@@ -150,7 +150,8 @@ def _texts(saves: Amounts) -> tuple[str, str]:
 
 
 def differentiated(graph: fx.Graph, parameter_inputs: Collection[int]) -> frozenset[fx.Node]:
-    """Returns the floating-point values that depend on a parameter, and so have gradients."""
+    """Returns the floating-point values that depend on a parameter (an input at a position in `parameter_inputs`), and
+    so have gradients."""
     found: set[fx.Node] = set()
     for number, node in enumerate(graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")

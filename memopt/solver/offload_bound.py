@@ -191,8 +191,7 @@ def transient_floor(problem: RematProblem) -> tuple[int, int]:
 
 
 class OffloadBound:
-    """A lower bound on the seconds that any schedule adds, offloads allowed, for one problem at any budgets and
-    links."""
+    """A lower bound on the seconds that any schedule, with or without offloads, adds, for any budgets and links."""
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._floor_bytes = transient_floor(problem)[0]

@@ -62,7 +62,7 @@ class Search:
         return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
-        """Make `plan` the best if it fits the cap and is faster than the best so far; returns whether it became the
+        """Make `plan` the best if it fits the cap and is faster than the best so far; returns whether it has become the
         best."""
         if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
@@ -154,7 +154,7 @@ class Search:
 
 
 def root_of(method: str) -> str:
-    """The name of the solver that a plan comes from: its method without the improvements."""
+    """The name of the solver that a plan comes from: "minimum cut" for the method "minimum cut, polished"."""
     return method.split(",")[0]
 
 

@@ -56,8 +56,8 @@ _PURE_PYTHON = frozenset(
 
 
 def is_random(node: Node) -> bool:
-    """True if the operator draws from a random generator. Attention does so only with dropout, though torch always tags
-    it random."""
+    """True if the operator draws from a random generator. Attention counts as random only if it has dropout, although
+    torch always tags it so."""
     target: Any = node.target
     if not (isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags):
         return False
@@ -101,7 +101,7 @@ def may_write(node: Node) -> bool:
 
 
 def binds_new_symbols(node: Node) -> bool:
-    """True if the result's sizes or value depend on data, so that each call of it gets new symbols."""
+    """True if the result's sizes or value depend on data, so that each run of the call makes new symbols."""
     found = _unbacked_symbols(node.meta.get("val"))
     if not found:
         return False
@@ -152,7 +152,8 @@ def has_floats(node: Node) -> bool:
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Returns whether two shapes, strides or other sequences of sizes are known to be equal."""
+    """Returns whether two shapes, strides or other sequences of sizes are known to be equal, whatever values their
+    symbols have."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 

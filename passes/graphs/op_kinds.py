@@ -78,7 +78,7 @@ _FILLS = frozenset(
 
 
 def op_name(node: Node) -> str:
-    """Returns `layer_norm` for a call of `aten.layer_norm.default`; "" for anything but an operator of aten."""
+    """Returns a call's ATen operator without overload, `layer_norm` for `aten.layer_norm.default`; "" for all else."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace != "aten":
         return ""

@@ -175,7 +175,7 @@ def _fake_mode(graph: Graph) -> Any:
             if found is None:
                 continue
             if mode is not None and found is not mode:
-                raise VerifyError(node.name, "its value is of another fake mode", "trace the graph under one mode")
+                raise VerifyError(node.name, "its meta['val'] has another FakeTensorMode", "trace the graph under one")
             mode = found
     return mode
 

@@ -46,7 +46,7 @@ class _Formula:
         factor = _factor(node)
         if name == "log_softmax":
             if replace(self, normalised=False) != _Formula():
-                raise NoMatch("something is computed from its log probabilities")
+                raise NoMatch("its log probabilities are changed before the loss reads them")
             return _Formula(normalised=True)
         if factor is None and name not in ("tanh", "add"):
             return self

@@ -51,7 +51,7 @@ class RowResult:
 
 @dataclass
 class RowProgram:
-    """The text of a program for `memopt::linear_rows`, which computes results of a region from one chunk of rows of
+    """The text of a program for `memopt::linear_rows`, which computes results of a `Region` from one chunk of rows of
     logits, with its operands and results; it is written line by line."""
 
     region: Region
@@ -90,8 +90,8 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Adds the result `node` of the region to the program. Raises `NoMatch` if a program cannot contain its
-        calls."""
+        """Adds the result `node` of the `Region` to the program. Raises `NoMatch` if a call that computes it cannot be
+        written in a program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))

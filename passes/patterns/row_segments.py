@@ -29,7 +29,7 @@ _LEAST_GAIN = 2
 
 @dataclass(frozen=True)
 class RowSegment:
-    """A part of a graph that can run on some rows at a time: each row of its results depends only on that row of its
+    """A part of a graph that can run on some rows at a time: a row of its results depends only on that row of its
     inputs."""
 
     members: tuple[tuple[str, Place], ...]
@@ -238,7 +238,7 @@ def _bytes(node: Node) -> int:
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps between
+    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps between its
     elements."""
     strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
