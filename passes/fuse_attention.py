@@ -62,7 +62,7 @@ class FuseAttention(Pass):
                 with on_stored_values(graph):
                     _Rewrite(match).apply()
             elif self.attentions is not None:
-                raise VerifyError(softmax.name, reason, "name only attentions where find_attentions gives no reason")
+                raise VerifyError(softmax.name, reason, "name what find_attentions finds without a reason")
         return graph_module
 
 

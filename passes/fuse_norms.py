@@ -142,7 +142,7 @@ def _check_meaning(variance: Variance, late_eps: bool) -> None:
     if not variance.centred:
         raise NoMatch("it is an RMSNorm: torch traces `rms_norm` into the same calls, so that it would save nothing")
     if variance.corrected:
-        raise NoMatch("its variance is divided by n - 1")
+        raise NoMatch("its variance is divided by n - 1, not by n")
     if late_eps:
         raise NoMatch("its eps is added to the standard deviation, not to the variance")
 

@@ -370,8 +370,9 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else its neighbours
-    that are, as where an in-place operator on a region's output put a node in front (`CopyBackwards`)."""
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else those of its
+    next nodes that are. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
+    region's."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node
     else:

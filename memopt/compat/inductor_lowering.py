@@ -74,9 +74,9 @@ def _realized(value: Any) -> Any:
 
 
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
-    """Register in inductor the lowering of `memopt::hold`, which writes a value to memory, and for each operator
-    without a lowering in the graph and in graphs within it the fallback that inductor would make at the first call.
-    Where the user has turned implicit fallbacks off, the latter are left out: inductor then raises an error."""
+    """Register with inductor the lowering of `memopt::hold`, which writes a value to memory, and the fallback of each
+    other operator without a lowering in the graph and its subgraphs, as inductor itself would at the operator's first
+    call. If the user has turned `implicit_fallbacks` off, most get none, and inductor then raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 

@@ -42,8 +42,9 @@ class SearchPrecision:
     Free to choose are the dtypes of elementwise operators, norms and the softmax of attention that the default gives 16
     bits, and in bf16 also elementwise operators and norms that it keeps in fp32, unless an exponential, a loss, a sum
     or the like reads them. Everything else is as in the default: the user's rules, operators whose values leave fp16's
-    range, casts to fp32 in the model, and autocast's fp32 and 16-bit lists; for the latter it is not known which fp32
-    kernels a device has. In fp16 all fp32 choices of the default remain, since they protect range as well as precision.
+    range, casts to fp32 in the model, and autocast's fp32 and 16-bit lists; for the 16-bit list it is not known which
+    fp32 kernels a device has. In fp16 all fp32 choices of the default remain, since they protect range as well as
+    precision.
 
     The cut finds the least of `seconds of the step + price · bytes saved for the backward` among the choices that save
     no more bytes than the default and whose squared first-order error (`memopt.rewrite.label_terms`) is at most

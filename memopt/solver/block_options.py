@@ -48,7 +48,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of one block: none of them is at least as bad as another in every respect."""
+    """The options of one block, without those that another option equals or betters in every respect."""
 
     options: tuple[Option, ...]
     unsaved_bytes: int

@@ -199,7 +199,7 @@ class Schedule:
         seen: set[int] = set()
         for position, index in enumerate(self.evaluations):
             if not 0 <= index < len(problem.ops):
-                raise ValueError(f"evaluation {position} is op {index} of a problem that has {len(problem.ops)}")
+                raise ValueError(f"evaluation {position} is op {index} of a problem with {len(problem.ops)} ops")
             op = problem.ops[index]
             if index in seen:
                 if index >= problem.forward_ops or not op.recomputable:

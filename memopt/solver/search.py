@@ -43,7 +43,8 @@ def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
 
 
 class Search:
-    """The best schedule so far under one cap, and ways to improve it. Deterministic: its noise has a fixed seed.
+    """The best schedule so far under one cap on live bytes, and ways to improve it. Deterministic: its noise has a
+    fixed seed.
 
     Once the best schedule adds `enough_seconds` or less, the search stops."""
 

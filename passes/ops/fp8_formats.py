@@ -69,7 +69,10 @@ def tile_of(values: Tensor, scale: Tensor) -> str:
     for name, tile in TILES.items():
         if tile.scale_dtype == scale.dtype and tuple(scale.shape) == scale_shape(rows, columns, name):
             return name
-    raise ValueError(f"scales of {list(scale.shape)} in {scale.dtype} do not fit a matrix of {list(values.shape)}")
+    raise ValueError(
+        f"scales of {list(scale.shape)} in {scale.dtype} do not fit a matrix of {list(values.shape)}; pass those that "
+        "quantize returned with it"
+    )
 
 
 def scale_shape(rows: int, columns: int, tile: str) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ def _downwards(node: Node) -> Node:
         if op_name(user) in PRODUCTS and user.args[0] is node:
             return user
         if not _passes_on(user):
-            raise NoMatch(f"its probabilities are read by {user.name}")
+            raise NoMatch(f"its probabilities are read by {user.name}, not by a product with values")
         if op_name(user) == "dropout" and user.args[1] and user.args[2]:
             raise NoMatch("its dropout would draw other random numbers")
         node = user

@@ -38,7 +38,7 @@ class Reader:
 
     @property
     def inner(self) -> list[Node]:
-        """The calls that were read, in the graph's order, without constants."""
+        """The calls that were read as parts of polynomials, in the graph's order, without constants."""
         return sorted(node for node, value in self.read.items() if not is_constant(value))
 
     def __call__(self, value: Any) -> Polynomial:

@@ -52,7 +52,7 @@ def check_readers(picked: _Picked, loss: Node) -> None:
     node: Any = loss.args[0]
     while node is not picked.log_probabilities:
         if len(node.users) > 1:
-            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}")
+            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}, not the loss alone")
         node = node.args[0]
 
 

@@ -41,7 +41,8 @@ class Region:
     """Per result: the value with classes that it is computed from."""
 
     def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
-        """Returns a linear layer that `node` is computed from, and the calls in between that move rows, in order."""
+        """Returns a linear layer that `node` is computed from, and the calls in between that move rows of its logits,
+        in order."""
         steps: tuple[Step, ...] = ()
         while node not in self.layers:
             moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])

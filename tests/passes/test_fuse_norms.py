@@ -201,7 +201,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "over others": (channels_first, ["it normalises dimension 1 of 3, not the last"]),
     "annotated transformer": (
         lambda x, w, b: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b,
-        ["its variance is divided by n - 1"],
+        ["its variance is divided by n - 1, not by n"],
     ),
     "eps outside": (
         lambda x, w, b: (
