@@ -184,7 +184,7 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the tensors that have an autograd node which a backward from `ends` does not run."""
+    """The tensors among `tensors` whose autograd node a backward from `ends` does not run; leaves are left out."""
     passed = set(_nodes_of(ends))
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 

@@ -105,7 +105,7 @@ class RematProblem:
 
     @cached_property
     def results(self) -> frozenset[int]:
-        """The storages of the forward's results."""
+        """The indices of the storages of the forward's results."""
         made = (op.makes for op in self.ops[: self.forward_ops] if not op.is_receipt)
         return frozenset(storage for makes in made for storage in makes if self.storages[storage].kept)
 

@@ -166,7 +166,8 @@ SAVE_EVERYTHING = _Recipe("save all", Schedule.save_all)
 
 
 def baseline_solvers(problem: RematProblem) -> list[Solver]:
-    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), attention only."""
+    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), recompute only
+    attention."""
     solvers: list[Solver] = [SAVE_EVERYTHING]
     blocks = forward_blocks(problem)
     count = max(blocks, default=-1) + 1
