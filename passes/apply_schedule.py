@@ -67,7 +67,7 @@ class ApplySchedule(Pass):
                         self.name, node.name, "the schedule leaves it out, yet it is random or has effects", mend
                     )
                 if times[node.name] > 1 and may_write(node):
-                    raise PassError(self.name, node.name, "its effects must not be repeated", mend)
+                    raise PassError(self.name, node.name, "the schedule repeats it, yet it may write to memory", mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return LazyCode(graph_module, Rewriter(self, graph_module.graph).run())
