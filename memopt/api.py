@@ -82,14 +82,14 @@ def optimize(
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
         outputs: "loss" (default): of the outputs of a model that returns its loss, only the loss is differentiated.
-            A scalar that is not computed from all parameters of the other outputs (a learned temperature, a
-            commitment loss) is no loss, and all outputs are differentiated then. Other outputs, such as logits, are
-            not held: each is returned as a tensor that is computed when it is first read, with the plain model's
-            value, in memory outside of the budget; read it before `optimizer.step()`, or it raises
-            `StaleOutputError`. Its sizes and dtype can be read at any time. The first gradient into such an output
-            is computed by a second forward, outside of the budget, and later calls are planned as with "all"; where
-            that is impossible it raises `UnplannedGradientError`. "all": all outputs are differentiated, and held;
-            "loss_only" is an older name of "loss".
+            A scalar is not taken for the loss if another output depends on parameters that the scalar does not
+            depend on (a learned temperature, a commitment loss); all outputs are differentiated then. Other outputs,
+            such as logits, are not held: each is returned as a tensor that is computed when it is first read, with
+            the plain model's value, in memory outside of the budget. Read it before `optimizer.step()`: a later read
+            raises `StaleOutputError`. Its sizes and dtype can be read at any time. The first gradient into such an
+            output is computed by a second forward, outside of the budget, and later calls are planned as with "all";
+            where a second forward is impossible, the backward raises `UnplannedGradientError`. "all": all outputs are
+            differentiated, and held; "loss_only" is an older name of "loss".
         dynamic: sizes that change from batch to batch, nested like the batch as in `torch.export`: `{"input_ids":
             {1: Dim("length", max=2048)}}`. The call is then captured once and planned for the largest sizes; smaller
             ones run by the same plan, or by one of a few for smaller batches. Without it, a size counts as changing
@@ -124,8 +124,8 @@ def optimize(
     session = Session(model, replace(checked, to_train=True, budget_note="" if found is None else found.note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(
-            f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is: give "
-            f"example_inputs, or leave {named[0]!r} out of allow"
+            f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is made: "
+            f"give example_inputs, or leave {named[0]!r} out of allow"
         )
     with session.from_captures(session_of(model)):
         if example_inputs is not None:
@@ -146,9 +146,10 @@ def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unp
             the sizes of "dp_shard", "dp_replicate" and "tp", as in `{"dp_shard": 64, "tp": 8}`. The example inputs are
             then one card's; the cards of a "tp" group share them. `Plan.cluster` has the time of the step and what
             bounds it. `precision` is then the dtype in which parameters are gathered: "auto" and "bf16", or "fp32".
-        interconnect: what joins the cards of the mesh, within a node of eight and between nodes: "nvlink4+ib-ndr".
-        tp_plan: with "tp" in mesh, how layers are split: patterns of their paths with "colwise", "rowwise" or
-            "colwise_gather_output"; by default the model's own plan, as models of transformers have one.
+        interconnect: the names of the links between the cards of the mesh, within a node of eight cards and between
+            nodes: "nvlink4+ib-ndr", or "nvlink4" for a single node.
+        tp_plan: with "tp" in mesh, how layers are split: a dict from patterns of module paths to "colwise", "rowwise"
+            or "colwise_gather_output"; by default the model's own plan, which models of transformers have.
         options: as in `optimize`, which also lists the errors.
     """
     return _planned(model, check_options(budget_gb, **options)).plan(example_inputs)
@@ -170,8 +171,8 @@ def frontier(
     once. `Plan.frontier` gives the same curve without a second capture.
 
     Args:
-        points: how many budgets to solve for, half of them evenly spaced and half near the smallest; the peaks of the
-            recipes by hand come on top.
+        points: how many budgets to solve for, half of them evenly spaced and half near the smallest. The peaks that
+            well-known recipes reach, such as checkpointing every block, are solved for as well.
         options: as in `plan`. `limit_seconds` is shared among all budgets.
     """
     check_points(points)
@@ -194,8 +195,9 @@ def max_batch(
 ) -> int:
     """The largest batch whose training step fits, found by planning: nothing is run, `model` may be on "meta".
 
-    The batch size returned has a plan within the budget, and the next size has none. The very largest may have to
-    recompute several times over, which `max_added_time` limits.
+    A step of the batch size returned fits, and one of the next multiple of `multiple_of` does not, or is above
+    `at_most`. At the largest size that fits, operators may be recomputed several times over: `max_added_time` limits
+    that.
 
     Args:
         make_inputs: `make_inputs(size)` gives the example inputs of a batch of that size as `plan` takes them, "meta"
@@ -207,8 +209,9 @@ def max_batch(
         options: as in `plan`.
 
     Raises:
-        BudgetError: not even `multiple_of` fits.
-        ValueError: that size adds too much time, or memory does not grow with the size. Others as in `plan`.
+        BudgetError: not even a batch of `multiple_of` fits.
+        ValueError: a batch of `multiple_of` adds more than `max_added_time`, or memory does not grow with the size;
+            other errors are as in `plan`.
     """
     return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
 
@@ -226,8 +229,9 @@ def max_length(
 ) -> int:
     """The longest sequence whose training step fits, found by planning: nothing is run, `model` may be on "meta".
 
-    The length returned has a plan within the budget, and the next one has none. Attention that is written out grows
-    with the square of the length: the search then takes a few more plans than `max_batch`.
+    A step of the length returned fits, and one of the next multiple of `multiple_of` does not, or is above `at_most`.
+    Where attention holds its matrix of scores, memory grows with the square of the length, and the search makes a few
+    more plans than `max_batch`.
 
     Args:
         make_inputs: `make_inputs(length)` gives the example inputs of one batch as `plan` takes them: always the same
@@ -271,12 +275,12 @@ def _largest(
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of an optimised model's latest training call (or of its `example_inputs`); after one whose sizes came
-    too seldom to be planned, the plan before it.
+    """The plan of an optimised model's latest training call, or of its `example_inputs` before the first one. If that
+    call has no plan because its sizes are still too rare to be planned, the latest plan before it.
 
-    Raises `ValueError` where the model is plain, has not been planned yet, or trains with activation checkpoints, as no
-    plan of its regions fits; `CaptureError` and `BudgetError` where its calls run as the plain model does, since its
-    step fits the budget, and no plan of them can be made.
+    If the latest call ran as the plain model, because its step fits the budget, it is planned now, which may raise
+    `CaptureError` or `BudgetError`. Raises `ValueError` for a model that is plain, has not been planned yet, or trains
+    with activation checkpoints because no plan of its regions fits.
     """
     session = _session(model)
     latest = session.latest
@@ -291,8 +295,8 @@ def status(model: nn.Module) -> Status:
     """What memopt does with the training calls of an optimised model; `str()` of it is one line.
 
     Its `state` is a `memopt.State`: new, recording, planned, plain (the step fits the budget without a plan),
-    checkpointed, unplanned or refused; `reason` says why, and `plan` is the latest plan. Nothing is planned to find it.
-    Raises `ValueError` for a model that is not optimised.
+    checkpointed, unplanned or refused; `reason` says why, and `plan` is the latest plan. Reading the status makes no
+    plan. Raises `ValueError` for a model that is not optimised.
     """
     return _session(model).status
 
@@ -302,7 +306,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
     If the plan uses none, `optimizer` itself is returned; with "bf16_parameters", the model's parameters become
     bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError` for a
-    plain model, and for an optimizer that the levers do not fit."""
+    plain model, and for an optimizer that these levers cannot wrap."""
     session = _session(model)
     return apply_levers(session.chosen, session.model, optimizer)
 

@@ -121,14 +121,14 @@ def _plain(value: Any) -> Any:
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with a digest of them added, by which `opened` detects that a file was changed or cut off."""
+    """The values and, under the key `DIGEST`, a hash of them, by which `opened` detects that a file was changed."""
     return {**values, DIGEST: _digest(values)}
 
 
 def opened(values: Any) -> dict[str, Any]:
     """The values that were given to `sealed`. Raises `ValueError` if the digest is missing or does not match them."""
     if not isinstance(values, dict):
-        raise ValueError(f"a table of names and values is expected, not {type(values).__name__}")
+        raise ValueError(f"a JSON object is expected, not {type(values).__name__}")
     own = {name: value for name, value in values.items() if name != DIGEST}
     if values.get(DIGEST) != _digest(own):
         raise ValueError("the contents do not match their digest: the file was changed after it was written")

@@ -33,15 +33,15 @@ class Way:
 
     @property
     def cost(self) -> tuple[bool, float]:
-        """A key to sort by: the cheapest way comes first, those whose time was not estimated last."""
+        """A key that sorts the cheapest way first: whether its time was not estimated, and its seconds (then 0)."""
         return self.added_seconds is None, self.added_seconds or 0.0
 
 
 class BudgetError(ValueError):
     """No plan keeps the training step within the budget, so no step is taken.
 
-    The first line of the text names both budgets and what dominates the memory; then come what is missing, sentences
-    that explain more, and a table of the ways out.
+    The first line of the text names the budget given, the smallest one that works, and what dominates the memory; then
+    come the gigabytes that are missing, sentences that explain more, and a table of the ways out.
 
     Attributes:
         budget_gb: the budget that was given, in GB of 1024³ bytes.
@@ -54,9 +54,9 @@ class BudgetError(ValueError):
         further: the notes, and the ways as sentences.
         proposals: combinations of names for `allow` that would make this budget work, the fastest first.
         least: whether `smallest_gb` is known to be the smallest budget that works.
-        untried: changes that may help and were not tried, since that takes too long while planning: what to type.
-        smallest_with: the smallest budget in bytes for each combination of levers on the optimizer that was tried:
-            none, the allowed ones, and others that might have helped.
+        untried: what to type for changes that may help, and were not tried because that would take too long.
+        smallest_with: the smallest budget in bytes with each combination of levers on the optimizer that was tried,
+            by the names of the levers (`()`: none of them).
     """
 
     def __init__(
@@ -180,9 +180,8 @@ def without_frames(error: Refusal) -> Refusal:
 
 
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
-    """The end of a sentence about a change with which a step needs `needed_bytes`, which fits `budget_bytes`.
-
-    It names no smaller budget, since the user did not ask for one; the spare share is rounded down."""
+    """The words "this budget would do, with 3.2% to spare", for a change with which the step needs `needed_bytes` of a
+    budget of `budget_bytes`. The percentage is rounded down."""
     return (
         f"this budget would do, with {max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10:.1f}% to spare"
     )
@@ -194,8 +193,8 @@ def round_up(gb: float) -> str:
 
 
 def as_text_has_it(nbytes: int) -> int:
-    """The bytes of the budget that a message shows for `nbytes`: at least as many, since `round_up` rounds up what
-    users type."""
+    """The bytes of the budget that a user types who copies `nbytes` from a message: `nbytes` or a few more, since
+    messages show GB as `round_up` returns them."""
     return int(float(round_up(nbytes / GIB)) * GIB)
 
 

@@ -66,14 +66,14 @@ class PeakMeter:
 
     @classmethod
     def running(cls) -> PeakMeter | None:
-        """The meter of the CPU whose block runs in this thread, if there is one."""
+        """The meter of the CPU whose block runs in this thread; None if there is none."""
         thread = threading.get_ident()
         return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
     def held_bytes(self) -> int:
-        """The bytes that are allocated now, inside the block of a meter of the CPU. In a backward, and where torch has
-        only kineto's profiler, events are not known before the block ends: the result is then that of the latest call,
-        or of the entry."""
+        """The bytes that are allocated now, for a meter of the CPU inside its block. In a backward, and where torch has
+        only kineto's profiler, allocations are not known before the block ends: the result is then the same as that of
+        the call before, or as at the entry of the block."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())
         return self._now
@@ -141,8 +141,8 @@ def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
 
     On CUDA, the figures are the allocator's own statistics; its peak is reset at entry. On the CPU, torch's profiler
     records every allocation and free of torch's allocator, also in kernels and compiled code. The storages that are
-    allocated at entry are found among Python's objects. Not counted on the CPU are therefore memory that only C++ holds
-    at entry, such as activations saved by an earlier forward, and allocations by other Python threads.
+    allocated at entry are found among Python's objects. The CPU's figures therefore lack memory that only C++ holds at
+    entry, such as activations saved by an earlier forward, and allocations by other Python threads.
 
     Args:
         device: a CPU or CUDA device. By default the current CUDA device if CUDA is in use in this process by the end
@@ -260,7 +260,9 @@ class _CountedMeters:
     def enter(self, device: torch.device) -> None:
         with self._lock:
             if device in self._active:
-                raise RuntimeError(f"memory cannot be metered here: another memopt meter is active on {device}")
+                raise RuntimeError(
+                    f"memory cannot be metered here: another memopt meter is active on {device}; end its block first"
+                )
             self._active.add(device)
 
     def leave(self, device: torch.device) -> None:

@@ -71,7 +71,7 @@ def samples_of(batch: Any) -> int:
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"the tensors of the batch disagree in the first dimension ({_listed(sizes)}), so its samples are not "
-            "known; give all of them the batch as first dimension, or a list of microbatches with count="
+            "known; give all of them the batch as first dimension, or a list of microbatches and TrainStep's count="
         )
     return next(iter(sizes.values()))
 

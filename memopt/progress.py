@@ -78,8 +78,8 @@ def say(detail: str) -> None:
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line to the log "memopt". A line of level INFO or above also goes to stderr, unless it is a terminal, a
-    stage is running, the program has set up logging, or that logger's level is higher."""
+    """Write a line to the log "memopt". A line of level INFO or above also goes to stderr, unless stderr is a terminal,
+    a `stage` is running, the program has set up logging, or the level of the logger "memopt" is above `level`."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
     if not (heard or _own.stages or _line_of or _console.is_terminal):
@@ -88,7 +88,7 @@ def tell(text: str, level: int = logging.INFO) -> None:
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Context in which the lines about stages that the log gets at level INFO are also written to stderr, unless that
+    """Context in which the lines about stages that the log gets at level INFO are also written to stderr, unless stderr
     is a terminal."""
     _line_of.append(lambda text: None if _console.is_terminal else _print(text))
     try:

@@ -90,7 +90,7 @@ class TrainingState:
         return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
 
     def buffers_now(self) -> Tensors:
-        """Copies of the model's current buffers in host memory, by name."""
+        """Copies of the model's current buffers in host memory, by buffer name."""
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
@@ -107,7 +107,7 @@ class Attributes:
     """The attributes of all modules of a model, so that they can be restored. Included are the elements of the modules'
     dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators.
 
-    Other values that are changed in place are not restored; `values_restored` does that for `tensors`."""
+    Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(vars(one)): vars(one) for one in model.modules()}
@@ -118,7 +118,7 @@ class Attributes:
         self._generators = [(one, _state_of(one)) for one in values.values() if isinstance(one, _GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The plain tensors among the attributes and their elements, without parameters and buffers."""
+        """The tensors, but no subclasses, among the attributes and their elements, without parameters and buffers."""
         tables = [values for _, values in self._tables]
         own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
         for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):
@@ -294,7 +294,7 @@ class CallState:
     """The random states, small buffers and other small tensors of a model before a training call, to be restored if an
     allocation fails. A call that has written to its inputs cannot be undone.
 
-    It is taken at each training call, so attributes of other kinds, and tensors in lists and dicts, are left out.
+    To be fast enough for every training call, it leaves out attributes of other kinds, and tensors in lists and dicts.
     """
 
     model: weakref.ref[nn.Module]
@@ -322,7 +322,7 @@ class CallState:
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
-        """Restore these tensors and generators; returns False where a tensor was written to that has no copy."""
+        """Restore the tensors and generators of this state; returns False if a tensor without a copy was written to."""
         set_generators(self.generators, self.device)
         return self.values.undo()
 
@@ -366,8 +366,9 @@ _COPIED_BYTES = 64 * 1024
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A block after which those of the plain tensors that were written to in it have their old values again; their
-    positions are added to `written`. Copies of all of them are held in host memory during the block."""
+    """A block after which those of `tensors` that were written to in it have their old values again; their positions in
+    `tensors` are added to `written`. Copies of all are held in host memory during the block. Tensor subclasses, and
+    tensors on "meta" or made in inference mode, are skipped."""
     numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
     before = _Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
     try:
@@ -383,7 +384,8 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the forward of a model was seen to write to, as a momentum encoder's forward does."""
+    """The parameters that a forward of the model wrote to within `parameters_restored`, as that of a momentum encoder
+    does."""
     names = _written.get(model, ())
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
@@ -415,8 +417,8 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A block after which parameters, buffers, random generators and the attributes of all modules are as before,
-    tensors among them with their values."""
+    """A block after which parameters, buffers, random generators and the attributes of all modules are as before, also
+    the values of tensors among these attributes."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 
@@ -446,17 +448,17 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of Python and numpy, and of torch's on the host and on `device`.
+    """The states of four random generators: Python's, numpy's, torch's on the CPU and torch's on `device`.
 
-    That of torch's CPU generator is a copy of the generator: its state as a tensor would be memory of the step.
+    For torch on the CPU it is a copy of the generator, since a state tensor would count as memory of the step.
     """
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:
-    """The generator states in `before`, if it is given and of this device; else the current ones. Reading them takes
-    longer than the rest of a deferred output, so they are read once per call."""
+    """The generator states in `before`, if it is given and of this device; else the current ones. Reading the current
+    ones is slow, so a training call reads them once."""
     return before.generators if before is not None and before.device == device else generator_states(device)
 
 

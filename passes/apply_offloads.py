@@ -17,7 +17,8 @@ from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 
 @dataclass(frozen=True)
 class HostStay:
-    """One offload of a value to the host. Positions are indices into the schedule's list of evaluations."""
+    """One offload of a value to the host. When its copies start and are waited for is given as positions in the
+    schedule's list of evaluations."""
 
     value: str
     """The node whose tensor is offloaded: one of the scheduled calls, or an element of its results; or an input that
@@ -36,8 +37,8 @@ class HostStay:
 class ApplyOffloads(ApplySchedule):
     """Writes a schedule as `ApplySchedule` does, and offloads values to the host as `stays` says.
 
-    `boundary` is the position of the backward's first evaluation: values freed there are freed in the forward, values
-    fetched there are fetched in the backward.
+    `boundary` is the position of the backward's first evaluation. A value with `freed_before == boundary` is freed at
+    the end of the forward, one with `fetch_from == boundary` is fetched at the beginning of the backward.
 
     Before:
         relu = aten.relu(addmm)

@@ -24,13 +24,12 @@ BACKWARD = "must_be_in_backward"
 
 @dataclass(frozen=True)
 class ApplySchedule(Pass):
-    """Runs the calls in the order in which `evaluations` names them; a repeated name is recomputed there.
+    """Runs the calls of a joint graph in the order of `evaluations`; a call that is named again is recomputed there.
 
     `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
     constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
     `forward_outputs` results are the forward; every node is tagged as forward or backward in `meta["partitioner_tag"]`,
-    as PyTorch does. A random operator that is recomputed saves the generator's state at its first evaluation, and draws
-    from that state again.
+    as PyTorch does. A recomputed random operator draws from the generator's state at its first evaluation.
 
     Before:
         relu = aten.relu(addmm)
@@ -68,17 +67,17 @@ class ApplySchedule(Pass):
                         self.name, node.name, "the schedule leaves it out, yet it is random or has effects", mend
                     )
                 if times[node.name] > 1 and may_write(node):
-                    raise PassError(self.name, node.name, "its effects must not be repeated", mend)
+                    raise PassError(self.name, node.name, "the schedule repeats it, yet it may write to memory", mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return LazyCode(graph_module, Rewriter(self, graph_module.graph).run())
 
 
 class Rewriter:
-    """Writes a new graph in one walk over the schedule.
+    """Writes the graph that runs a schedule, in one walk over the schedule's evaluations.
 
-    `latest` maps each node of the old graph to the newest node that computes it in the new one, and `inputs` the old
-    placeholders to the new ones. Subclasses override `before` and `after`, called at every evaluation, and
+    `latest` maps each node of the old graph to the newest node that computes it in the new one, `inputs` the old
+    placeholders to the new ones. Subclasses may override `before` and `after`, called at every evaluation, and
     `end_forward`."""
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
@@ -123,13 +122,13 @@ class Rewriter:
             self.after(position)
 
     def before(self, position: int) -> None:
-        """Called before the evaluation at a position is written."""
+        """Called before the evaluation at `position` of the schedule is written to the new graph."""
 
     def after(self, position: int) -> None:
-        """Called after the evaluation at a position is written."""
+        """Called after the evaluation at `position` of the schedule is written to the new graph."""
 
     def end_forward(self) -> None:
-        """Called after the last evaluation of the forward."""
+        """Called after the last evaluation of the forward is written to the new graph."""
 
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest
@@ -147,7 +146,8 @@ class Rewriter:
         self.take_out_elements(node)
 
     def take_out_elements(self, node: fx.Node) -> None:
-        """Inserts getitems for all elements of a tuple, and of lists in it, right after the call that returns it.
+        """Inserts getitems right after the call `node` for all elements of the tuple that the call returns, and of
+        lists in the tuple.
 
         Otherwise the tuple would keep all of them alive."""
         for user in node.users:
@@ -171,9 +171,9 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops the views and elements that were made from `source` so far (None: from every node).
+        """Drops from `latest` the views and tuple elements made from `source` so far (None: from any node).
 
-        The next call that reads one makes it again, from the latest evaluation of `source`."""
+        The next call that reads one of them makes it again, from the latest evaluation of `source`."""
         if source is None:
             self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
             return
@@ -184,7 +184,8 @@ class Rewriter:
                 pending += [user for user in follower.users if user.name not in self.planned]
 
     def holds(self, node: fx.Node) -> bool:
-        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of its results."""
+        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of what a scheduled
+        call returns."""
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node):
             return source.name in self.planned or (source.target is operator.getitem and self.holds(source))

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A loss in a graph, and why `ChunkLoss` cannot rewrite it, if so."""
+    """A loss in a graph, and why `ChunkLoss` cannot rewrite it, where it cannot."""
 
     name: str
     """The name of its node; of the first of its nodes where several calls read the same logits."""
@@ -41,7 +41,7 @@ class FoundLoss:
 
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph, in order, as `ChunkLoss` finds them."""
+    """Returns the losses of an operator graph in its order, each with the reason if `ChunkLoss` cannot rewrite it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
         if isinstance(match, LossMatch):
@@ -112,8 +112,7 @@ class ChunkLoss(Pass):
     targets; casts, scaling, a softcap and a bias become options of the operator. Whatever else is computed from each
     row of logits alone becomes a program of `memopt::linear_rows`, whose gradients come from logits that are computed
     once more. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits. Logits
-    that anything else reads are left alone: see `find_losses`. Losses and gradients differ from the plain ones by
-    rounding.
+    that anything else reads are left alone: see `find_losses`. Results differ by rounding.
 
     Before:
         linear: f32[2, 8, 50] = aten.linear(hidden, weight)
@@ -147,7 +146,7 @@ class ChunkLoss(Pass):
                 elif match is not None:
                     _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
                 elif self.losses is not None:
-                    raise VerifyError(loss.name, reason, "name only losses that find_losses matches")
+                    raise VerifyError(loss.name, reason, "name what find_losses finds without a reason")
         return graph_module
 
     def requires(self, graph_module: GraphModule) -> None:

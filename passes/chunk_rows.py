@@ -21,8 +21,9 @@ aten = torch.ops.aten
 
 
 def rewrite_rows(region: Region, programs: Collection[RowProgram], rows: int) -> None:
-    """Replaces the results of a region by those of its programs, which run `rows` rows at a time, and erases calls that
-    nothing reads any more."""
+    """Replaces the results of a region, a part of a graph that computes from each row of logits alone, by calls of
+    `memopt::linear_rows`: one for each program, run on chunks of `rows` rows (0: a number chosen for the layer). Calls
+    that nothing reads any more are erased."""
     for node, class_dim in region.inside.items():
         for reader in [user for user in node.users if op_name(user) == "sym_size"]:
             _measure(region, node, class_dim, reader)

@@ -44,8 +44,9 @@ def private(
     until: tuple[int, int] = (999, 0),
     needed: bool = True,
 ) -> tuple[Private, ...]:
-    """Declares names of one module, given in one or several texts separated by spaces. Attributes that only instances
-    of a class have are declared with `needed=False`, since they cannot be looked up on the class."""
+    """Declares private names of the module `module`, as one `Private` each. Each text in `names` is one or several
+    names, separated by spaces; `call`, `since`, `until` and `needed` are as in `Private`, for all of them. Attributes
+    that only instances have are declared with `needed=False`: they cannot be looked up on the class."""
     return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
 
 
@@ -55,8 +56,7 @@ Replacement: TypeAlias = tuple[Any, Any, Any]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which the attribute `name` of an object has another value; afterwards the previous value is
-    restored."""
+    """Context in which the attribute `name` of `owner` has another value; then its previous value is restored."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -67,7 +67,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_all(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """As `replaced`, for attributes of several objects and items of dictionaries."""
+    """Context in which attributes of objects and items of dictionaries have other values; afterwards the previous
+    values are restored. Each replacement is (object, name of the attribute, value) or (dictionary, key, value)."""
     before = [
         (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
         for owner, name, _ in replacements
@@ -109,8 +110,8 @@ def overload_name(operator: Any) -> str:
 
 
 def forget_erased(graph: fx.Graph) -> None:
-    """Frees the nodes that were erased from a graph, with their metadata: the graph's table of names keeps them alive,
-    and with symbolic sizes they are the larger part of it. Their names stay taken."""
+    """Frees the nodes that were erased from a graph, which its table of names keeps alive, with their metadata. With
+    symbolic sizes these take more memory than the rest of the graph. Their names stay taken."""
     names: dict[Any, str] = graph._graph_namespace._obj_to_name
     for node in [named for named in names if isinstance(named, fx.Node) and named._erased]:
         del names[node]
@@ -132,8 +133,7 @@ def erase_all(graph: fx.Graph) -> None:
 
 
 def size_seen(size: Any) -> int | None:
-    """The value that a size, or a number computed from sizes, had when the graph was captured; None where it depends on
-    data."""
+    """The value that a size, or a number computed from sizes, had at capture; None where it depends on data."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None

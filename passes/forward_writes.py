@@ -19,9 +19,9 @@ aten = torch.ops.aten
 class ForwardWrites(Pass):
     """Makes calls that read a part of a buffer read the value that was written there; bit for bit the same numbers.
 
-    Code that writes tiles to a buffer becomes functional as copies of the whole buffer. A copy that nothing reads any
-    more is not made. A value is read in place of a part only if it has the part's memory layout; or, where the part has
-    gaps between its rows, if what reads it gives the same bits without them.
+    In a functional graph, each write of a tile to a buffer makes a copy of the whole buffer. A copy that nothing reads
+    any more is erased. A value is read in place of a part only if it has the part's memory layout; or, where the part
+    has gaps between its rows, if what reads it gives the same bits without them.
 
     Before:
         slice_1: f32[4, 3] = aten.slice(buffer, 1, 0, 3)

@@ -21,7 +21,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FoundLinear:
-    """A linear layer in an operator graph, and why `Fp8Linears` cannot rewrite it, if so."""
+    """A linear layer in an operator graph, and why `Fp8Linears` cannot rewrite it, where it cannot."""
 
     name: str
     """The name of its node."""
@@ -37,10 +37,11 @@ class FoundLinear:
 
 
 def find_fp8_linears(graph_module: GraphModule, scaling: str = CURRENT) -> tuple[FoundLinear, ...]:
-    """Returns the linear layers of an operator graph, in order: calls of `linear`, and of `addmm` with a bias vector.
+    """Returns the linear layers of an operator graph, in the graph's order: calls of `linear`, and of `addmm` with a
+    bias vector. Each has the reason if `Fp8Linears` cannot rewrite it.
 
     Args:
-        scaling: one of `passes.ops.fp8_ops.SCALINGS`. A layer whose sizes its kernels do not take is left alone.
+        scaling: one of `passes.ops.fp8_ops.SCALINGS`, whose kernels decide which sizes are possible.
     """
     matches = (_match(node) for node in graph_module.graph.nodes)
     return tuple(_found(match, SCALINGS[scaling].product) for match in matches if match is not None)
@@ -111,7 +112,7 @@ class Fp8Linears(RewritePattern[_Match]):
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         reasons = {layer.name: layer.reason for layer in find_fp8_linears(graph_module, self.scaling)}
-        mend = "name only layers that find_fp8_linears finds, without a reason"
+        mend = "name what find_fp8_linears finds without a reason"
         check_named(self.linears, reasons, "it is no linear layer", mend)
 
     def match(self, node: Node) -> _Match | None:

@@ -19,10 +19,10 @@ from passes.graphs.op_kinds import is_view
 class FreeFirst(Pass):
     """Moves a call that frees more bytes than it makes in front of calls that make at least as many as they free.
 
-    At every call no more memory is held than at the same call before, so that the peak does not rise whatever
+    At every call no more memory is held than at the same call without the pass, so that the peak does not rise whatever
     temporaries kernels need; for symbolic sizes, that is so for the values that they were captured with. Calls move
     past pure calls only, within the forward or the backward (`meta["partitioner_tag"]`). Where `Reinplace` follows the
-    peak falls: the weight gradient of a layer frees the input that it reads before the gradient that is passed on is
+    peak falls: the weight gradient of a layer frees the input that it reads before the gradient passed on is
     overwritten.
 
     Before:

@@ -57,7 +57,8 @@ _MOST_STEPS = 16
 
 
 def find_activations(graph_module: GraphModule) -> tuple[Found, ...]:
-    """Returns the formulas like GELU or SiLU in an operator graph, in order, as `FuseActivations` finds them."""
+    """Returns the formulas in an operator graph that look like GELU or SiLU, in the graph's order, each with the reason
+    if `FuseActivations` cannot replace it."""
     found = judged(_bounded_calls(graph_module.graph), partial(_match_activation, graph_module))
     return tuple(
         Found(bounded.name, reason, match.kind if match else "") for bounded, match, reason in found if match or reason
@@ -69,7 +70,7 @@ class FuseActivations(Pass):
     """Replaces GELU (with erf or its tanh approximation) and SiLU that are written out by `gelu` and `silu`.
 
     They are recognised by the function that they compute, in any order of operations. Formulas with other constants, or
-    of which something else reads a part, are left alone: see `find_activations`. Results differ by rounding.
+    whose intermediate values are read elsewhere, are left alone: see `find_activations`. Results differ by rounding.
 
     Before:
         mul: f32[2, 8] = aten.mul.Tensor(hidden, 0.5)

@@ -20,7 +20,8 @@ aten = torch.ops.aten
 
 
 def find_attentions(graph_module: GraphModule) -> tuple[Found, ...]:
-    """Returns what looks like attention in an operator graph, in order, as `FuseAttention` finds it."""
+    """Returns the softmaxes in an operator graph that look like part of attention, in the graph's order, each with the
+    reason if `FuseAttention` cannot replace it."""
     match = partial(match_attention, rows=MaskRows(graph_module))
     return tuple(Found(node.name, reason) for node, _, reason in judged(softmaxes(graph_module.graph), match))
 
@@ -61,7 +62,7 @@ class FuseAttention(Pass):
                 with on_stored_values(graph):
                     _Rewrite(match).apply()
             elif self.attentions is not None:
-                raise VerifyError(softmax.name, reason, "name only attentions that find_attentions matches")
+                raise VerifyError(softmax.name, reason, "name what find_attentions finds without a reason")
         return graph_module
 
 

@@ -38,7 +38,8 @@ aten = torch.ops.aten
 
 
 def find_norms(graph_module: GraphModule) -> tuple[Found, ...]:
-    """Returns what looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` finds it."""
+    """Returns what looks like LayerNorm or RMSNorm in an operator graph, in the graph's order, each with the reason if
+    `FuseNorms` cannot replace it."""
     found = judged(_roots(graph_module.graph), partial(_match_norm, graph_module))
     return tuple(Found(root.name, reason) for root, match, reason in found if match or reason)
 
@@ -47,9 +48,9 @@ def find_norms(graph_module: GraphModule) -> tuple[Found, ...]:
 class FuseNorms(Pass):
     """Replaces (x - mean) / sqrt(variance + eps) · weight + bias, over the last dimensions, by `layer_norm`.
 
-    Weight and bias of another dtype or shape stay separate calls after it. Norms of which something else reads a part
-    are left alone, and so is RMSNorm: `rms_norm` is traced into the same calls (torch 2.13) and would save nothing. See
-    `find_norms`. Results differ by rounding.
+    Weight and bias of another dtype or shape stay separate calls after it. Norms whose intermediate values are read
+    elsewhere are left alone, and so is RMSNorm: `rms_norm` is traced into the same calls (torch 2.13) and would save
+    nothing. See `find_norms`. Results differ by rounding.
 
     Before:
         mean: f32[2, 1] = aten.mean.dim(hidden, [-1], True)
@@ -125,7 +126,7 @@ def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
     _check_meaning(variance, late_eps)
     sizes = _last_sizes(variance)
     if weight is not None and not _fits(weight, variance, sizes):
-        raise NoMatch("its weight differs in shape or dtype from the normalised dimensions")
+        raise NoMatch("its weight differs in shape from the normalised dimensions, or in dtype from its input")
     if weight is None:
         weight, result = _next_operand("mul", result, variance, sizes)
     bias, result = _next_operand("add", result, variance, sizes) if weight is not None else (None, result)
@@ -139,9 +140,9 @@ def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
 
 def _check_meaning(variance: Variance, late_eps: bool) -> None:
     if not variance.centred:
-        raise NoMatch("it is an RMSNorm: torch's operator is traced into the same calls, and saves as much")
+        raise NoMatch("it is an RMSNorm: torch traces `rms_norm` into the same calls, so that it would save nothing")
     if variance.corrected:
-        raise NoMatch("its variance is divided by n - 1")
+        raise NoMatch("its variance is divided by n - 1, not by n")
     if late_eps:
         raise NoMatch("its eps is added to the standard deviation, not to the variance")
 
@@ -214,10 +215,10 @@ def _factors(node: Any, variance: Variance) -> tuple[Any, Any]:
 def _last_sizes(variance: Variance) -> tuple[int, ...]:
     shape = variance.value.meta["val"].shape
     if variance.dims != tuple(range(len(shape) - len(variance.dims), len(shape))):
-        raise NoMatch(f"it is over dimension {', '.join(map(str, variance.dims))} of {len(shape)}, not the last")
+        raise NoMatch(f"it normalises dimension {', '.join(map(str, variance.dims))} of {len(shape)}, not the last")
     sizes = tuple(shape[dim] for dim in variance.dims)
     if not all(isinstance(size, int) for size in sizes):
-        raise NoMatch("the normalised size is a symbol")
+        raise NoMatch("the size of a normalised dimension is symbolic")
     return sizes
 
 

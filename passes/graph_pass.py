@@ -51,7 +51,8 @@ class Pass(abc.ABC):
     is well formed and keeps its inputs and outputs. The module given is never modified. Constants and submodules are
     shared with it, and so are the values in `node.meta`.
 
-    A user's own pass goes to `memopt.plan(..., passes=[MyPass()])`; `graph` says which graphs it is for.
+    A user's own pass goes to `memopt.plan(..., passes=[MyPass()])`; its class attribute `graph` says which graphs it is
+    for: "operators" (before differentiation) or "joint" (forward and backward).
     """
 
     graph: ClassVar[GraphKind] = "operators"
@@ -94,12 +95,13 @@ class Pass(abc.ABC):
         """Edits the graph module given, which is the pass's own copy, and returns it; or returns a new one."""
 
     def requires(self, graph_module: GraphModule) -> None:
-        """Raises `VerifyError` if the graph is not one this pass can take. By default: well formed, with metadata."""
+        """Raises `VerifyError` if the graph is not one this pass can take. By default the graph must be well formed,
+        with a `meta["val"]` for each value."""
         check_structure(graph_module.graph)
 
     def ensures(self, before: GraphModule, after: GraphModule) -> None:
-        """Raises `VerifyError` if the rewrite broke the graph. By default the calls that it changed are run again on
-        fake tensors, whose shapes and dtypes must be those that the graph has stored."""
+        """Raises `VerifyError` if the rewrite broke the graph. By default the calls that it changed are run on fake
+        tensors, and their results compared with `meta["val"]`."""
         verify(after, before=before, thorough=False)
         if self.keeps_signature:
             check_signature(before, after)
@@ -123,8 +125,9 @@ Observer: TypeAlias = Callable[[Pass, GraphModule, GraphModule], None]
 class Pipeline(Pass):
     """Passes that run one after another; itself a pass, and prints as a list.
 
-    `passes` may be any sequence of passes and is kept as a tuple. `observer` is called after each pass, also after
-    those of a pipeline inside this one. `label` names what the passes do together.
+    `passes` may be any sequence of passes and is kept as a tuple. `observer` is called as `observer(a_pass,
+    graph_before, graph_after)` after each pass, also after those of a pipeline inside this one. `label` names what the
+    passes do together.
 
     Where nobody observes the graphs in between, all passes rewrite one copy, which is checked at the end; if it is
     wrong, they run one by one, each checked, so that the error names the pass.
@@ -194,7 +197,8 @@ class Pipeline(Pass):
 
 
 def passes_for(graph: GraphKind, passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Returns those of the passes that are for one kind of graph, in order; a `Pipeline` counts as the passes in it.
+    """Returns those of the passes that are for one kind of graph, "operators" or "joint", in order; a `Pipeline` counts
+    as the passes in it.
 
     Raises TypeError for an object that is no pass, and ValueError for a pass whose `graph` is no kind of graph.
     """

@@ -34,8 +34,8 @@ class InsertCasts(Pass):
     """Casts the floating-point operands of each named call to the dtype assigned to it.
 
     A call that is a cast itself gets the assigned dtype. Of calls without an assignment, those that only move data
-    follow their input; any other gets operands in the dtype that they had before. Numbers that fill a 16-bit value, as
-    masks do, are clamped to its range.
+    follow their input; any other gets operands in the dtype that they had before. A finite fill value, as of
+    `masked_fill`, that is out of the 16-bit dtype's range is clamped to it.
 
     Before:
         linear: f32[4, 8] = aten.linear(x, weight)

@@ -23,8 +23,8 @@ class MergeCommonSubexpressions(Pass):
     """Merges pure calls of the same operator on the same arguments, bit for bit the same value.
 
     A backward call is merged with a forward one only if the value is a view or has at most `across_halves_bytes`:
-    saving anything larger is the planner's decision. Calls on either side of a write, and values that are returned or
-    written to, are left alone. This undoes recomputation: run it before planning.
+    saving anything larger is the planner's decision. Two calls with a write to memory between them, and values that are
+    returned or written to, are left alone. This undoes recomputation: run it before planning.
 
     Before:
         t: f32[8, 4] = aten.t(primals_1)

@@ -58,8 +58,8 @@ class QuantizeSaved(Pass):
                 if value.op == "placeholder" or not has_rows:
                     raise VerifyError(
                         value.name,
-                        "it is no contiguous tensor that an operator computes, so that it has no rows to quantise",
-                        "give names of such values",
+                        "it is an input, or no contiguous tensor, so that it has no rows to quantise",
+                        "name contiguous results of operators only",
                     )
                 _quantize(value, [node for node in graph.nodes if node in backward])
         return graph_module

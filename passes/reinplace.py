@@ -27,17 +27,16 @@ class FoundReuse:
 
 
 def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[FoundReuse, ...]:
-    """Returns the calls that `Reinplace` rewrites, in order.
+    """Returns the calls that `Reinplace` rewrites, in the graph's order.
 
-    With `among`, only calls among these nodes, written over memory that one of them makes.
+    With `among`, only calls among these nodes that write over memory which one of these nodes makes.
     """
     return tuple(FoundReuse(reuse.node.name, reuse.operand.name) for reuse in _reuses(graph_module, among))
 
 
 @dataclass(frozen=True)
 class Reinplace(Pass):
-    """Makes elementwise calls write their result over an operand that is not read later, by their in-place or `out=`
-    variant.
+    """Makes elementwise calls write over an operand that is not read later, by their in-place or `out=` variant.
 
     For forward and backward graphs that run as they are and are not differentiated, after all other passes. The
     operand's memory is made in the graph by a call that is known to make new memory, has the size and layout of the

@@ -20,9 +20,9 @@ _NO_OPERATIONS = frozenset(
 class RemoveDetach(RewritePattern[Node]):
     """Replaces detach, alias and lift_fresh by their input: after differentiation they compute nothing.
 
-    One that is returned, itself or by a view, is kept if its input is returned, an input of the graph, or a view: they
-    must remain two tensors. (Autograd treats a view of a returned tensor that requires gradients as requiring them
-    too.)
+    A call that the graph returns, itself or by a view of it, is kept if its input is returned too, is an input of the
+    graph, or is a view: result and input must remain two tensors. (Autograd treats a view of a returned tensor that
+    requires gradients as requiring them too.)
 
     Before:
         tanh: f32[4] = aten.tanh(primals_1)

@@ -24,13 +24,13 @@ Match = TypeVar("Match")
 
 
 class NoMatch(Exception):
-    """A part of a graph is not the pattern that a pass looks for. The message is the reason, to be put after the name
-    of a call and a colon."""
+    """A part of a graph is not the pattern that a pass looks for. The message is the reason, and follows the name of a
+    node: "softmax: its softmax is not over the keys"."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A call of a graph that looks like the pattern of a pass, and why the pass cannot rewrite it, if so."""
+    """A call of a graph that looks like the pattern of a pass, and why the pass cannot rewrite it, where it cannot."""
 
     name: str
     """The name of its node: attention's softmax, the root that a norm divides by, an activation's tanh or erf."""
@@ -91,10 +91,10 @@ class RewritePattern(Pass, Generic[Data]):
 def judged(
     nodes: Iterable[Node], match: Callable[[Node], Match | None], names: Collection[str] | None = None
 ) -> Iterator[tuple[Node, Match | None, str]]:
-    """Yields each node whose name is in `names` (None: each node) with its match, or with None and the reason.
+    """Yields (node, match, "") for each node that `match` accepts, (node, None, reason) for one that raises `NoMatch`,
+    and (node, None, "") for one that it returns None for. With `names`, only nodes with these names are tried.
 
-    The reason is the message of `NoMatch`, and "" where nothing looks like the pattern. Each node is matched when it is
-    requested, so that the graph may be rewritten in between."""
+    Each node is matched when it is requested, so that the graph may be rewritten in between."""
     for node in list(nodes):
         if names is None or node.name in names:
             found, reason = None, ""
@@ -117,7 +117,7 @@ def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str
 def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
     """Raises `NoMatch` where anything but `readers` reads one of the values `inner`.
 
-    Reading a size does not count if the value is as large as `like`.
+    A call that reads only a size does not count, if the value has the shape of `like`.
     """
     for node in inner:
         value = node.meta["val"]
@@ -149,8 +149,7 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
-    """Erases those of `inner`, the calls of a match, that nothing reads any more, with the constants and casts that
-    only they read.
+    """Erases calls of a match, `inner`, that nothing reads any more, and constants and casts that only they read.
 
     Calls that read the size of one of `inner` read that of `like` instead.
     """

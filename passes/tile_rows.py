@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TileRows(Pass):
-    """Runs each of some segments in tiles: on a part of the rows, then on the next, with the results put together.
+    """Runs segments of a graph in tiles: on a part of the rows, then on the next, with the results concatenated.
 
     The operators remain the same ones, on fewer rows. All tiles read the segment's operands that have no rows, such as
     a weight, whose gradient is the sum over tiles. Each tile casts a weight itself, so that this sum is in the weight's
@@ -59,7 +59,9 @@ class TileRows(Pass):
         super().requires(graph_module)
         for segment in self.segments:
             if not 1 < self.tiles <= (size_seen(segment.rows) or 0):
-                raise VerifyError(segment.name, f"{segment.rows} rows make no {self.tiles} tiles", "give 2 or more")
+                raise VerifyError(
+                    segment.name, f"{segment.rows} rows cannot make {self.tiles} tiles", f"give 2 to {segment.rows}"
+                )
             _check(graph_module.graph, segment)
 
 
@@ -73,7 +75,7 @@ def _check(graph: Graph, segment: RowSegment) -> None:
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
             raise VerifyError(
-                name, "it does not compute each row from that row alone", "give what find_row_segments finds"
+                name, "it does not compute each row from that row alone", "give segments that find_row_segments returns"
             )
 
 

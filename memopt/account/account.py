@@ -25,7 +25,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Account:
-    """The bytes that a step holds whatever its schedule, row by row, and those that the optimizer adds after the
+    """The bytes that every schedule of a step holds, row by row, and those that the optimizer adds after the
     backward."""
 
     parameters: int
@@ -99,8 +99,8 @@ class Account:
 
     @property
     def caching(self) -> bool:
-        """Whether torch's caching allocator manages the step's memory (`Device.caching`), so that a replay of its calls
-        shows what it needs beyond the bytes requested. Only devices with such an allocator have a `context`."""
+        """Whether torch's caching allocator manages the step's memory (`Device.caching`); only then there is a
+        `context`. A replay of the allocations and frees then shows what the step needs beyond the bytes requested."""
         return self.context > 0
 
     @property
@@ -148,10 +148,10 @@ def account_of(
 ) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
-    `trains` says which trainable parameters get a gradient in this step. `steps` says which may have one when the
-    optimiser steps, from this call or another; by default the same. For all other parameters, an optimizer instance
-    counts with the state that it has already, a class with none. `live` describes the optimizer of that class that will
-    step the parameters, if it exists already. `count` returns the bytes that an optimizer holds.
+    `trains` says which trainable parameters get a gradient in this step, `steps` which may have one when the optimizer
+    steps, from this call or another; by default the same. For all other parameters, state counts where an optimizer
+    instance already holds some. `live` describes the optimizer of that class that will step the parameters, if it
+    exists already. `count` returns the bytes that an optimizer holds.
 
     Sizes are rounded up to the device's blocks, on CUDA of 512 bytes. The allocator's further rounding and
     fragmentation are 0 here; they follow from a schedule (`memopt.planning.on_card`)."""

@@ -16,11 +16,11 @@ from memopt.solver.simulator import lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The allocator's calls of `step_calls` for each way in which the caller may treat the forward's results: holding
-    them until the optimizer has stepped, or dropping them before the backward, as `model(**batch).loss.backward()`
-    drops all but the loss. Earlier frees leave other gaps, so a step may run out of memory in one way and not in the
-    other. Results of up to `SMALL_BYTES` are in segments of their own: if all are so small, only the first way is
-    returned."""
+    """The allocations and frees of a step, as from `step_calls`, for each way in which the caller may treat the
+    forward's results: holding them until the optimizer has stepped, or dropping them before the backward, as
+    `model(**batch).loss.backward()` drops all but the loss. Earlier frees leave other gaps, so a step may run out of
+    memory in one way and not in the other. Results of up to `SMALL_BYTES` are in segments of their own: if all results
+    are so small, only the first way is returned."""
     kept = step_calls(problem, schedule)
     if all(problem.storages[result].bytes <= SMALL_BYTES for result in problem.results):
         return (kept,)
@@ -28,9 +28,9 @@ def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[Block
 
 
 def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = False) -> list[BlockCall]:
-    """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
-    allocated. `dropped`: the forward's results live until the backward begins, or until its last operator that reads
-    them. Raises `ValueError` where the schedule breaks a rule of `Schedule.check`."""
+    """The allocations and frees of one forward and backward, in order. Blocks in use after the last evaluation are not
+    freed. With `dropped`, each of the forward's results is freed when the backward begins, or after the last operator
+    that reads it. Raises `ValueError` where the schedule breaks a rule of `Schedule.check`."""
     schedule.check(problem)
     evaluations, offloads, forward_end = _emitted(problem, schedule)
     born: list[dict[int, int]] = [{} for _ in evaluations]
@@ -131,8 +131,8 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The allocator's blocks that do not come from forward and backward: those on the card already, and the bytes of
-    each that is still to be allocated, in order."""
+    """The bytes of the allocator's blocks that forward and backward do not make, in the order of allocation, and the
+    blocks that exist when a replay begins."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
@@ -165,10 +165,10 @@ def replay(
     limit_bytes: int | None = None,
     rising: bool = False,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator over several training steps. It may reserve `limit_bytes`; None: any amount. Steps are
-    replayed until one leaves the same blocks as the one before, or a fixed number of times. `calls` are those of one
-    forward and backward; the blocks that they leave allocated live until the optimiser is done. `rising` is as for
-    `CachingAllocator`.
+    """The peaks of the allocator over several training steps. The allocator may reserve `limit_bytes`; None: any
+    amount. Steps are replayed until one leaves the same blocks as the one before, or a fixed number of times. `calls`
+    are the allocations and frees of one forward and backward; blocks that they do not free live until the optimizer is
+    done. `rising` is as for `CachingAllocator`.
 
     Raises `CardFullError` where the limit is too low."""
     allocator = CachingAllocator(
@@ -197,14 +197,14 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin: the fraction `share / whole` of the allocator's limit that stays free for memory that no replay
-    shows."""
+    """A safety margin for memory that no replay shows: the fraction `share / whole` of the allocator's limit, which
+    stays free."""
 
     share: int
     whole: int = 1000
 
     def added_to(self, nbytes: int) -> int:
-        """The smallest limit of which `nbytes` are left after the margin is subtracted: the inverse of `taken_from`."""
+        """The smallest limit that leaves `nbytes` after the margin is subtracted: the inverse of `taken_from`."""
         return -(-nbytes * (self.whole + self.share) // self.whole)
 
     def taken_from(self, nbytes: int) -> int:
@@ -220,15 +220,15 @@ def replay_with_spare(
     expandable_segments: bool,
     limit_bytes: int,
 ) -> AllocatorPeaks:
-    """The peaks under the limit less the margin `spare`: the largest over all `ways` in which a step may call the
-    allocator. The replay must also pass with half of the margin, and with the whole limit; with the whole limit also
-    with and without copies of the inputs, as a region's first run makes them, and with new addresses above or below
-    others (`rising`).
+    """The peaks of the allocator with `limit_bytes` less the margin `spare`: the largest over all `ways` in which a
+    step may allocate and free. The step must also fit with half of the margin and with the whole limit; with the whole
+    limit also with and without copies of the inputs, as a region's first run makes them, and with and without `rising`
+    (see `CachingAllocator`).
 
     All this is tried because the limit decides when the allocator returns segments, and so where blocks lie: a process
-    may run out of memory with a larger limit and not with a smaller one. It also decides which blocks are a little
-    larger than requested, so the bytes allocated are the most of all replays. Raises `CardFullError` where a limit is
-    too low."""
+    may run out of memory with a larger limit and not with a smaller one. The limit also decides which blocks are a
+    little larger than requested, so the peak of allocated bytes is the largest of all replays. Raises `CardFullError`
+    where a replay needs more than its limit."""
     least = spare.taken_from(limit_bytes)
     bare = replace(blocks, copies=())
     runs = [
@@ -251,7 +251,7 @@ def replay_with_spare(
 def peaks_without_limit(
     ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, *, expandable_segments: bool
 ) -> AllocatorPeaks:
-    """The peaks of an allocator without a limit: the largest over all `ways` in which a step may call it."""
+    """The peaks of an allocator without a limit: the largest over all `ways` in which a step may allocate and free."""
     return _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
 
 

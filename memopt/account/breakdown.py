@@ -37,9 +37,8 @@ class Breakdown:
 
 
 def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Breakdown:
-    """The rows of memory at the step's peak, which is in the forward and backward or in the optimizer's step.
-
-    Resident bytes come from `account`; `problem.resident_bytes` is ignored."""
+    """The rows of memory, in bytes, at the step's peak: in the forward, the backward or the optimizer's step. Resident
+    bytes come from `account`; `problem.resident_bytes` is ignored."""
     simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
     graph_peak = account.resident_bytes + moving
@@ -55,7 +54,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
 
 
 def resident_rows(account: Account) -> dict[str, int]:
-    """The rows that are held from the first op of the forward to the last of the backward: they sum up to
+    """The bytes, by row, that are held from the first op of the forward to the last of the backward. They sum up to
     `Account.resident_bytes`."""
     lowering = "added by lowering" if account.lowering > 0 else "less by lowering"
     held = account.gradients if account.gradients_held else 0
@@ -64,8 +63,8 @@ def resident_rows(account: Account) -> dict[str, int]:
 
 
 def optimizer_rows(account: Account, outputs: int) -> dict[str, int]:
-    """The rows of the moment in which the optimiser steps, while the caller still holds outputs of `outputs` bytes:
-    they sum up to `Account.optimizer_step_bytes`."""
+    """The bytes, by row, while the optimizer steps and the caller still holds outputs of `outputs` bytes. They sum up
+    to `Account.optimizer_step_bytes`."""
     return {
         **_fixed_rows(account),
         GRADIENTS: account.gradients - account.into_buckets,
@@ -115,7 +114,7 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 
 def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) -> str:
     """The row of the breakdown in which a live storage counts. `first`: its contents come from the first evaluation of
-    its producer, not from a recomputation. `fetched`: they were copied back from the host."""
+    its producer, not from a recomputation. `fetched`: its contents were copied back from the host."""
     maker = problem.producer[storage]
     if problem.ops[maker].name == EAGER:
         return BETWEEN_REGIONS
@@ -132,8 +131,8 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
-    """The storages alive while evaluation `position` runs, each with the position of the evaluation that made its
-    current contents, or before which their fetch from the host began."""
+    """The storages alive while evaluation `position` runs. Each comes with the position of the evaluation that made its
+    current contents, or, if they were copied back from the host, of the one before which this copy began."""
     made_at: dict[int, int] = {}
     live_until: dict[tuple[int, int], int] = {}
     end = len(schedule.evaluations)
@@ -159,7 +158,7 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
 
 
 def by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
-    """The offloads of a schedule, grouped by the position in their field called `field`."""
+    """The offloads of a schedule, grouped by the position of the evaluation that their field called `field` names."""
     found: dict[int, list[Offload]] = {}
     for offload in schedule.offloads:
         found.setdefault(getattr(offload, field), []).append(offload)

@@ -171,14 +171,14 @@ class _Block:
 
 
 class CachingAllocator:
-    """Simulates the allocator's blocks and segments; `malloc` returns an address, which `free` takes.
+    """Simulates blocks and segments of torch's CUDA caching allocator; `malloc` returns an address, which `free` takes.
 
     Args:
         expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
         limit_bytes: the bytes that it may reserve, as `torch.cuda.set_per_process_memory_fraction` sets it; None:
             any amount.
         state: the blocks that exist at the start: free ones may be allocated, the others are never freed.
-        rising: whether new ranges of addresses lie above all others, and not at the highest place that is free.
+        rising: whether new segments get addresses above all others, and not the highest that are free.
 
     Raises `CardFullError` where the state is above the limit.
     """
@@ -237,7 +237,7 @@ class CachingAllocator:
         self._add_free(self._join(block))
 
     def blocks(self) -> Iterator[tuple[int, int, bool]]:
-        """Address, bytes and whether it is free, for every mapped block."""
+        """For each block that is mapped to memory: its address, its bytes, and whether it is free."""
         return ((block.address, block.size, block.free) for block in self._blocks.values() if block.mapped)
 
     def _restore(self, state: CardState) -> dict[bool, _Block]:
@@ -253,7 +253,9 @@ class CachingAllocator:
         self.allocated_bytes += state.apart_allocated_bytes
         self.requested_bytes = self.peak_requested_bytes = self.peak_allocated_bytes = self.allocated_bytes
         if self._is_above(0):
-            raise CardFullError(f"{self.reserved_bytes} bytes are held already, which is above the limit")
+            raise CardFullError(
+                f"{self.reserved_bytes} bytes are reserved already, above the limit of {self.limit_bytes}"
+            )
         return last
 
     def _restore_segment(self, segment: HeldSegment, before: _Block | None) -> _Block:
@@ -312,7 +314,9 @@ class CachingAllocator:
             self._release()
             wanted = self._wanted(size, small)
             if self._is_above(wanted):
-                raise CardFullError(f"{self.reserved_bytes} bytes are held, and {wanted} more are above the limit")
+                raise CardFullError(
+                    f"{self.reserved_bytes} bytes are reserved; {wanted} more are above the limit of {self.limit_bytes}"
+                )
         if self.expandable_segments:
             return self._map(size, small)
         block = _Block(self._addresses.take(wanted), wanted, small=small, expandable=False)

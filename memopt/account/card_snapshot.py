@@ -65,8 +65,8 @@ class _Owners:
 
 
 def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
-    """The addresses of the memory on a device that a model, its gradients, its optimizers' state and the inputs of its
-    call take."""
+    """The blocks on a device, as bytes by address, that a model and the inputs of its call, its gradients, its
+    optimizers' state, and all tensors take."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
     own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
@@ -86,8 +86,8 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
 def state_of(
     segments: Iterable[Mapping[str, Any]], owners: _Owners, libraries: Sequence[int], stream: int
 ) -> CardState:
-    """The state of torch's allocator, for a step on one stream, from `segments` as `torch.cuda.memory_snapshot` returns
-    them."""
+    """The state of torch's allocator as a step on the CUDA stream `stream` finds it, from `segments` as
+    `torch.cuda.memory_snapshot` returns them. `libraries` has the bytes of cuBLAS's workspaces."""
     held: list[HeldSegment] = []
     counts: Counter[Kind] = Counter()
     missing, found = Counter(map(rounded_bytes, libraries)), []

@@ -20,7 +20,8 @@ a workspace that cuBLAS keeps; all else."""
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A segment of the allocator, or a mapped part of an expandable one: the kind and bytes of its blocks, in order."""
+    """A segment of the allocator, or a mapped part of an expandable one: kind ("free", …) and bytes of each block in
+    it."""
 
     small: bool
     """Whether it belongs to the pool for blocks of up to 1 MB."""
@@ -35,7 +36,7 @@ class HeldSegment:
     def __post_init__(self) -> None:
         sizes = [nbytes for _, nbytes in self.blocks]
         if not sizes or min(sizes) <= 0 or self.gap_bytes < 0 or any(size % BLOCK_BYTES for size in sizes):
-            raise ValueError(f"a segment has one or more blocks of multiples of {BLOCK_BYTES} bytes, not {sizes[:8]}")
+            raise ValueError(f"a segment needs blocks whose bytes are multiples of {BLOCK_BYTES}, not {sizes[:8]}")
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +46,8 @@ class HeldSegment:
 
 @dataclass(frozen=True)
 class CardState:
-    """What the allocator of a process holds, in the order of addresses; empty in a process that has just begun.
+    """The segments and blocks that torch's allocator holds in a process, by address; empty in a process that just
+    began.
 
     Segments that are entirely free are not included: the allocator returns them to the card before it runs out of
     memory."""

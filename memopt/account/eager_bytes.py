@@ -28,8 +28,8 @@ def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, for any purpose.
 
     On CUDA they are the bytes requested: blocks that the allocator does not split are up to a megabyte larger, which is
-    in the account's row for the rounding of blocks. On the CPU only differences are of use, and a few kB of them are
-    Python's own. None where it is not known: with another C library than glibc 2.33 or later, and on other devices."""
+    in the account's row for the rounding of blocks. On the CPU only differences between two readings are of use, and a
+    few kB of them are Python's own. None on other devices, and on the CPU without glibc 2.33 or later."""
     kind = device_of(device)
     if kind.caching:
         return kind.requested_bytes(device)
@@ -40,7 +40,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 class AllocationLimit:
-    """An upper bound of the bytes that the tensors of this process hold, read in a hundredth of the time of
+    """An upper bound on the bytes that the tensors of this process hold, which takes a hundredth of the time of
     `allocated_bytes`.
 
     The first reading asks `malloc` how much it can allocate before it maps more memory. Later the process cannot have
@@ -53,8 +53,8 @@ class AllocationLimit:
         """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
 
     def bytes(self) -> int | None:
-        """An upper bound, mostly far above it, on the bytes allocated now; None where it is not known, and on other
-        devices than the CPU."""
+        """An upper bound on the bytes allocated now, mostly far above them; None for devices other than the CPU, and
+        where `malloc` does not tell."""
         if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
@@ -128,14 +128,14 @@ class ValueIsRead(Exception):
 
 
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the storages that operators make on devices of the type `home`, in the block sizes of the allocator of
-    `device_type`, and the workspace of that device's kernels.
+    """Counts the storages that operators make on devices of the type `home`, in blocks as the allocator of
+    `device_type` gives them out, and the workspace of that device's kernels.
 
     For use inside of a fake mode with `allow_non_fake_inputs`. Tensors of one element in the host's memory stay real:
-    optimisers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
+    optimizers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
     that are read as numbers are made up; without, reading one, or a random number, raises `ValueIsRead`. Where the peak
-    exceeds `most_bytes`, `_TooManyBytes` is raised, and after `most_calls` operators `ValueIsRead`, for loops that end
-    by a value.
+    exceeds `most_bytes`, `_TooManyBytes` is raised. After `most_calls` operators `ValueIsRead` is raised, since a loop
+    may end only when a value allows it.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result: real for numbers in the host's memory, made up for a fake tensor that is read as a
-        number. Raises `ValueIsRead` as the class says."""
+        """The operator's result: real for one-element tensors in the host's memory, made up for a fake tensor that is
+        read as a number. Raises `ValueIsRead` as the class says."""
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise ValueIsRead("it has a loop whose end depends on the value of a tensor")
+            raise ValueIsRead("its code has a loop whose end depends on the value of a tensor")
         self.left_out |= makes_unknown_bytes(func)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
@@ -182,8 +182,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Do not count fake tensors that existed before. Real tensors are still counted: either when they were made, or
-        as the copy that the fake mode makes."""
+        """Do not count these tensors if they are fake. Real ones still count, from their creation or as the copies that
+        the fake mode makes of them."""
         super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -222,8 +222,8 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does while operators run on real tensors. An operator whose results and workspace would
     exceed `most_bytes` does not run.
 
-    Kernels whose workspace has to be measured run once more for that in `measure`, when the tensors of the step are
-    freed. Where the measurement decides whether the operator may run, `WorkspaceUnknown` is raised."""
+    Kernels whose workspace has to be measured run once more in `measure`, when the tensors of the step are freed.
+    `WorkspaceUnknown` is raised where that measurement decides whether an operator may run."""
 
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
@@ -252,7 +252,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def note_read(self) -> None:
-        """Record that code reads a value without calling an operator."""
+        """Record that the code reads a value of a tensor other than by an operator."""
         self.depends_on_values = True
 
     def _expected(self, func: Any, args: Any, kwargs: Any) -> tuple[int, OpCall | None]:
@@ -270,8 +270,8 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return self._runs[call]
 
     def eager_workspace(self, call: OpCall) -> int:
-        """An upper bound from a rule on the workspace of the kernel of `call`, in bytes. On the CPU, where that would
-        raise the peak, the measured bytes; 0 where the kernel is left to `measure`."""
+        """An upper bound from a rule on the workspace of the kernel of `call`, in bytes. On the CPU, where that bound
+        would raise the peak, the measured bytes, or 0 where the kernel is to be measured later, by `measure`."""
         bound = estimate_workspace(call, self._kernels_of)
         if self.live_bytes + bound <= self.peak_bytes:
             return bound

@@ -43,8 +43,8 @@ class Found:
     """Whether a walk found the bytes; else they are those that the user gave, or a limit."""
 
     def beside(self, account: Account) -> int:
-        """The bytes outside of a step with this account: `other`, and optimizer state and gradients beyond what the
-        account counts. 0 where they are few enough for the account's row for scalars."""
+        """The bytes outside of a step with this account: `other`, and the optimizer state and gradients that exceed the
+        account's rows for them. 0 where these are few enough for the account's row for scalars."""
         beside = self.other + max(0, self.state - account.optimizer_state) + max(0, self.gradients - account.gradients)
         return beside if beside > BOOKKEEPING_BYTES else 0
 
@@ -65,9 +65,9 @@ def look(
     """Search a device for tensors that are not those of a model, its gradients, its optimizers' state and its current
     call.
 
-    They are found among Python's objects, which takes about 0.2 seconds for half a million of them. On CUDA the
-    allocator's count includes all memory. On the CPU, memory that only C++ holds is missed; of the activations that a
-    plain model saved, only those are found that its modules passed on.
+    The search goes through Python's objects, which takes about 0.2 seconds for half a million of them. On CUDA the
+    allocator's count adds what no Python object holds. On the CPU, memory that only C++ holds is missed; of the
+    activations that a plain model saved, only those are found that its modules passed on.
 
     Args:
         own: further tensors that the account of the step includes: the call's inputs, and copies to undo it.
@@ -130,7 +130,7 @@ def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device
 
 
 def in_steps(nbytes: int, budget_bytes: int) -> int:
-    """The bytes rounded up to a multiple of a small fraction of the budget, so that plans depend on few distinct
+    """`nbytes` rounded up to a multiple of a small fraction of the budget, so that plans depend on few distinct
     values."""
     step = max(1, budget_bytes // _STEPS)
     return -(-nbytes // step) * step

@@ -61,20 +61,20 @@ def optimizer_account(
     device_type: str | None = None,
     idle: Collection[torch.Tensor] = (),
 ) -> OptimizerAccount:
-    """Find the bytes that an optimiser holds by running three of its steps on fake tensors.
+    """Find the bytes that an optimizer holds by running three of its steps on fake tensors.
 
     Any optimizer written with torch's operators can be counted. Whether it loops over the parameters or takes all at
     once (foreach, fused) is torch's choice for the device. Where a step cannot be tried, the bytes are guessed from
-    above, and `guess` says so: state as large per element as an instance that has stepped holds already, else two fp32
-    copies, as Adam has; temporaries as large as one fp32 copy of all parameters, and at least four copies of the
-    largest.
+    above, and the field `guess` says why: state as large per element as an instance that has stepped holds already,
+    else two fp32 copies, as Adam has; temporaries as large as one fp32 copy of all parameters, and at least four copies
+    of the largest.
 
     Args:
         optimizer: a class (its defaults), an instance (with its groups, options and state; it is not changed), a
             `functools.partial` or another callable that takes the parameters, the name of a class of `torch.optim` in
             any case ("adamw"), or None.
-        parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` count nothing.
-            An instance's own parameters take their place.
+        parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` are left out. For
+            an instance, the parameters in its groups are taken instead.
         idle: those of an instance's parameters that have no gradient when it steps; what state it has for them counts.
         device_type: the type of device where the step will run; by default the device of the parameters (CPU for meta).
 

@@ -43,7 +43,7 @@ def bare_copy(value: T) -> T:
 
 
 def attributes_of(value: object) -> Iterator[tuple[str, Any]]:
-    """The names and values of an object's own attributes, those in slots too."""
+    """The names and values of an object's own attributes, also of those in `__slots__`."""
     yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -54,13 +54,13 @@ def attributes_of(value: object) -> Iterator[tuple[str, Any]]:
 
 
 class OptimizerCopy:
-    """Copies an instance with its options, its state and everything else that it holds, so that steps of the copy
-    change nothing outside of it.
+    """Copies an optimizer instance with its options, its state and everything else that it holds, so that steps of the
+    copy change nothing outside of it.
 
-    Tensors become fakes on `device`; single numbers in the host's memory, as step numbers and some learning rates are,
-    become real copies: their values decide what a step does. Its parameter groups contain the stand-ins of parameters;
-    parameters without one are left out. Functions are copied where they refer to the optimizer or its tensors. Hooks
-    and the wrapper that a scheduler puts around `step` are left out."""
+    Tensors become fake tensors on `device`; one-element tensors in the host's memory, such as step numbers and some
+    learning rates, become real copies, since their values decide what a step does. The parameter groups of the copy
+    contain the stand-ins of parameters; parameters without one are left out. Functions are copied where they refer to
+    the optimizer or its tensors. Hooks and the wrapper that a scheduler puts around `step` are left out."""
 
     def __init__(self, fakes: Fakes, device: torch.device) -> None:
         self.fakes, self.device = fakes, device
@@ -211,8 +211,8 @@ class OptimizerCopy:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A block in which the copied originals have no parameters and no state, so that code which reaches them
-        through the copy steps nothing."""
+        """A block in which the originals have no parameters and no state, so that code of a copy that still refers to
+        an original steps nothing."""
         own = [(vars(one), {name: vars(one)[name] for name in _EMPTY if name in vars(one)}) for one in self.copied]
         for attributes, held in own:
             attributes.update({name: empty() for name, empty in _EMPTY.items() if name in held})

@@ -39,11 +39,11 @@ def optimizer_on_fakes(
     idle: Iterable[torch.Tensor] = (),
 ) -> Iterator[Optimizer]:
     """A block that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
-    steps can be tried. On "meta" these are plain tensors of that device.
+    steps can be tried. With "meta" as `home` they are plain tensors on "meta".
 
-    `count` counts the state that an instance has already, or what making the optimiser allocates. `foreach`: torch
+    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: torch
     would step all parameters at once; `idle` are parameters of an instance that have no gradient when it steps.
-    Functions of the optimiser that `torch.compile` has wrapped run uncompiled.
+    Functions of the optimizer that `torch.compile` has wrapped run uncompiled.
 
     Raises `ValueError` as `trial` does."""
     mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
@@ -75,7 +75,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
         several = isinstance(optimizer, (list, tuple))
         mend = "; give several as one Optimizer with the parameter groups and the state of all" if several else ""
         got = f"a {type(optimizer).__name__}" if several else repr(optimizer)
-        raise ValueError(f"an optimizer is a class, an instance, a partial, a name or None, not {got}{mend}")
+        raise ValueError(f"optimizer must be a class, an instance, a partial, a name or None, not {got}{mend}")
     stand_ins: Sequence[torch.nn.Parameter] = list(fakes.values()) or [torch.nn.Parameter(torch.empty(1))]
     try:
         made = make(stand_ins)
@@ -90,9 +90,9 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
 
 
 def fused(optimizer: OptimizerLike) -> OptimizerLike:
-    """The same optimiser with torch's fused kernels, which need no temporaries; an instance is not changed.
+    """The same optimizer with torch's fused kernels, which need no temporaries; an instance is not changed.
 
-    None where it uses them already, or its class has none. Raises `ValueError` as `trial` does.
+    None where the optimizer uses fused kernels already, or has no such option. Raises `ValueError` as `trial` does.
     """
     if optimizer is None:
         return None
@@ -115,7 +115,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on "meta" that stands for a trained parameter."""
+    """A tensor on "meta" with these sizes, strides and dtype that requires a gradient, in place of a parameter."""
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_()
 
 
@@ -130,8 +130,8 @@ def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = Tru
 
 
 def step(on_fakes: Any) -> None:
-    """Step an optimizer whose parameters are fake tensors. One that needs a closure gets one, after which the gradients
-    are restored."""
+    """Step an optimizer whose parameters are fake tensors. If it needs a closure, it gets one that returns 0 as the
+    loss and sets the gradients again."""
     gradients = [(parameter, parameter.grad) for parameter in parameters_of(on_fakes)]
 
     def closure() -> torch.Tensor:
@@ -227,8 +227,8 @@ class LiveOptimizer:
         return sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
 
     def departure(self, parameters: Iterable[torch.Tensor]) -> str:
-        """A text on how this optimizer differs from one with its class's defaults that steps `parameters` in their
-        order: by fused kernels, or another order. It is equal in all processes, and empty where nothing differs."""
+        """A text on how this optimizer differs from one of its class with default options that steps `parameters` in
+        their order: by fused kernels, or by another order. Equal in all processes; empty where nothing differs."""
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         order = [numbers[parameter] for parameter in self.order if parameter in numbers]
         return f"{'fused ' if self.fused else ''}{order if order != sorted(order) else ''}"

@@ -39,9 +39,9 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The parameters of a model as FSDP2 spreads them over `dp_shard` of a cluster, a group for each block.
+    """The parameters of a model as FSDP2 spreads them over the `dp_shard` cards of a cluster, one group for each block.
 
-    The parameters already have their local shapes of tensor parallelism."""
+    With tensor parallelism, they have the shapes of one card's part already."""
 
     cluster: Cluster
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Sharding:
         return cls(cluster, dtype, tuple(model.parameters()), groups)
 
     def over(self, cluster: Cluster) -> Sharding:
-        """The same sharding on another cluster, whose "tp" size is the same."""
+        """The same sharding on another cluster with the same number of "tp" cards."""
         members = ((group.name, [one for one in self.parameters if id(one) in group.numbers]) for group in self.groups)
         cards = cluster.mesh.dp_shard
         groups = tuple(_group(name, parameters, cards, self.dtype) for name, parameters in members)
@@ -87,15 +87,15 @@ class Sharding:
         return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
 
     def kept_bytes(self, count: int) -> int:
-        """The further bytes, beyond `gathered_bytes`, if the last `count` blocks stay gathered until their backward:
-        all of them exist at once, besides a buffer into which one block is gathered."""
+        """The bytes, beyond `gathered_bytes`, that it takes to keep the last `count` blocks gathered until their
+        backward: then all of these exist at once, and one buffer into which another block is gathered."""
         kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
         largest = max((group.gathered_bytes for group in self.blocks), default=0)
         return max(0, sum(kept) - largest)
 
     @cached_property
     def exchange_bytes(self) -> int:
-        """The bytes of the buffer from which one block's gradients are reduced while the next block's are computed."""
+        """The bytes of the buffer from which the gradients of one block, the largest, are reduced."""
         return max((group.reduced_bytes for group in self.blocks), default=0)
 
     def shards(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -29,18 +29,18 @@ aten = torch.ops.aten
 
 
 class Untraceable(Exception):
-    """A region cannot be traced as an operator graph without a change of its meaning. It then stays Dynamo's graph,
-    which passes do not rewrite. The message is a reason that completes a sentence beginning with "since"."""
+    """A region cannot be traced as an operator graph without changing what it computes. Dynamo's graph is then used in
+    its place, and no passes rewrite it. The message is the reason, as a clause that can follow "since"."""
 
 
 class AuthorModes:
-    """Handles each operator as the model's author called it, before the tracer records it.
+    """Applies the grad mode and autocast of the model's code to each operator before a tracer records it, so that the
+    trace shows their effects as operators.
 
     Under `no_grad` the operator gets detached arguments. Under autocast the dispatcher's own autocast kernel runs, and
-    its casts and its final call are traced one by one; composite operators that autocast reaches into are decomposed.
-    Autocast's cache is reproduced as well: one cast shared by all uses of a weight determines the dtype in which its
-    gradients are summed. Operators on the host's tensors are cast as the autocast of the device type `planned_for`
-    would cast them.
+    the tracer records its casts and its calls; a composite operator is decomposed if autocast changes what it computes.
+    As with autocast's cache, all uses of a weight share one cast, which determines the dtype in which its gradients are
+    summed. Operators on CPU tensors are cast by the autocast rules of the device type `planned_for`, if one is given.
     """
 
     def __init__(self, mode: FakeTensorMode, planned_for: str = "") -> None:
@@ -78,7 +78,7 @@ class AuthorModes:
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle the call of the operator `func` and return its result. `trace(func, args, kwargs)` records a call in
-        the graph; under the context `within`, the calls that a kernel makes come back to this method."""
+        the graph; under the context manager `within`, operators that a kernel calls are given to this method too."""
         if not torch.is_grad_enabled():
             args, kwargs = self._without_gradients(trace, func, args, kwargs)
         device = _autocast_device(args, kwargs)
@@ -179,7 +179,7 @@ def autocast_is_on() -> bool:
 
 
 def autocast_state() -> str:
-    """A text that identifies the active autocast: device types, dtypes and cache; empty without autocast."""
+    """A text that identifies the active autocast: device types, dtypes, and whether casts are cached; else empty."""
     types = {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
     return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
 

@@ -40,12 +40,12 @@ class EagerBytes:
         return EagerBytes(*map(max, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> EagerBytes:
-        """Each number of bytes multiplied by a factor, rounded up."""
+        """A copy with each of its byte counts multiplied by `factor` and rounded up."""
         return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
 
 class EagerCodeTooLargeError(CaptureError):
-    """Eager code between regions holds more bytes than a step may."""
+    """Eager code between regions holds more bytes than the budget leaves for it."""
 
 
 class CrossedByDerivative(CaptureError):
@@ -82,12 +82,12 @@ class Passed:
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operators make outside of `planned()` blocks, and of the parameters that FSDP2
-    has gathered. Raises `EagerCodeTooLargeError` where they hold more than `most_bytes`."""
+    """A dispatch mode that counts the bytes of eager code between regions: storages made outside of `planned()` blocks,
+    and parameters that FSDP2 has gathered. Raises `EagerCodeTooLargeError` where they exceed `most_bytes`."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: Dynamo captures nothing while a mode of another kind is active."""
+        """True, as Dynamo captures nothing while a dispatch mode is active for which this returns False."""
         return True
 
     def __init__(self, gathered: Gathered = NOTHING_GATHERED, most_bytes: float = math.inf) -> None:
@@ -107,8 +107,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return len(self.runs) - 1
 
     def begin_backward(self, number: int, gradients: Any) -> None:
-        """Record that the backward of run `number` begins with these gradients of its outputs. They are not counted as
-        held by eager code, since the plan of the region includes them."""
+        """Record that the backward of run `number` begins with `gradients`, those of its outputs. The gradients do not
+        count as held by eager code, since the plan of the region includes them."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
         held = self.live_bytes - self.bytes_among(gradients)
@@ -125,23 +125,26 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             self._planned -= 1
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the recorded peak to the bytes that are alive now and `workspace_bytes`, if that is more. With FSDP2,
-        gathered parameters are alive at their present size (they are freed by resizing), and so are the whole gradients
-        that earlier backwards left and that are set aside meanwhile.
+        """Raise the recorded peak to the bytes alive now plus `workspace_bytes`, if the sum is larger. Under FSDP2 the
+        bytes alive include gathered parameters at the present size of their storages, which FSDP2 resizes to free them,
+        and the unsharded gradients of earlier backwards, which are set aside while the step is counted.
 
-        Raises `EagerCodeTooLargeError` where more than `most_bytes` are held.
+        Raises `EagerCodeTooLargeError` where the bytes alive exceed `most_bytes`.
         """
         self.recount(self.gathered.memory())
         before, self._waiting_bytes = self._waiting_bytes, self.gathered.waiting_bytes
         self.live_bytes += self._waiting_bytes - before
         super().raise_peak(workspace_bytes)
         if self.live_bytes > self.most_bytes:
-            raise EagerCodeTooLargeError("code between the regions of the forward holds more than the budget leaves")
+            raise EagerCodeTooLargeError(
+                f"eager code between the regions of the forward holds {self.live_bytes:,} bytes, more than the "
+                f"{self.most_bytes:,} that the budget leaves for it; give a larger budget or a smaller batch"
+            )
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """The bytes that the operator's kernel may hold besides its arguments and results; 0 in `planned()` blocks.
-        They come from rules, or from a run of the kernel alone on values of its own: those of this run are arbitrary,
-        and some kernels' workspace depends on values."""
+        They are found by a rule, or by running the kernel once more on made-up values: the values of a dry run are
+        arbitrary, and the workspace of some kernels depends on values."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
         if self._planned or func.is_view or not tensors or any(map(_is_of_several, tensors)):
             return 0
@@ -149,15 +152,15 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return eager_workspace_bytes(call, device_type_of(tensors[0]), self.peak_bytes - self.live_bytes)
 
     def passes_on(self, value: Any) -> bool:
-        """Whether the gradient of a region's input goes to other code: the code that computed the input, or that
-        reduces the gradient over ranks."""
+        """Whether other code takes the gradient of `value`, an input of a region: the eager code or region that
+        computed the input, or FSDP2, which reduces the gradients of gathered parameters over ranks."""
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
         return not value.is_leaf or value in self.gathered
 
     def count(self, tensors: Any) -> None:
-        """Count the storages of these tensors that are new; inside of a `planned()` block, mark them as not to be
-        counted."""
+        """Count the storages of these tensors as `LiveBytes` does; inside of a `planned()` block, exclude them
+        instead."""
         if self._planned:
             self.exclude(tensors)
         else:

@@ -36,8 +36,8 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
-    """The joint graph with all blocks. With `marked`, its nodes keep the mark by which `traced_from` tells which
-    operator each was traced from."""
+    """The joint graph of `standing`, completed with copies of its standing blocks in place of the blocks that were not
+    traced. With `marked`, its nodes keep the marks that `traced_from` reads."""
     return _Copier(standing, marked).copied()
 
 

@@ -49,8 +49,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Values of a graph's symbolic sizes by symbol name: `seen` has those of the current batch, `allowed` the upper
-    limits that the plan has room for.
+    """Values of a graph's symbolic sizes, by symbol name: `seen` has the values in the current batch, `allowed` the
+    largest values that the plan has room for.
 
     Data-dependent symbols in neither mapping count as their largest possible value."""
 
@@ -61,7 +61,7 @@ class DataSizes:
 
     @classmethod
     def of(cls, seen: Mapping[str, int], before: DataSizes | None = None) -> DataSizes:
-        """The sizes in `seen`, with limits a margin above them and at least as high as those in `before`."""
+        """The sizes `seen`, by symbol name, with limits a margin above them and no lower than those of `before`."""
         least = before.allowed if before else {}
         return cls(seen, {name: max(math.ceil(size * MARGIN), least.get(name, 0)) for name, size in seen.items()})
 
@@ -106,7 +106,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records, on real values, the results of operators whose output may depend on data."""
+    """A dispatch mode that records, on real tensors, the results of operators that make data-dependent sizes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,8 +177,8 @@ def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
 
 
 def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None]]]:
-    """The nodes whose values introduce data-dependent sizes or numbers. Each comes with the names of its new symbols
-    and the dimension of its tensor that has that size, or None where the node's value is itself the number.
+    """The nodes whose values introduce data-dependent sizes or numbers. Each comes with a dict from its new symbols, by
+    name, to the dimension of its tensor that has this size, or to None where the node's value is itself the number.
 
     Symbols for the offset of a view within its storage are left out: no bytes depend on them."""
     known: set[str] = set()
@@ -215,10 +215,10 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
 
 
 def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mapping[str, int]) -> dict[str, int]:
-    """Limits for those symbols in `names` that count what a mask selects, or which elements are not zero: the number of
-    all elements, with the values that `largest` has for the symbols in their shapes.
+    """Upper limits, by symbol name, of those symbols in `names` that count the elements which a mask selects, or which
+    are not zero: the number of all elements. `largest` has the values of the symbols in the shapes of the tensors.
 
-    A mask of the forward selects in the backward, too, and no run of the forward shows how much.
+    A mask may be applied in the backward only, so that no run of the forward shows how many elements it selects.
     """
     found: dict[str, int] = {}
     for node, symbols in new_symbols(graph):
@@ -239,16 +239,17 @@ def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def in_shapes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those of `sizes`, by symbol, that a tensor of the graph has in its shape: no memory depends on the others."""
+    """The part of `sizes`, by symbol name, that is in the shape of a tensor of the graph. No memory depends on the
+    rest."""
     names = set().union(*(shape_symbols(node.meta.get("val")) for node in graph.nodes))
     return {name: size for name, size in sizes.items() if name in names}
 
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:
-    """The values of a joint graph's data-dependent symbols, from the results `observed` in a run of the same forward,
-    matched operator by operator in order.
+    """The values of a joint graph's data-dependent symbols, by symbol name. They are taken from `observed`, the results
+    in a run of the same forward, which are matched with the graph's operators in order.
 
-    None where graph and observations do not match.
+    None where an operator of the graph has no result in `observed`.
     """
     remaining = list(observed)
     values: dict[str, int] = {}
@@ -266,8 +267,8 @@ def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | Non
 
 
 def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
-    """Add a check to a forward graph for each symbol with a limit, which raises `SizeOutgrown` above it. Edits the
-    graph."""
+    """Add a check to a forward graph for each symbol in `allowed`, which has their largest values by name: the check
+    raises `SizeOutgrown` where a value is larger. Edits the graph."""
     for node, symbols in list(new_symbols(forward.graph)):
         for name, dimension in symbols.items():
             if name in allowed:
@@ -281,4 +282,4 @@ def check_size(value: Any, dimension: int | None, most: int) -> None:
     first = _first(value)
     size = first if dimension is None else first.shape[dimension]
     if size > most:
-        raise SizeOutgrown(f"a size that depends on data is {size}, and the plan is for at most {most}")
+        raise SizeOutgrown(f"a data-dependent size is {size}, but the plan has room for at most {most}")

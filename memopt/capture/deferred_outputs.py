@@ -41,13 +41,13 @@ class Piece:
 
     @property
     def draws(self) -> bool:
-        """Whether it may draw random numbers, and must run with the generators in the state in which the forward
-        began."""
+        """Whether the piece may draw random numbers. It must then run with the random generators in the state in which
+        the forward began."""
         return self.taken is None
 
     def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs, computed from the values of `inputs` followed by the value of `taken`, which may have another
-        dtype than in the plain forward."""
+        """The outputs. `arguments` are the values of the region's inputs that the piece reads, then the value of the
+        forward that it starts from, if any; that may have another dtype than in the plain forward."""
         given = list(arguments)
         if self.taken is not None:
             given[-1] = given[-1].to(_example(self.taken).dtype)
@@ -75,7 +75,7 @@ class Group:
 
     @cached_property
     def is_static(self) -> bool:
-        """Whether the sizes of its outputs are plain numbers, not symbols."""
+        """Whether the shapes and strides of the group's outputs are numbers, without symbols."""
         sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
         return all(isinstance(number, int) for number in sizes)
 
@@ -92,8 +92,8 @@ class DeferredOutputs:
 
     @property
     def released(self) -> frozenset[int]:
-        """The positions, among the region's results, of the values in `taken` that are freed when the backward begins;
-        after that, a second forward computes the outputs that need them."""
+        """Which values returned in place of outputs are freed when the backward begins, by position among the region's
+        results. Outputs that are first read after that are computed by a second run of the forward."""
         needed = {group.head.taken for group in self.groups if group.head and not group.forward}
         first = len(self.returned)
         return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)
@@ -109,9 +109,9 @@ def defer_outputs(graph_module: fx.GraphModule, detached: Collection[int]) -> De
 
     `detached` has the positions of the outputs that may be deferred; each is a call of `detach`. An output is deferred
     alone where few operators compute it from a value of at most half of its bytes (logits of a language model, from
-    hidden states and the head's weight). The others are deferred together where they are many and a second forward
-    gives them (keys and values of a cache). Edits the graph; returns None, with the graph unchanged, where nothing is
-    deferred."""
+    hidden states and the head's weight). The others are deferred together where they have many bytes and a second
+    forward gives them (keys and values of a cache). Edits the graph; returns None, with the graph unchanged, where
+    nothing is deferred."""
     output = graph_module.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     large = {

@@ -28,11 +28,11 @@ def takes_derivatives(graph_module: fx.GraphModule) -> bool:
 
 
 def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Make a region's graph ready to be differentiated once more; returns the numbers of the inputs that are to require
-    a gradient before the region runs.
+    """Prepare a region's graph, whose code may take derivatives itself, to be differentiated; returns the numbers of
+    the inputs that must require a gradient when the region runs, because its code calls `requires_grad_` on them.
 
-    Edits the graph: calls of `requires_grad_` and of an `autograd.Function` are replaced. Raises `GraphBreak` where
-    derivatives would be lost.
+    Edits the graph: calls of `requires_grad_` and of an `autograd.Function` are replaced. Raises `GraphBreak` where the
+    graph would lose derivatives that the plain model computes.
     """
     derives = takes_derivatives(graph_module)
     found = _take_requires_grad(graph_module, derives=derives)
@@ -42,8 +42,8 @@ def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
 
 
 def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
-    """The forward of a region, to be called where gradients are disabled. It enables them where the region's code takes
-    derivatives itself."""
+    """A function that runs the forward of a region, to be called with gradients disabled. The function enables
+    gradients where the region's own code takes derivatives."""
     return torch.enable_grad()(graph_module.forward) if takes_derivatives(graph_module) else graph_module.forward
 
 
@@ -115,7 +115,7 @@ def _replace_functions(graph_module: fx.GraphModule) -> None:
             continue
         name = "an autograd.Function" if is_custom_function(call.target) else str(call.target)
         if transforms or not is_custom_function(call.target) or not _can_run_again(inner, call):
-            raise GraphBreak(f"it takes derivatives of derivatives through {name}, which a graph would lose")
+            raise GraphBreak(f"the model takes second derivatives through {name}, which a captured graph would lose")
         forward, backward, *arguments = call.args
         for node in _grad_modes(_body(inner, backward)):
             node.graph.erase_node(node)

@@ -44,10 +44,10 @@ class _Crossed:
 class DryRun:
     """Records the runs of regions while a call's Python code runs once.
 
-    Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
-    gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are. With
-    `forward_of`, a region's values come from the forward that this returns instead: a plan may compute other values
-    than Dynamo's graph, and the model's Python code branches on the plan's.
+    Each region runs as one opaque function, forward and backward. Its outputs are computed by Dynamo's graph without
+    gradients, or by `forward_of(region)` if that is given: a plan may compute other values than Dynamo's graph, and the
+    model's Python code may branch on them. The gradients of its inputs have arbitrary values. Operators between regions
+    run as they are.
 
     `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`."""
 
@@ -106,7 +106,7 @@ class DryRun:
         return {at: place for at, place in found if place is not None}
 
     def captured(self, reason: str) -> CapturedCall:
-        """The captured call; available after `differentiate`."""
+        """The captured call, once `differentiate` has run. `reason` says why the call is not one region."""
         around = zip(self.runs, self.between.runs, self._values, strict=True)
         runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
         return CapturedCall(
@@ -120,8 +120,8 @@ class DryRun:
         )
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
-        """Run the backward from the call's outputs to `parameters`, since eager code holds memory there too. It changes
-        no `.grad` and calls no hook that waits for one, except where FSDP2 gathers parameters, whose `.grad` is set."""
+        """Run the backward from the call's outputs to `parameters`, to count what eager code holds there. No `.grad`
+        changes and no hook on a parameter's gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
@@ -207,10 +207,10 @@ def record_dry_run(
     """Capture the regions that a call of `model` runs through, by calling `run()` once, which must run each region by
     `dry_run.run`.
 
-    The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
-    region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured, fails on
-    fakes or in its backward (a hook of the model may take a derivative inside of a region), or contains no region. What
-    the model's forward raises on real values, and a failed allocation, is raised unchanged."""
+    The user's backward hooks are not called, since gradients have arbitrary values here. `reason` says why the call is
+    not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured,
+    fails on fake tensors or in its backward, or contains no region. Other errors of the model's forward on real values,
+    and failed allocations, are raised unchanged."""
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
     parameters = list(model.parameters())  # now: in a forward that gathers them, the model has others
@@ -241,9 +241,9 @@ def record_dry_run(
 
 
 def cut_off(call: Any) -> Any:
-    """The arguments of a call, with each tensor that has an autograd history replaced by one that shares its memory,
-    but not its history; it is no leaf either. So the backward of a dry run does not go on into an earlier forward, and
-    free what that has saved."""
+    """The arguments of a call, with each tensor that has a `grad_fn` replaced by a non-leaf tensor that shares its
+    memory and has no autograd history. So the backward of a dry run does not continue into an earlier forward, whose
+    saved values it would free."""
     if not any(map(has_node, tree_leaves(call))):
         return call
     cut: Any = _CutOff.apply
@@ -266,8 +266,8 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
     """Capture a call with the regions that its later runs will go through.
 
     Where Dynamo may choose other compilations the next time, `capture` is called twice. If the second capture has other
-    regions, it is returned. If it has the same, a capture is returned whose sizes and eager bytes are the larger of
-    both, since a model may keep a value of its first call and hold more in the second.
+    regions, the second is returned. If it has the same regions, each size and each count of eager bytes is the larger
+    one of both captures, since a model may keep a value of its first call and hold more in the second.
 
     `backend` recorded the regions. The model must be in the same state before and after `capture`."""
     found = capture()
@@ -297,8 +297,8 @@ RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unpla
 
 
 def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
-    """The message for a user that the forward of a model cannot be captured, for `reason`. If that names no line of
-    code, the first line of the forward is added. `further` follows the reason."""
+    """The message for users that the forward of `model` cannot be captured, because of `reason`. The first line of the
+    forward is added if `reason` names no line of code; then follow `further` and what the user can do."""
     if "storage of Sparse" in reason:
         reason = f"it makes a sparse tensor, as the gradient of an embedding with sparse=True is ({reason})"
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)

@@ -68,8 +68,8 @@ def _without_numbers(runs: Sequence[RegionRun]) -> tuple[RegionRun, ...]:
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
-    """For each run of `now`, the number of the run in `before` that a plan may treat as the same; None for a new
-    one."""
+    """For each run in `now`, the index in `before` of the run that a plan may treat as the same; None where there is no
+    such run."""
     numbers: list[int | None] = []
     for kind, begin, end, now_begin, now_end in _blocks(before, now):
         numbers += range(begin, end) if kind == "equal" else [None] * (now_end - now_begin)
@@ -130,7 +130,8 @@ Place: TypeAlias = tuple[int, int]
 
 
 def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: bool) -> dict[Place, int | None]:
-    """The dimensions of a call's tensors that the user declares to change, each with its largest size, if it has one.
+    """The dimensions of a call's tensors that the user declares to change, as `(number of the tensor, dimension)`, each
+    with its largest size, or None where the declaration has no `max`.
 
     Args:
         dynamic: nested like the batch (a dict by the forward's argument names, or a tuple), with `{dimension: Dim}` or
@@ -157,26 +158,27 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
 
 
 def all_places(call: Call) -> set[Place]:
-    """All dimensions of a call's tensors, each as the number of the tensor with the dimension."""
+    """All dimensions of a call's tensors, each as `(number of the tensor in tensors_in, dimension)`."""
     return {(number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim())}
 
 
 def markable(call: Call, places: Collection[Place]) -> set[Place]:
-    """Those of the dimensions whose sizes can become symbols: not sizes of 0 and 1, which torch takes as constants."""
+    """The part of `places`, pairs `(number of the tensor, dimension)`, whose sizes can become symbols: those above 1,
+    since torch takes sizes of 0 and 1 as constants."""
     tensors = list(tensors_in(call))
     return {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
 
 
 def marked(call: Call, places: Collection[Place]) -> AbstractContextManager[None]:
-    """Context in which Dynamo, where it captures such a call, makes symbols of the sizes at `places` (dimensions of its
-    tensors)."""
+    """A context in which Dynamo, when it captures `call`, makes symbols of the sizes at `places`: dimensions of the
+    call's tensors, each as `(number of the tensor, dimension)`."""
     tensors = list(tensors_in(call))
     return marked_changing([(tensors[number], dimension) for number, dimension in places])
 
 
 def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:
-    """The call with "meta" tensors of the largest declared sizes in place of its own tensors; the call itself where
-    none is declared."""
+    """The call with "meta" tensors in place of its tensors, in which each dimension in `places` has its declared
+    largest size, if it has one. The call itself where no largest size is declared."""
     if not any(places.values()):
         return call
     numbers = tensor_numbers(call)
@@ -236,7 +238,9 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
     found: dict[int, int | None] = {}
     for dimension, dim in sizes:
         if not isinstance(dimension, int) or not -tensor.dim() <= dimension < tensor.dim():
-            raise ValueError(f"{path} names dimension {dimension!r} of a tensor of shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{path} names dimension {dimension!r} of a tensor of shape {tuple(tensor.shape)}; name one it has"
+            )
         place = dimension % tensor.dim()
         if dim is None or isinstance(dim, int) or dim == torch.export.Dim.STATIC:
             continue

@@ -39,10 +39,10 @@ _numbers = itertools.count()
 def training_call(
     model: nn.Module, loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None
 ) -> Callable[..., Any]:
-    """The function to capture: the model's own call with its hooks, or the loss as `loss_call` computes it.
+    """The function to capture: the model's own call with its hooks, or the loss as `loss_call` computes it. `floats` is
+    as for `loss_call`.
 
-    It has a code object of its own, because Dynamo keeps and counts compilations by code object. `floats` is as for
-    `loss_call`.
+    The function has a code object of its own, because Dynamo keeps and counts compilations by code object.
     """
     call = loss_call(model, loss_fn, floats, plain_call(model))  # the model's own call is memopt's by now
     if takes_model(loss_fn):
@@ -61,8 +61,8 @@ def loss_call(
     the batch.
 
     `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` runs the model in place of `model` itself.
-    A loss function that takes the model calls it itself; it must then run in a block of `called_plainly`, as in
-    `plain_loss_call`."""
+    A `loss_fn` that takes the model calls `model` itself, not `call`; `plain_loss_call` makes it run the plain
+    forward."""
     run = model if call is None else call
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -96,8 +96,8 @@ def plain_loss_call(
     floats: torch.dtype | None = None,
     call: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """As `loss_call`, to be run in eager mode: where the loss function calls the model itself, the model's own forward
-    runs, not a planned one."""
+    """The function that `loss_call` returns, for eager mode: if `loss_fn` takes the model and calls it, the model's own
+    forward runs, not a planned one."""
     run = loss_call(model, loss_fn, floats, call)
 
     def run_plainly(*args: Any, **kwargs: Any) -> Any:
@@ -182,12 +182,12 @@ def may_run_other_regions(backend: Backend) -> bool:
 def compile_call(
     call: Callable[..., Any], backend: Backend, *, whole: bool, symbols: bool = False
 ) -> Callable[..., Any]:
-    """`call`, compiled region by region with `backend`, or with `whole` as one region. What is returned raises
-    `GraphBreak` where that is impossible.
+    """`call`, compiled with `backend` region by region, or as one region if `whole` is set; the compiled function
+    raises `GraphBreak` where the call cannot be one region.
 
-    With `symbols`, sizes that differ between calls become symbols of one region, else each set of shapes makes another
-    one. The function also raises what `backend` raises, and `TooManyShapes` where there are more sets of shapes than
-    Dynamo compiles for."""
+    With `symbols`, sizes that differ between calls become symbols of one region; otherwise each set of shapes makes
+    another region. The compiled function also raises what `backend` raises, and `TooManyShapes` where there are more
+    sets of shapes than Dynamo compiles for."""
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
     _drop_freed()

@@ -32,13 +32,13 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether a recorded region reads parameters that are spread over ranks (`DTensor`).
 
-    Raises `CaptureError` where its other inputs or its outputs are, and where it draws random numbers for such a value
-    on a GPU: torch gives each rank other numbers there than the captured graph would.
+    Raises `CaptureError` where an output, or an input that is no parameter, is a `DTensor`, and where random numbers
+    are drawn for one on a GPU: there each rank gets other numbers in eager mode than the captured graph would draw.
     """
     spread = [value for value in inputs if isinstance(value, torch.Tensor) and is_sharded(value)]
     if not all(isinstance(value, nn.Parameter) for value in spread):
         raise CaptureError(
-            "an input of the model, or one of its buffers, is a DTensor, and memopt plans only parameters that are; "
+            "an input of the model, or one of its buffers, is a DTensor, but memopt plans only parameters as DTensors; "
             "give the model this rank's local tensor instead (its to_local())"
         )
     (results,) = graph_module.graph.output_node().args
@@ -51,8 +51,8 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     drawing = next((node for node in graph_module.graph.nodes if _draws_shards(node)), None)
     if drawing is not None:
         raise CaptureError(
-            f"{drawing.name} draws random numbers for a DTensor, which on a GPU are others in eager mode than in a "
-            "graph; run dropout on this rank's local tensor (use_local_output=True)"
+            f"{drawing.name} draws random numbers for a DTensor on a GPU, where a captured graph would draw others "
+            "than eager mode; run dropout on this rank's local tensor (use_local_output=True)"
         )
     return bool(spread)
 
@@ -67,7 +67,8 @@ def _draws_shards(node: fx.Node) -> bool:
 
 
 def inline_nested_regions(graph_module: fx.GraphModule) -> None:
-    """Replace calls of nested regions by the calls in them, here and in the graphs of other higher-order operators.
+    """Replace calls of nested regions (`torch.compiler.nested_compile_region`) by the operators in them, here and in
+    the graphs of other higher-order operators.
 
     Edits the graph.
     """
@@ -171,7 +172,8 @@ RETURNED_WITHOUT_GRADIENT = (
 
 
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
-    """A note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
+    """Notes for the plan, one for each kind of operator in Dynamo's graphs that makes the loss or gradients differ from
+    those of eager mode."""
     graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)

@@ -29,8 +29,8 @@ from memopt.errors import UnplannedGradientError
 
 
 def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
-    """For each inner output, by its position among the results of a region's graph, the positions of the results that
-    are computed from it with a gradient.
+    """The inner outputs of a region, from which other results are computed: a dict from the position of each among the
+    results of the graph to the positions of those results through which a gradient reaches it.
 
     They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
     through views."""
@@ -54,11 +54,11 @@ def _stored_results(graph_module: fx.GraphModule) -> list[Any]:
 def run_from(
     graph_module: fx.GraphModule, position: int, arguments: Sequence[Any]
 ) -> tuple[Sequence[Any], torch.Tensor]:
-    """Run a region's graph on `arguments`, with a leaf in place of the result at `position`. Returns the results, of
-    which those that are computed from the leaf are differentiable by it, and the leaf.
+    """Run a region's graph on `arguments`, with an autograd leaf in place of the result at `position`. Returns all
+    results, and that leaf, by which the results computed from it can be differentiated.
 
-    A result that is written to in place (`is_written`) is returned itself in place of the leaf: then `arguments` must
-    require their gradients.
+    If the graph writes to that result in place (`is_written`), the second value is the result itself, not a leaf; then
+    the tensors in `arguments` must require gradients as in the plain model.
     """
     if is_written(graph_module, position):
         outputs = graph_module(*arguments)
@@ -69,8 +69,8 @@ def run_from(
 
 
 def is_written(graph_module: fx.GraphModule, position: int) -> bool:
-    """Whether a region's graph writes in place to the memory of the result at `position`. If so, other results may be
-    computed from its earlier values, and its gradient does not include theirs."""
+    """Whether a region's graph writes in place to the memory of its result at `position`. If so, other results may be
+    computed from values that the result had before, and its gradient does not include theirs."""
     return _stored_results(graph_module)[position]._version > 0
 
 
@@ -116,10 +116,10 @@ class GradientSource(Protocol):
 
 
 class InnerOutputs:
-    """The inner outputs of a forward that waits for its backward.
+    """The inner outputs (from which the region computes other outputs) of a forward that waits for its backward.
 
-    To autograd, the outputs of a region do not depend on each other. So hooks of an inner output are called from the
-    backward of the outputs' nodes, once it is known which gradients arrive.
+    To autograd, the outputs of a region do not depend on each other. The hooks of an inner output are therefore called
+    when a backward reaches the outputs' autograd nodes, once it is known for which outputs gradients arrive.
     """
 
     def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: GradientSource) -> None:
@@ -144,8 +144,8 @@ class InnerOutputs:
         """Called when a backward from `starts` begins that has to compute the gradients of `inputs`.
 
         An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
-        all of them come from one node. Returns, by number of the input, the gradient that an inner output gets through
-        those others, which autograd is to add."""
+        all outputs come from one node. For each inner output among `inputs`, the dict returned has, by its index in
+        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():

@@ -170,15 +170,15 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
 
 
 def special_tensors(call: Call, parts: Parts) -> dict[str, str]:
-    """The tensors among arguments, parameters and buffers that torch.compile cannot capture, such as sparse and
-    quantised ones: a description of each, with its kind."""
+    """The tensors among arguments, parameters and buffers that torch.compile cannot capture: a dict from the name of
+    each, for messages, to its kind, such as "sparse CSR"."""
     given = [(number, special_kind(tensor)) for number, tensor in enumerate(tensors_in(call))]
     return parts.special | {leaf_name(call, number): kind for number, kind in given if kind}
 
 
 def check_kinds(call: Call, parts: Parts) -> None:
-    """Raise `CaptureError` where an argument, a parameter or a buffer is a sparse, quantised, mkldnn or nested tensor
-    (`special_kind`), which torch.compile does not capture."""
+    """Raise `CaptureError` where an argument, a parameter or a buffer is a sparse, quantised, mkldnn or nested tensor,
+    which torch.compile does not capture."""
     for name, kind in special_tensors(call, parts).items():
         raise CaptureError(
             f"{name} is a {kind} tensor, whose operators cannot be captured, so that its steps can only run as the "
@@ -208,8 +208,8 @@ def with_zeros(call: Call, device: torch.device) -> Call:
 
 
 def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
-    """The same arguments with fake tensors in place of tensors, "meta" ones on `device`; a tensor given twice gets one
-    fake."""
+    """The same arguments with fake tensors in place of tensors. "meta" tensors become fake tensors on `device`, others
+    stay on their device; a tensor given twice gets one fake."""
     return replaced_tensors(
         call, lambda tensor: to_fake(mode, tensor, device if tensor.device.type == "meta" else tensor.device)
     )

@@ -80,8 +80,8 @@ class JointGraph:
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the `primals_*` whose values change during the forward, or that callers were seen to change
-        before a backward."""
+        """The numbers of the `primals_*` whose values change during the forward, or were observed to be changed by the
+        caller between a forward and its backward."""
         aot = getattr(self.trace, "aot", None)
         if aot is None:
             return frozenset()
@@ -89,9 +89,9 @@ class JointGraph:
 
     @cached_property
     def statistics(self) -> frozenset[int]:
-        """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels do not
-        count that as a change of the tensor (`Tensor._version`): autograd saves these tensors, but in training mode the
-        backward does not read them."""
+        """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels write
+        them without raising the tensors' version (`Tensor._version`), and in training mode the backward does not read
+        them."""
         written = {
             node.args[0]
             for node in self.module.graph.nodes
@@ -135,9 +135,9 @@ class JointGraph:
         """The joint graph that AOTAutograd gives to a partitioner, in canonical form, after the passes that `decide`
         returns.
 
-        With `reinplace`, operands that die in the backward are overwritten, unless the graph is `fused`: such a backend
-        reuses their memory itself. The other arguments become the fields of their names. Raises `CaptureError` where
-        the graph lacks facts about a call, and `PassError` where a pass fails."""
+        With `reinplace`, results of the backward overwrite operands that die there, unless the graph is `fused`: a
+        fusing backend reuses memory itself. The other arguments become the fields of their names. Raises `CaptureError`
+        where a node lacks metadata that planning needs, and `PassError` where a pass fails."""
         module, passed = _canonical(traced), None
         if decide is not None:
             passed = run_joint_passes(
@@ -179,7 +179,7 @@ class JointGraph:
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:
         """For each parameter gradient that may be added to `.grad` as soon as it is computed, by its position among the
-        results, the number of its `primals_*`: nothing else in the graph reads it, and it is only one result."""
+        results, the number of its `primals_*`. No node of the graph reads such a gradient, and it is returned once."""
         results = self.module.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         times = Counter(result for result in results if isinstance(result, fx.Node))
@@ -200,7 +200,7 @@ class JointGraph:
     @cached_property
     def partial_gradients(self) -> dict[int, frozenset[int]]:
         """For each gradient that depends on some outputs only, by its position among the gradients, the numbers of
-        these outputs, counted among those that have a gradient. A backward may run from other outputs alone."""
+        those outputs among the ones that have a gradient. A backward from other outputs alone does not compute it."""
         if self.tangents < 2:
             return {}
         sources: dict[fx.Node, frozenset[int]] = {}
@@ -219,8 +219,8 @@ class JointGraph:
 
     @cached_property
     def own_gradients(self) -> frozenset[int]:
-        """The positions in `parameter_gradients` of gradients that have a storage of their own, made in the backward,
-        which no other result shares. Empty where kernels are `fused`, since these reuse memory."""
+        """The positions among the results of those `parameter_gradients` that have a storage of their own, which the
+        backward makes and no other result shares. Empty where kernels are `fused`, since these reuse memory."""
         if self.fused:
             return frozenset()
         storages = find_storages(self.module.graph, reuses=self.reuses)
@@ -245,7 +245,7 @@ class JointGraph:
 
     @cached_property
     def ends_before_loss(self) -> bool:
-        """Whether the loss is computed outside of the region: a gradient that is not a scalar comes in."""
+        """Whether the loss is computed outside of the region: its backward then gets a gradient that is no scalar."""
         return any(is_tangent(node) and node.meta["val"].dim() > 0 for node in self.module.graph.nodes)
 
     @cached_property
@@ -274,7 +274,10 @@ def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
         return CANONICAL(traced)
     except PassError as error:
         name = f"{error.node} in " if error.node else ""
-        raise CaptureError(f"{name}the graph that torch traced cannot be planned: {error.problem}") from error
+        raise CaptureError(
+            f"{name}the graph that torch traced cannot be planned: {error.problem}; exclude the code "
+            "behind it from the capture with torch.compiler.disable"
+        ) from error
 
 
 def _is_of_batch_norm(value: object) -> bool:

@@ -43,11 +43,11 @@ class _OperatorTrace:
 def trace_operators(
     graph_module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = (), planned_for: str = ""
 ) -> fx.GraphModule:
-    """The region as an operator graph, with its inputs in the same order under readable names. `written` has the
-    numbers of the inputs that it writes to; autocast casts as on the device type `planned_for`.
+    """Trace Dynamo's graph of a region into an operator graph, with its inputs in the same order under readable names.
+    `written` has the numbers of the inputs that it writes to; autocast casts as on the device type `planned_for`.
 
-    It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where
-    the graph would mean something else than the region."""
+    To be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where the
+    operator graph would compute something else than the region."""
     trace = partial(_trace, inputs=inputs, planned_for=planned_for)
     return _named(trace_blocks_once(trace, graph_module, inputs, written).module, graph_module)
 
@@ -134,7 +134,9 @@ class _Interpreter(fx.Interpreter):
         if not torch.is_grad_enabled():
             raise Untraceable(f"{target} runs under no_grad")
         if str(target) == _REGISTER_HOOK:
-            raise Untraceable("it calls Tensor.register_hook, whose hook is to see the gradient of that very value")
+            raise Untraceable(
+                "the region calls Tensor.register_hook, and passes may change the value whose gradient the hook gets"
+            )
         return opaque_call(target, args, kwargs, self.mode)
 
 
@@ -149,7 +151,7 @@ def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool
     for node, flows in zip(expected, differentiable, strict=True):  # type: ignore[arg-type]
         known = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         if isinstance(known, torch.Tensor) and known.requires_grad != flows:
-            raise Untraceable(f"the gradient of its result {node} would be lost")
+            raise Untraceable(f"a trace of the region would lose the gradient of its result {node}")
 
 
 def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -169,7 +171,7 @@ def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModu
 
 
 def readable(name: str) -> str:
-    """A short name for one of Dynamo's inputs: `blocks_0_norm_weight` for
+    """A short name for an input to which Dynamo gave this `name`: `blocks_0_norm_weight` for
     `l_run_self_modules_blocks_modules_0_modules_norm_parameters_weight_`."""
     for prefix in ("l_run_self_", "l_self_", "l_kwargs_", "l_args_", "l_"):
         name = name.removeprefix(prefix) if name.startswith(prefix) else name

@@ -69,8 +69,8 @@ the operator graph's nodes whose types must stay (`Decision.exact`)."""
 
 @dataclass(frozen=True)
 class Rewriting:
-    """The passes to run on every region of a model, with the precision; its truth value is False where there are no
-    passes."""
+    """The passes to run on every region of a model, and the precision that they bring about; its truth value is False
+    where there are no passes."""
 
     deciders: tuple[Decide, ...] = ()
     """Called one after another, each with the graph that the passes before it produced."""
@@ -111,7 +111,8 @@ class NothingToRewrite(Exception):
 
 @dataclass(frozen=True)
 class Operators:
-    """The rewriting of one region's operator graph: the graph after each stage, and the decisions that led to them."""
+    """The rewriting of one region's operator graph: the graph as captured and after each pass, and the decisions that
+    led to the passes."""
 
     stages: tuple[fx.GraphModule, ...] = ()
     """The graph as captured and after each pass; empty where the region has no operator graph."""
@@ -122,7 +123,7 @@ class Operators:
 
     @property
     def exact(self) -> frozenset[str]:
-        """The names of the nodes whose dtypes the user or the author has set, in any decision."""
+        """The names of the nodes whose dtypes the user or the author has set, from all decisions."""
         return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property
@@ -142,8 +143,8 @@ class Operators:
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def spans(self) -> Iterator[tuple[tuple[str, ...], Mapping[str, str], fx.GraphModule, fx.GraphModule]]:
-        """For each pass its name (in a tuple), the reasons for its changes, and the graphs before and after it. The
-        passes of a decision whose pipeline has a label come as one item, with all their names."""
+        """For each pass, in order: its name in a tuple, the reasons for its changes by node name, and the graphs before
+        and after it. All passes of a decision whose pipeline has a label come as one item, with all their names."""
         start = 0
         for decision in self.decisions:
             names = [inner[-1] for inner in _names(decision.pipeline)]
@@ -191,7 +192,7 @@ def operator_graph(
     """Trace Dynamo's graph of a region into an operator graph; to be called in the region's tracing context.
 
     `written` are the numbers of the inputs that the region writes to. Autocast casts as on the device type
-    `planned_for`. Raises `Untraceable` where the region's meaning would be lost.
+    `planned_for`. Raises `Untraceable` where the operator graph would compute something else than the region.
     """
     _check_transforms(graph_module.graph)
     module = trace_operators(graph_module, inputs, written, planned_for)
@@ -232,7 +233,7 @@ def _check_transforms(graph: fx.Graph) -> None:
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.endswith("_increment_nesting"):
-            raise Untraceable(f"it runs under torch.{name.removesuffix('_increment_nesting').lstrip('_')}")
+            raise Untraceable(f"the region runs under torch.{name.removesuffix('_increment_nesting').lstrip('_')}")
 
 
 def _check_targets(graph: fx.Graph) -> None:
@@ -240,14 +241,14 @@ def _check_targets(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and not _is_operator(node):
             name = getattr(node.target, "__name__", str(node.target))
-            raise Untraceable(f"it calls {name}, which is no operator")
+            raise Untraceable(f"the region calls {name}, which is not an operator of torch")
 
 
 def _check_constants(module: fx.GraphModule) -> None:
     """Raise `Untraceable` for a value that a call made without an operator: the trace took it for a constant."""
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
-            raise Untraceable(f"it uses a tensor that no operator made ({node.name})")
+            raise Untraceable(f"the region uses a tensor that was made without an operator of torch ({node.name})")
 
 
 def _is_operator(node: fx.Node) -> bool:

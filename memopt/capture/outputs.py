@@ -16,14 +16,14 @@ from passes import copy_graph_module
 
 
 def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Detach the outputs that are not scalars, provided that the differentiable scalars among them are the loss: they
-    are computed from all parameters that other outputs are computed from.
+    """Detach the outputs that are not scalars, if the differentiable scalar outputs are the loss: if they depend on
+    every parameter that another output depends on. Edits the graph; returns the positions of the detached outputs.
 
-    Otherwise autograd would materialise a zero gradient for each of them (the logits of a language model, every key and
-    value of its cache) and the graph would carry it through the backward. A scalar that some of these parameters do not
-    change (a learned temperature, a commitment loss, a balance between experts) is a part of a loss that the caller
-    computes: then all outputs are differentiated. Edits the graph; returns the positions of the detached outputs. If a
-    gradient does arrive at one of them, a second forward computes what follows from it (`hand_out`)."""
+    Without this, autograd would make a zero gradient for each such output (the logits of a language model, the keys and
+    values of its cache), and the graph would carry it through the backward. Scalars that do not depend on all of these
+    parameters (a learned temperature, a commitment loss, a balance between experts) are a part of a loss that the
+    caller computes: then no output is detached. If a gradient does arrive at a detached output, a second forward
+    computes the gradients that follow from it (`hand_out`)."""
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
@@ -56,8 +56,8 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | None]) -> fx.GraphModule:
-    """A copy of a graph, to be run under autocast, that casts its outputs to these dtypes; None leaves an output as it
-    is.
+    """A copy of a graph, to be run under autocast, that casts each output to its dtype in `dtypes`, in order; None
+    leaves an output as it is.
 
     The outputs go to code that runs outside of autocast, where most operators refuse operands of two dtypes, and losses
     sum in the dtype of their input."""
@@ -78,7 +78,7 @@ def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | 
 
 
 def example_of(result: Any) -> torch.Tensor | None:
-    """The fake tensor that Dynamo traced a region's result with, detached or not; None where it is no tensor."""
+    """The fake tensor that Dynamo traced for `result`, or for the value that it detaches; None where there is none."""
     if not isinstance(result, fx.Node):
         return None
     node = result if "example_value" in result.meta else next(iter(result.args), None)
@@ -132,9 +132,9 @@ def hand_out(
     """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if a gradient arrives at one, `replay` computes what follows from it. `feeds` is the result of `feeding`:
-    where the gradient of such an inner output is read, `replay` computes the part that the backward lacks. Without
-    `replay`, neither is possible, nor are gradients that are differentiated again (`create_graph=True`).
+    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds` is the result of
+    `feeding`: where the gradient of an inner output in it is read, `replay` computes the part that the captured
+    backward lacks. Without `replay`, neither is possible, nor a backward with `create_graph=True`.
     """
     handed = list(outputs)
     handled = [

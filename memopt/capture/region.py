@@ -143,14 +143,14 @@ class RecordedRegion:
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
-        """The region's graph, with results cast to the dtypes that they have in the plain model; it is run where a plan
-        puts a region under autocast that its author did not."""
+        """The region's graph with casts of its results to the dtypes that they have in the plain model. It is run in
+        place of the graph where a plan adds autocast to a region."""
         return keeping_dtypes(self.graph_module, self.result_dtypes)
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype | None, ...]:
         """For each result, its dtype in the plain model. None for results that are no floating-point tensors, and for
-        values that deferred outputs are computed from, whose dtype is free."""
+        values that are returned in place of deferred outputs: those may have any dtype."""
         (results,) = self.graph_module.graph.output_node().args
         examples = list(map(example_of, results))  # type: ignore[arg-type]
         returned = len(examples if self.deferred is None else self.deferred.returned)
@@ -160,8 +160,8 @@ class RecordedRegion:
         )
 
     def plain_dtype(self, traced: torch.dtype) -> torch.dtype | None:
-        """The dtype in the plain model of a floating-point result that was traced in the dtype `traced`; None for other
-        dtypes."""
+        """The dtype in the plain model of a result that was traced in the dtype `traced`; None where `traced` is no
+        floating-point dtype."""
         if not traced.is_floating_point:
             return None
         return torch.float32 if traced == self.narrowed else traced
@@ -173,8 +173,8 @@ class RecordedRegion:
 
     @cached_property
     def operators(self) -> tuple[str, ...]:
-        """The names of the operators that make its tensors, in order. They are equal for regions from the same code
-        with inputs of different sizes, whether sizes are numbers or symbols."""
+        """The names of the operators that make the region's tensors, in order. They are equal for regions from the same
+        code with inputs of different sizes, whether sizes are numbers or symbols."""
         calls = (node for node in self.graph_module.graph.nodes if node.op.startswith("call_"))
         made = (node for node in calls if _is_tensor(node.meta.get("example_value")))
         return tuple(str(getattr(node.target, "__name__", node.target)) for node in made)
@@ -186,7 +186,7 @@ class RecordedRegion:
 
     @cached_property
     def depends_on_data(self) -> bool:
-        """Whether the sizes of any of its tensors, or a number in it, depend on data."""
+        """Whether the size of a tensor in the region's graph, or a number in it, depends on data."""
         return any(data_symbols_of(node.meta.get("example_value")) for node in self.graph_module.graph.nodes)
 
     @cached_property
@@ -197,23 +197,23 @@ class RecordedRegion:
 
     @cached_property
     def counted(self) -> tuple[bool, ...]:
-        """For each of the changing sizes, whether memory depends on it: whether any tensor has it in its shape, and not
-        only in strides or the offset of a view."""
+        """For each of the changing sizes, in order, whether memory depends on it: whether the shape of any tensor
+        contains it, not only strides or the offset of a view."""
         values = (node.meta.get("example_value") for node in self.graph_module.graph.nodes)
         names = set().union(*map(shape_symbols, values))
         return tuple(name in names for name in self.changing.values())
 
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
-        """The values of the changing sizes in a run on these inputs."""
+        """The values that the region's changing sizes have in `inputs`, in the order of `changing`."""
         return tuple([inputs[number] for number in self.changing])
 
     def allows(self, sizes: Sizes) -> bool:
-        """Whether the region's graphs are valid for these sizes."""
+        """Whether the region's graphs are valid for these values of its changing sizes."""
         return self._assumed.hold(sizes)
 
     def forbids(self, sizes: Sizes) -> dict[str, str]:
-        """Why the region's graphs are not valid for these sizes (`allows` is False): by symbol of a size, the line of
-        the model's code whose condition fails."""
+        """Why the region's graphs are not valid for these values of its changing sizes (`allows` is False): by symbol
+        of a size, the line of the model's code whose condition fails."""
         return self._assumed.broken(sizes)
 
     @cached_property
@@ -235,15 +235,15 @@ class RecordedRegion:
     def operator_graph(self, planned_for: str = "") -> OperatorGraph:
         """The region as an operator graph, cached; autocast casts as on the device type `planned_for`.
 
-        Raises `Untraceable` where the graph would not have the region's meaning."""
+        Raises `Untraceable` where the operator graph would compute something else than the region."""
         wrapped = next((value for value in self.inputs if is_wrapper(value)), None)
         if wrapped is not None:
             raise Untraceable(
-                f"it reads weights of the tensor subclass {type(wrapped).__name__}, whose operators do not show in "
-                "the graph"
+                f"the region reads weights of the tensor subclass {type(wrapped).__name__}, whose operators a trace "
+                "does not record"
             )
         if self.takes_derivatives:
-            raise Untraceable("it takes derivatives itself")
+            raise Untraceable("the region takes derivatives itself")
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
             with self.tracing():
@@ -266,7 +266,7 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
 
 
 def parameter_numbers(inputs: Sequence[Any], trains: bool = True) -> tuple[int, ...]:
-    """Numbers of a region's inputs that are parameters: with `trains` the trainable ones, else the others."""
+    """Numbers of those inputs of a region that are parameters: with `trains` the trainable ones, else the others."""
     return tuple(
         number
         for number, value in enumerate(inputs)
@@ -331,8 +331,8 @@ class RegionRun:
         return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
 
     def sizes_in(self, graph: fx.Graph) -> DataSizes:
-        """`data_sizes`, with the data-dependent sizes in the region's joint graph `graph` that have no limit: as
-        observed, with a margin, or as limited by the operators that make them."""
+        """`data_sizes`, extended by the data-dependent sizes in the region's joint graph `graph` that have no known
+        limit: their observed values with a margin, or the limits that follow from the operators that make them."""
         unlimited = without_limit(graph)
         seen = (match(graph, self.observed) if unlimited and self.observed else None) or {}
         observed = {name: size for name, size in seen.items() if name in unlimited}
@@ -401,14 +401,14 @@ class CapturedCall:
     def of(
         cls, region: RecordedRegion, sizes: DataSizes | None = None, input_bytes: tuple[int, ...] = ()
     ) -> CapturedCall:
-        """The captured call of a single region. `sizes` are its sizes that change, if any; `input_bytes` is as for the
-        field."""
+        """The captured call of a single region. `sizes` are its changing sizes, if any; `input_bytes` are the bytes of
+        each of the call's tensors at the largest sizes, empty where all sizes are fixed."""
         run = RegionRun(region, region.parameter_ids)
         return cls((run,), sizes=sizes or DataSizes(), input_bytes=input_bytes)
 
     @property
     def ceiling(self) -> Sizes:
-        """The values of the changing sizes up to which the call is planned."""
+        """The largest values of the changing sizes that the call is planned for."""
         return tuple(self.sizes.allowed.values())
 
     @property

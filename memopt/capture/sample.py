@@ -34,11 +34,13 @@ def run_sample(
     *,
     differentiate_all: bool,
 ) -> None:
-    """Run the forward of a training call, calling `run_region` for every run of a region, in order.
+    """Run the forward of a training call, with `run_region(graph, inputs)` in place of every region that has an
+    operator graph, in order. `rewriting` names the device to trace for; `differentiate_all` is as for
+    `RecordedRegion.record`.
 
-    The regions and operator graphs are those that planning captures for the same call; eager code between regions runs
-    as it is. Buffers, random generators, inputs and module attributes are restored afterwards. Raises what the model
-    and `run_region` raise, and `CaptureError` where the forward cannot be captured."""
+    The operator graphs are those that planning captures for the same call; other code runs as it is. Buffers, random
+    generators, inputs and module attributes are restored afterwards. Raises what the model and `run_region` raise, and
+    `CaptureError` where the forward cannot be captured."""
     sample = _Sample(run_region, rewriting, differentiate_all=differentiate_all)
     args, kwargs = call
     with _state_restored(model, call):
@@ -107,7 +109,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a sample run has no backward")
+        raise AssertionError("a sample run is a forward only, which must not be differentiated")
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tens
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node of the joint graph belongs: which run of blocks, forward or backward, which block, and which node of
-    it."""
+    """Where a node of the joint graph belongs: to which run of equal blocks, forward or backward, which block of the
+    run, and which node of the block."""
 
     run: int
     backward: bool
@@ -39,8 +39,8 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A joint graph that was traced with only some blocks of each run of equal blocks, and the nodes of these standing
-    blocks."""
+    """A joint graph that was traced with only some blocks of each run of equal blocks, the standing blocks, and which
+    of its nodes belong to each of them."""
 
     joint: fx.GraphModule
     forward_outputs: int
@@ -59,8 +59,8 @@ class Standing:
     """By storage the first node whose value lies in it, and the number of that tensor in its value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
-        """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is a number in
-        `runs`, `block` the number of the block among the five standing ones."""
+        """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is an index into
+        `runs`, `block` the number of the block among the five standing ones of that run."""
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
@@ -72,8 +72,8 @@ class Standing:
 def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[Run, ...]
 ) -> Standing | None:
-    """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where they do not
-    prove that the missing blocks are equal to them."""
+    """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where the
+    standing blocks do not prove that the missing ones are equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

@@ -211,7 +211,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str], *, given: bool) -> Iterat
 def _weight(layer: nn.Module, path: str) -> torch.Tensor:
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, (nn.Linear, nn.Embedding)) or weight is None:
-        raise ValueError(f"tp_plan splits {path}, a {type(layer).__name__}; it can split Linear and Embedding")
+        raise ValueError(f"tp_plan splits {path}, a {type(layer).__name__}, but only Linear and Embedding can be split")
     return weight
 
 
@@ -261,8 +261,8 @@ def _with_first(
     first = next(floating, None)
     if first is None:
         raise ValueError(
-            f"'tp' in mesh splits the sequence that {type(module).__name__} is given, and its call has no "
-            "floating-point tensor to split; give a tp_plan with such styles only for layers that get hidden states"
+            f"'tp' in mesh splits the sequence that {type(module).__name__} is called with, but no argument is a "
+            "floating-point tensor; give a tp_plan that names only layers of modules that take hidden states"
         )
     named[first] = change(named[first])
     return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}

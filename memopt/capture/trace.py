@@ -37,7 +37,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
     """A region's joint graph and the number of its leading results that are the forward's; None and 0 for a region
     without gradients.
 
-    It must be called in the region's tracing context. Raises `CaptureError` where inductor fails.
+    To be called in the region's tracing context. Raises `CaptureError` where inductor fails.
     """
     found: list[tuple[fx.GraphModule, int]] = []
 
@@ -70,10 +70,11 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
 
 
 def lay_out_again(graph: fx.Graph) -> None:
-    """Correct the stored values (`meta["val"]`) of calls that read a tensor with gaps, and of what reads those.
+    """Correct the strides in the stored values (`meta["val"]`) of calls that read a tensor with gaps, and of their
+    readers.
 
-    On a CUDA card inductor pads matrix products whose kernels are faster then (`shape_padding`), and puts a slice of
-    the result in the place of the product. The stored values of what reads it stay as they were.
+    On a CUDA card inductor pads matrix products whose kernels are faster then (`shape_padding`), and replaces the
+    product by a slice of the padded one, but leaves the stored values of the slice's readers as they were.
     """
     changed: set[fx.Node] = set()
     with on_stored_values(graph):
@@ -108,7 +109,7 @@ def _has_gaps(node: fx.Node) -> bool:
 def not_compiled(failure: InductorFailed) -> CaptureError:
     """The error for a user that inductor failed to compile a region."""
     reason = " ".join(str(failure).split())[:300]
-    return CaptureError(f"inductor does not compile it: {reason}; give optimize backend='aten'")
+    return CaptureError(f"inductor cannot compile a region of the model: {reason}; give optimize backend='aten'")
 
 
 def _as_compiled(compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Any:
@@ -121,8 +122,8 @@ INDUCTOR = "inductor"
 
 @dataclass(frozen=True, eq=False)
 class RegionTrace:
-    """The module of a region, as it is before differentiation, and the settings under which it is traced to its joint
-    graph and compiled to a forward and a backward."""
+    """The module of a region before differentiation, and the settings with which the module is traced to a joint graph
+    and compiled to a forward and a backward."""
 
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
@@ -151,16 +152,16 @@ def autocast_to(
     dtype: torch.dtype | None, region: RecordedRegion, *, keeps_casts: bool = True
 ) -> AbstractContextManager[Any]:
     """Context of autocast to `dtype` on the region's device; does nothing where autocast is on already or `dtype` is
-    None. With `keeps_casts`, casts of weights are cached until the context ends; else each use casts them anew."""
+    None. With `keeps_casts`, casts of weights are cached until the context ends; else each use casts them again."""
     if dtype is None or autocast_is_on():
         return nullcontext()
     return torch.autocast(device_among(region.inputs).type, dtype=dtype, cache_enabled=keeps_casts)
 
 
 def backend_of(region: RecordedRegion, wanted: str, *, whole: bool) -> str:
-    """The backend for a region, which is `whole` where it is all of its call: `wanted`, or "aten" where that cannot be
-    used. Inductor cannot compile the checks of data-dependent sizes; and for one of several regions with sizes that
-    change, it is not known what compiled code holds."""
+    """The backend for a region: `wanted`, or "aten" where that cannot be used. `whole` says whether the region is all
+    of its call. Inductor cannot compile the checks of data-dependent sizes; and if a call has several regions, for one
+    with changing sizes the bytes that inductor's code holds are not known."""
     values = (node.meta.get("example_value") for node in region.graph_module.graph.nodes)
     changes = region.changing and not whole
     return "aten" if changes or any(map(data_symbols_of, values)) else wanted
@@ -169,12 +170,12 @@ def backend_of(region: RecordedRegion, wanted: str, *, whole: bool) -> str:
 def differentiate(
     traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
 ) -> JointGraph:
-    """The joint graph of a region, traced from its rewritten module; for a region without gradients only the forward
+    """The joint graph of a region, traced from its module in `traced`; for a region without gradients only the forward
     (`JointGraph.differentiated` is False).
 
     `operators` are the rewriting's stages where that module is an operator graph, else None; `decide` and `reinplace`
-    are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where the traced graph lacks facts about a
-    call, and where a region that reads split parameters returns several losses. Raises `PassError` where a pass fails.
+    are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where the traced graph lacks metadata, and
+    where a region that reads parameters split over ranks returns several losses. Raises `PassError` where a pass fails.
     """
     region = traced.region
     with traced.active():
@@ -189,8 +190,8 @@ def differentiate(
         places = traced.aot.places if traced.aot is not None and region.wrapped else ()
         if places and len(list(filter(is_tangent, joint.graph.nodes))) > 1:
             raise CaptureError(
-                "it returns several losses, whose gradients in split parameters cannot be told apart; have it return "
-                "their sum"
+                "the model returns several losses, whose gradients in parameters split over ranks cannot be told "
+                "apart; have it return their sum"
             )
         found_joint = JointGraph.of(
             joint,
@@ -232,7 +233,7 @@ def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) ->
 
 
 def sizes_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[DataSizes, ...]:
-    """The changing sizes of each run that has a joint graph."""
+    """The changing and data-dependent sizes of each run that has a joint graph, in the order of the runs."""
     runs = differentiated_runs(joints, captured)
     return tuple(run.sizes_in(joint.module.graph) for joint, run in zip(joints, runs, strict=True))
 
@@ -248,8 +249,8 @@ def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[i
 
 
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
-    """The bytes that eager code before, during and after each run with a joint graph holds; those of runs without one
-    are included.
+    """The bytes that eager code before, during and after each run with a joint graph holds, in the order of the runs.
+    Runs without a joint graph count as eager code here.
 
     The last entry is for the end of the step. Its `before` is the most after the last backward, `during` what is held
     after the forward, and `before_backward` the most between the last region with a joint graph and the end of the
@@ -273,8 +274,8 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:
-    """`RegionRun.passed` of each run that has a joint graph. Where some run has none, the runs are renumbered, and
-    references to runs by number are dropped."""
+    """What each run that has a joint graph exchanges with other code (`RegionRun.passed`). Where some run has no joint
+    graph, the runs are renumbered, and references to runs by number are dropped."""
     passed = tuple(run.passed for run in differentiated_runs(joints, captured))
     return passed if len(passed) == len(captured.runs) else tuple(one.without_runs() for one in passed)
 

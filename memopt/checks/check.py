@@ -121,7 +121,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
 
     Raises:
         ValueError: the model is not optimised or not in training mode, or its loss is no scalar.
-        TypeError: `optimizer` is not an instance, the batch is not one, or the model returns no loss.
+        TypeError: `optimizer` is no instance, `batch` no tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
     planned = optimised(model)
@@ -164,7 +164,7 @@ def _checked_step(
 
 def predicted_rows(plan: Plan) -> Rows:
     """The bytes of each row as a plan predicts them. The peak leaves out what torch's allocator does not count, what
-    lies elsewhere on the device, and the tolerance.
+    lies elsewhere on the device, and the bytes left free as a tolerance.
 
     The plan must have been made in this process, not loaded."""
     step, schedule = plan.solved

@@ -45,8 +45,8 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     """Train one forward and backward of the optimised `model` and of its plain self on `batch`, and compare them.
 
     Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype. The errors of
-    all runs are against a float64 step of a copy that draws the plain step's random numbers. In fp16 the loss is
-    scaled, from 65,536 down until all gradients are finite.
+    all runs are against the `reference`, by default a float64 step of a copy that draws the plain step's random
+    numbers. In fp16 the loss is scaled, from 65,536 down until all gradients are finite.
 
     Every run starts from the same parameters, buffers and random state, and is measured in the same way. The optimised
     model runs once before, so that planning and compiling are not measured. The values of that run are compared as
@@ -65,7 +65,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     Raises:
         ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
             accumulated gradients, `reference` is none of these, or is "float64" and the model does not run in it.
-        TypeError: the batch is not one, or the model returns no loss.
+        TypeError: `batch` is no tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, reference)
@@ -234,9 +234,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
 
 
 def wrong_gradients(accuracy: Accuracy, limit: float, share: float) -> dict[str, float]:
-    """The relative error of each gradient that is wrong, by parameter name. The error of all gradients together may be
-    up to `limit`, as a fraction of the norm of all of them, and that of a single one up to `share` of that. If only the
-    sum is too large, its error is under "all parameters together"."""
+    """The relative error of each gradient that is wrong, by parameter name. A gradient is wrong if its relative error
+    is above `limit`, and its error is also above `share * limit` of the norm of all gradients. If none is wrong, but
+    the relative error of all gradients together is above `limit`, that error is under "all parameters together"."""
     return {
         error.name: error.relative
         for error in accuracy.gradients
@@ -272,10 +272,11 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """The name of one of the parameters `names`, that which the forward reads last, and a description of the operator
-    that reads it, with its source line. None where the plan has no graphs or the graphs read none of them.
+    """The parameter among `names` that the forward reads last: its name, and a description of the operator that reads
+    it, with its source line. None where the plan has no graphs or the graphs read none of `names`.
 
-    The backward computes its gradient first, so the fault is in or after this operator."""
+    The backward computes this parameter's gradient first, so a wrong gradient of it comes from this operator or one
+    after it in the forward."""
     captured = plan.captured if plan is not None else None
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for joint in reversed(captured.regions if captured is not None else ()):

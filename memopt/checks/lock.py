@@ -39,7 +39,7 @@ _NOTABLE = 0.1
 
 @dataclass(frozen=True)
 class MemoryLock:
-    """The figures of a training step (peaks and smallest budget in bytes, added time as a fraction), and the rows that
+    """The figures of a training step (peaks and smallest budget in bytes, added time in seconds), and the rows that
     they are made of, to be compared with later versions of the step."""
 
     model: str
@@ -124,7 +124,8 @@ class LockCheck:
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """The figures that grew by more than the tolerance: "plain", "planned", "smallest", "added"."""
+        """Those of the figures "plain", "planned", "smallest" and "added" that grew by more than 1% (`TOLERANCE`): of
+        the locked figure, or, for "added", of the locked step's time."""
         return tuple(
             figure
             for figure in _NAMES
@@ -152,9 +153,9 @@ class LockCheck:
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """The lines of code that make the step hold more, in the order of the step: those that make more bytes than
-        before or are no longer under activation checkpoints. If there are none: those of which more is alive at the
-        first peak that grew, or, for the added time, is recomputed."""
+        """The lines of code that make the step hold more, in the order of the step: lines that allocate more bytes than
+        before, or are no longer under activation checkpoints. If there are none, those of which more bytes are alive
+        at the peak that is first in `grown`, or, if "added" is first, that are recomputed for longer."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:

@@ -99,8 +99,8 @@ def scaled(
     low: torch.dtype | None,
     context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run and measure a step. With fp16 as `low`, it is repeated with smaller loss scales until all gradients are
-    finite; with other dtypes the scale is 1."""
+    """Run and measure a step as `measured` does. With fp16 as `low`, it is repeated with smaller loss scales until all
+    gradients are finite; with other dtypes the scale is 1."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale, context)
@@ -185,7 +185,7 @@ class PhaseMeter:
         return self
 
     def end_phase(self) -> None:
-        """End the current phase; the next one begins with the bytes that it leaves."""
+        """End the current phase. The bytes that are then allocated count as held from the start of the next one."""
         kind = device_of(self._device)
         if not kind.caching:
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)

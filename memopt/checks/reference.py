@@ -48,7 +48,7 @@ class GradientError:
     @property
     def counts(self) -> bool:
         """Whether the reference gradient is more than rounding noise around zero. The gradient of a key projection's
-        bias in attention is not."""
+        bias in attention, for instance, is only noise."""
         return self.share > ROUNDING
 
 

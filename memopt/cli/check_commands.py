@@ -21,7 +21,7 @@ _GRADIENT_ERROR = 1e-3
 @takes_job
 @click.option("--out", metavar="FILE", default="memory.lock", show_default=True, help="The file to write.")
 def lock(job: Job, out: str) -> None:
-    """Keep what the training step of MODEL holds, by module and line of code, in a file to be committed.
+    """Write the memory that the training step of MODEL holds, by module and line of code, to a file to be committed.
 
     `memopt check --lock memory.lock` fails later where the step has come to hold more, and names the line. Neither
     needs a card.
@@ -45,11 +45,11 @@ def check(job: Job, locked: str | None) -> int | None:
     """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
     account and with the plain model.
 
-    Needs the memory of the plain step beside the budget. Ends with 1 if the step held more than the budget, or if its
-    gradients are further from the exact ones than rounding explains.
+    Needs memory for the plain step in addition to the budget. The exit code is 1 if the step held more than the budget,
+    or if its gradients are further from the exact ones than rounding explains.
 
-    With --lock, the step that `memopt lock` wrote is planned again, which needs no card; ends with 1 if a peak, the
-    smallest budget or the added time grew by more than 1%, and names the lines of code that made it grow.
+    With --lock, the step that `memopt lock` wrote is planned again, which needs no card; the exit code is 1 if a peak,
+    the smallest budget or the added time grew by more than 1%. The lines of code that made it grow are named.
 
     \b
     Example:

@@ -32,7 +32,7 @@ def explain_file(job: Job, op: str | None) -> bool:
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     if op is not None or replace(job, json=False, debug=False) != Job(job.model):
-        raise UsageError(f"{path} has no graphs to plan: leave out all options but --json")
+        raise UsageError(f"{path} is shown as it is, not planned again: leave out all options but --json")
     if is_plan:
         plan = Plan.load(path)
         show_json(plan_figures(plan)) if job.json else show(*parts(plan, columns()))
@@ -52,13 +52,13 @@ def _is_plan(path: Path) -> bool:
 
 
 def history_figures(history: MemoryHistory) -> dict[str, Any]:
-    """The figures of a memory history for JSON."""
+    """A memory history for JSON: its fields by name, and "rows" and "advice" of it, by kind of memory."""
     return {**asdict(history), "rows": history.rows, "advice": history.advice}
 
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
-    """What filled the card, as sentences and tables: by kind of memory, then by function and line; and what memopt
-    would do about each kind."""
+    """What filled the card, as sentences and tables: its bytes by kind of memory, then by function and line of code;
+    and what memopt would do about each kind."""
     end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
     if history.missing_bytes is not None:
         end = f"it ran out of memory for {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"

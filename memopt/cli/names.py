@@ -230,10 +230,10 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None means the device of this machine: for no name, and for a type of device.
+    "rtx4090" it is "rtx-4090". None stands for this machine's device: it is returned for None, "cuda" and "gpu".
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for such a word on a machine without a
-    card."""
+    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" and "gpu" on a machine
+    without a card."""
     if name is None:
         return None
     if name.lower() in HERE:
@@ -251,6 +251,6 @@ def card(name: str | None) -> Hardware:
 
 
 def budget_gb(written: str | None, name: str | None) -> float:
-    """The budget that is written, in GB of 1024³ bytes; if none is, the memory of the card `name`. Raises
-    `UsageError`."""
+    """The budget that is written, in GB of 1024³ bytes; if none is, the memory of the card `name` (None: of this
+    machine's device). Raises `UsageError` where `written` is no number of gigabytes."""
     return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)

@@ -21,7 +21,7 @@ _WIDTH_OF_FILES = 110
 
 
 def columns(file: TextIO | None = None) -> int:
-    """The number of columns of what `show` prints, or of `file`."""
+    """The number of columns of the text that `show` prints, or, if it is given, of `file`."""
     console = Console(file=file)
     if console.is_terminal:
         return console.width
@@ -54,7 +54,7 @@ def in_columns(text: str, file: TextIO) -> str:
 
 
 def show_json(figures: Any) -> None:
-    """Print figures as JSON."""
+    """Print a value, such as a dict of numbers, as JSON."""
     print(json.dumps(figures, indent=2, ensure_ascii=False))
 
 
@@ -80,14 +80,15 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
-    """The figures of a failure for JSON: those of a refusal; for other errors the sentence and the exit code."""
+    """A failure for JSON: a refusal as `refusal_figures` gives it; any other error as a dict with `sentence` under
+    "error", and "exit_code"."""
     from memopt.errors import BudgetError
 
     return refusal_figures(error) if isinstance(error, BudgetError) else {"error": sentence, "exit_code": exit_code}
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
-    """The figures of a plan for JSON: bytes, seconds, shares as fractions, GB of 1024³ bytes."""
+    """The numbers of a plan for JSON: bytes, seconds, GB of 1024³ bytes, and shares as fractions, by name."""
     from memopt.device.time_model import MEASURED_TIMES
     from memopt.show.report import AS_CAPTURED, before_all
 
@@ -116,7 +117,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
 
 
 def refusal_figures(error: BudgetError) -> dict[str, Any]:
-    """The figures of a refusal for JSON: the smallest budget that works, and which levers would help."""
+    """The numbers of a refusal for JSON: the smallest budget that works, and the changes with which the step fits."""
     return {
         "fits": False,
         "budget_gb": error.budget_gb,

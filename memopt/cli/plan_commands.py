@@ -54,10 +54,10 @@ def plan(job: Job, save: str | None) -> None:
 @click.option(
     "--op",
     metavar="NAME",
-    help="Tell the story of one op: a name that the tables show, or a part of an operator's or a module's name.",
+    help="Explain one operator only: a name that the tables show, or a part of an operator's or a module's name.",
 )
 def explain(job: Job, op: str | None) -> None:
-    """Say where the bytes of MODEL go, what memopt changed and why, or the story of one op.
+    """Say where the bytes of MODEL go, what memopt changed and why; or, with --op, explain one operator.
 
     MODEL may also be the file of a plan that was saved, or a snapshot of torch's memory history
     (torch.cuda.memory._dump_snapshot, *.pickle) of any run, also of one that ran out of memory: what filled the card,
@@ -211,7 +211,7 @@ def export(job: Job, to: str, form: str | None) -> None:
     \b
     snapshot (.pickle)  PyTorch's memory visualiser, pytorch.org/memory_viz
     trace (.json)       Perfetto and chrome://tracing
-    dot (.dot)          Graphviz and Netron: the joint graph, with the fate of each node
+    dot (.dot)          Graphviz and Netron: the joint graph, coloured by what is saved, recomputed, …
 
     \b
     Examples:

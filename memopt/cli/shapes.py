@@ -90,7 +90,7 @@ def _dtype(written: str | None, name: str) -> torch.dtype:
 
 def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
     """The shapes of the example inputs that the user's function `name` gives with its model: a tensor, or a tuple, list
-    or dict of tensors; `with_target`, a pair of such inputs and the second argument of the loss. Raises `UsageError`
+    or dict of tensors; if `with_target`, a pair of such inputs and the second argument of the loss. Raises `UsageError`
     for anything else."""
     rest: Shapes = {}
     if with_target and isinstance(inputs, (tuple, list)) and len(inputs) == 2:
@@ -113,7 +113,7 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     """The shapes that are given, and those of the model's main input and labels where they are left out.
 
     Raises `UsageError` for inputs that the model's forward does not take, for those that it needs and that are not
-    given, and where nothing is known of them.
+    given, and, if no shapes are given, for a model whose inputs are not known.
     """
     parameters = inspect.signature(model.forward).parameters
     # Those of transformers take keywords for their kernels, which are no inputs.

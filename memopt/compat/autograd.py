@@ -44,7 +44,7 @@ def fate_of_gradient(leaf: torch.Tensor) -> Fate:
 
 
 def fate_at(node: Any) -> Fate:
-    """What the running backward pass will do with the gradient of the leaf that `node` accumulates."""
+    """What the running backward pass will do with the gradient that a leaf's autograd node, `node`, accumulates."""
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
@@ -52,14 +52,14 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the running backward will run an autograd node; False for None. Not for the nodes that accumulate
-    gradients into leaves."""
+    """Whether the running backward will run an autograd node; False for None. Must not be asked of nodes that
+    accumulate gradients into leaves."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
     """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
-    what autograd does with its gradient; None and `RETURNED` where it was no leaf.
+    what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf.
 
     Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than the
     rest of memopt's work there."""
@@ -88,8 +88,7 @@ def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
 
 
 def reached_outputs() -> tuple[bool, ...] | None:
-    """For the autograd node that runs, whether each output has a gradient, as `note_reached` recorded it; None where it
-    recorded nothing."""
+    """Whether each output of the autograd node that runs has a gradient, if `note_reached` recorded that; else None."""
     node = current_node()
     return None if node is None else node.metadata.get(_REACHED)
 
@@ -136,7 +135,7 @@ def keeps_graph() -> bool:
 
 
 class Retention(IntEnum):
-    """What a backward pass leaves of the graph that it goes through; each holds more than the one before."""
+    """What a backward pass leaves of the graph that it goes through, the least first."""
 
     FREED = 0
     """Nothing: what was saved is freed as it is read."""
@@ -185,7 +184,7 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the tensors that have an autograd node which a backward from `ends` does not run."""
+    """The tensors among `tensors` whose autograd node a backward from `ends` does not run; leaves are left out."""
     passed = set(_nodes_of(ends))
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 
@@ -204,7 +203,7 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
     """The given autograd nodes, and the nodes made since `next_node_number` returned `number` that a backward from them
-    reaches through such nodes only. Nodes of leaves are not among them."""
+    reaches through nodes made since then only. Nodes of leaves are not among them."""
     return list(_reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number))
 
 
@@ -246,8 +245,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def received_bytes(node: Any, number: int) -> int:
-    """The bytes of the gradient that an autograd node receives for its output `number`; 0 where they are not known in
-    advance."""
+    """The bytes of the gradient that an autograd node receives for its output `number`; 0 if not known in advance."""
     try:
         metadata = node._input_metadata[number]
         return math.prod(map(int, metadata.shape)) * int(metadata.dtype.itemsize)
@@ -263,14 +261,15 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add what that
-    returns to the gradients that the backward computes."""
+    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add the
+    `Addition`s that it returns to the gradients that the backward computes."""
     _watchers.add(watcher)
     _tell()
 
 
 class Addition(NamedTuple):
-    """The part of a requested gradient that autograd alone would not compute, and how the total is made from both."""
+    """What a `Watcher` adds to a gradient that a backward is asked for: further gradients to compute, and the function
+    that makes the whole gradient from them and from what autograd finds alone."""
 
     edges: Sequence[Any]
     """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""
@@ -281,8 +280,8 @@ class Addition(NamedTuple):
 
 class Watcher(Protocol):
     def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
-        """Called with the tensors, or edges, at which a backward starts, and those whose gradients it is to compute.
-        Returns what has to be added to these gradients, by position in `inputs`."""
+        """Called with the tensors or edges at which a backward starts, and with those whose gradients it is to compute
+        (`inputs`). Returns what has to be added to these gradients, by position in `inputs`."""
 
 
 def _tell() -> None:
@@ -356,8 +355,7 @@ def has_node(value: Any) -> bool:
 
 
 def edge_of(end: Any) -> tuple[Any, int]:
-    """The edge of the autograd graph (a node and the number of its output) that a tensor has, or that `end` is
-    itself."""
+    """The edge of the autograd graph (a node and the number of its output) of a tensor, or of `end`, an edge itself."""
     edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
     return edge.node, edge.output_nr
 
@@ -372,8 +370,9 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else its neighbours
-    that are, as where an in-place operator on a region's output put a node in front (`CopyBackwards`)."""
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else those of its
+    next nodes that are. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
+    region's."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node
     else:

@@ -70,8 +70,8 @@ def check() -> None:
 
 
 def missing_names(error: ImportError) -> TorchNamesError:
-    """The error that lists all names that modules of memopt import from torch and this torch lacks. `error` is the
-    first `ImportError`."""
+    """An error with all names that memopt imports from torch and this torch lacks. `error` is the first
+    `ImportError`."""
     found = [str(error)]
     for info in iter_modules([str(Path(__file__).parent)], "memopt.compat."):
         try:

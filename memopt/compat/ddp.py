@@ -130,8 +130,8 @@ class ReducerHooks:
 
     @property
     def addresses(self) -> frozenset[int]:
-        """The addresses of the buckets that gradients were found to be views of; they stay after the gradients are
-        freed, since Python may still hold these views."""
+        """The addresses of the buckets that gradients were found to be views of. An address stays in the set after the
+        gradient is freed, since Python may still hold the view."""
         return frozenset(self._addresses.values())
 
     def belong_to(self, wrapper: DistributedDataParallel) -> bool:
@@ -160,8 +160,7 @@ class ReducerHooks:
             accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
 
     def after_accumulation(self, number: int) -> None:
-        """Notify the reducer that the gradient of parameter `number` is complete, unless `ready` has done so in this
-        backward."""
+        """Notify the reducer that parameter `number` has its gradient, unless `ready` has done so in this backward."""
         if self._ready.pop(number, None) != current_backward():
             self._tell(number)
 

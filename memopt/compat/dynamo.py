@@ -187,8 +187,7 @@ def compile_with(
 ) -> Callable[..., Any]:
     """`call` compiled by `backend`. With `whole`, a graph break is an error.
 
-    There is one graph for each set of shapes; with `symbols`, sizes that differ between calls become symbols of one
-    graph.
+    Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph.
     """
     from torch._dynamo.eval_frame import cached_backends
 
@@ -326,8 +325,8 @@ def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
 
 
 def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
-    """The stack of Python lines that Dynamo was tracing when `error` was raised, else the error's own traceback; the
-    innermost line is last."""
+    """The Python lines that Dynamo was tracing when `error` was raised, innermost last; else the error's own
+    traceback."""
     traced = getattr(error, "real_stack", None)
     return traced or traceback.extract_tb(error.__traceback__)
 

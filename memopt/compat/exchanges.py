@@ -86,8 +86,8 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Make the last `count` blocks stay gathered from their forward to their backward, and the other blocks be
-        freed after their forward."""
+        """Make the last `count` blocks stay gathered from their forward to their backward, and the others be freed
+        after their forward."""
         if count == self.count:
             return
         if not self._automatic:
@@ -232,8 +232,7 @@ def microbatches_of(schedule: Any) -> int:
 
 
 def loss_of(schedule: Any) -> Callable[..., Any] | None:
-    """The function by which a pipeline schedule computes a microbatch's loss; None for a schedule that does not
-    train."""
+    """The function by which a pipeline schedule computes a microbatch's loss; None for one that does not train."""
     return schedule._loss_fn
 
 
@@ -268,8 +267,8 @@ def splits_backward(schedule: Any) -> bool:
 
 
 def sends_kept(schedule: Any) -> int:
-    """The number of microbatches whose tensors stay on the device after they were sent, in each direction. 1F1B holds
-    the handles of its latest two exchanges; all other schedules hold all of them to the end of a step."""
+    """The most microbatches whose tensors stay on the device after they were sent, in each direction of the pipeline.
+    1F1B holds the handles of its latest two exchanges; all other schedules hold all of them to the end of a step."""
     from torch.distributed.pipelining import Schedule1F1B
 
     many = microbatches_of(schedule)
@@ -283,8 +282,7 @@ def ranks_of_pipeline(schedule: Any) -> list[int]:
 
 
 def first_microbatch(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The positional arguments of the first microbatch into which a pipeline schedule splits a batch; none is
-    larger."""
+    """The positional arguments of the first microbatch, the largest, into which a pipeline schedule splits a batch."""
     return tuple(schedule._split_inputs(args, {})[0][0])
 
 

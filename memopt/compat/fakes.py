@@ -53,8 +53,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def forget_dispatches(mode: FakeTensorMode) -> None:
-    """Empty the cache of operator calls that a fake mode with symbolic shapes has filled; a capture would keep it
-    alive."""
+    """Empty the cache of operator calls of a fake mode with symbolic shapes, which a capture would keep alive."""
     if mode.shape_env is not None:
         mode.shape_env.fake_tensor_cache.clear()
 

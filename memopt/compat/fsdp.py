@@ -169,8 +169,8 @@ class Gathered:
 
     @property
     def waiting_bytes(self) -> int:
-        """Within `without_exchange`: the bytes of gradients of earlier backwards that were set aside for the block,
-        that a real step would hold now, and for which the block has made no gradient yet."""
+        """Within `without_exchange`: the bytes of the gradients of earlier backwards, which the block has removed, in
+        whose place no gradient has been made yet. A real step would hold them now."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:

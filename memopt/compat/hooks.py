@@ -64,8 +64,8 @@ class DeferredHook:
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """The table of the hooks that `Tensor.register_hook` adds to a tensor. They do nothing when autograd calls them,
-    unless `at_once` is true."""
+    """The table of the hooks that `Tensor.register_hook` adds to a tensor. The hooks do nothing when autograd calls
+    them, unless `at_once` is true."""
 
     at_once = False
 
@@ -107,8 +107,7 @@ class WatchingHook:
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without memopt's own that only
-    observe."""
+    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without `WatchingHook`s of memopt."""
     return [hook for hook in _late_hooks(tensor) if not isinstance(hook, WatchingHook)]
 
 
@@ -122,7 +121,6 @@ def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """The tables (number → hook) in which a leaf stores its hooks, without empty ones. Autograd calls nothing for a
-    table that was emptied."""
+    """The tables (number → hook) in which a leaf stores its hooks, without empty ones, which do nothing."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [table for table in tables if table]

@@ -85,9 +85,9 @@ class MemoryEvents:
     def declare(self, address: int, nbytes: int) -> None:
         """Records a block that is already allocated as if it were allocated now, so that its free is recorded too.
 
-        Torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of another
-        one. Where a block was freed while no profiler ran, it may take that block's size for the next one at the
-        address.
+        Torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of other
+        blocks. If one of known size was freed while no profiler ran, torch may assume its size for the next block at
+        that address.
         """
         _declare_block()(address, nbytes)
 
@@ -99,9 +99,9 @@ class MemoryEvents:
             _map_blocks_from(2**25)
 
     def since_last(self) -> list[int] | None:
-        """The events since the last call, or since the start; recording continues. None where they are known only at
-        the end: with kineto, which takes long to restart, and in a backward, as autograd must end with the profiler
-        that it began with."""
+        """The events since the last call, or since the start; recording continues. None where events are known only
+        after `stop`: with kineto, which takes long to restart, and in a backward, as autograd must end with the
+        profiler that it began with."""
         if not self._legacy or current_backward() >= 0:
             return None
         events = self._events()
@@ -158,7 +158,7 @@ def _declare_block() -> Callable[[int, int], None]:
     try:
         reporter, new = (getattr(c10, symbol) for symbol in _SYMBOLS)
     except AttributeError:
-        raise RuntimeError("the CPU meter needs the memory reporter of torch's libc10, which this one lacks") from None
+        raise RuntimeError("CPU memory cannot be measured: this torch's libc10 lacks its memory reporter") from None
     reporter.restype = ctypes.c_void_p
     new.argtypes, new.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
     return functools.partial(new, reporter())
@@ -173,8 +173,7 @@ _READS = ("tolist", "numpy", "__array__")
 
 
 def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A `protected` tensor on the CPU whose storage takes no memory: all such storages map the same read-only pages of
-    zeros."""
+    """A `protected` tensor on the CPU whose storage takes no memory: all map the same read-only pages of zeros."""
     elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = elements * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), HOST, nbytes)

@@ -178,10 +178,10 @@ _PAGE = 20 * 1024**2
 def autotuning_within(limit_bytes: int) -> Iterator[None]:
     """A block in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
 
-    Before each run of a kernel, inductor fills a buffer of the size of the card's cache; it is left out where there is
-    no room for it. What a timing allocates is returned to the card, so that later blocks lie as if no kernel had been
-    timed. A configuration that there is no memory to time counts as infinitely slow; if that holds for all of them, the
-    first one is used."""
+    Before each run of a kernel, inductor fills a buffer of the size of the card's cache; where there is no room for
+    this buffer, the filling is left out. What a timing allocates is returned to the card, so that later blocks lie as
+    if no kernel had been timed. A configuration that there is no memory to time counts as infinitely slow; if that
+    holds for all of them, the first one is used."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     attributes = vars(benchmarker)

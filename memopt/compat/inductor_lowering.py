@@ -74,9 +74,9 @@ def _realized(value: Any) -> Any:
 
 
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
-    """Give `hold` its lowering, and each operator of the graph and of graphs within it that has none the fallback that
-    inductor would give it when it comes to the first call; the latter not where the user has turned implicit fallbacks
-    off: inductor then raises an error."""
+    """Register with inductor the lowering of `memopt::hold`, which writes a value to memory, and the fallback of each
+    other operator without a lowering in the graph and its subgraphs, as inductor itself would at the operator's first
+    call. If the user has turned `implicit_fallbacks` off, most get none, and inductor then raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 

@@ -83,8 +83,8 @@ class AotTrace:
 
     @property
     def only_read(self) -> frozenset[int]:
-        """The positions of the region's inputs that require gradients although the region only reads them without
-        returning them or views of them."""
+        """The positions of the region's inputs that require gradients, that the region does not write to, and of which
+        it returns neither the input itself nor a view."""
         from torch._functorch._aot_autograd.schemas import OutputType
 
         metadata = self.state.fw_metadata
@@ -99,14 +99,15 @@ class AotTrace:
     @property
     def places(self) -> tuple[int, ...]:
         """For each input of the region, the position of the corresponding input of the joint graph. A tensor subclass,
-        such as a sharded parameter, becomes several inputs there; this is the first, which is its memory."""
+        such as a sharded parameter, becomes several inputs there; the position is that of the first, which holds its
+        memory."""
         return _firsts(self.state.fw_metadata.subclass_inp_meta)
 
     @property
     def gradient_places(self) -> tuple[int, ...]:
         """For each input of the region, the position of its gradient among those that the joint graph returns. The
-        gradient of a tensor subclass is several values there, of which this is the first; a missing one is a single
-        None."""
+        gradient of a tensor subclass is several values there, and the position is that of the first; an input without a
+        gradient has a single None there."""
         wrappers = self.capture.maybe_subclass_meta
         return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 

@@ -120,8 +120,7 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The model and the modules in it, each once, in the same order as long as the modules are the same.
-    `Module.modules` also makes their names, which takes several times longer: too long for every call of a small
-    model."""
+    `Module.modules` also makes their names, which takes too long for every call of a small model."""
     found = {model: None}
     left = [model]
     while left:
@@ -175,9 +174,9 @@ _SORTS = ("_parameter", "_buffer")
 
 class CurrentParts:
     """The `Parts` of a model at each call. They are looked up anew only after a module or a parameter was added,
-    replaced or removed; to see that none was takes a tenth of the time. Parameters that were computed, as
-    `torch.func.functional_call` puts them in place of the model's for a call, are not kept: the graph behind them
-    may hold the model."""
+    replaced or removed; to check that takes a tenth of the time. Parameters that were computed, as
+    `torch.func.functional_call` puts them in place of the model's for a call, are not kept: the graph behind them may
+    hold the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -225,8 +224,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrapped_by_scheduler(step: Any) -> Any | None:
-    """The original `step` function, if `step` is an optimizer's step that a scheduler has wrapped; None for any other
-    value."""
+    """The original function, if `step` is an optimizer's step that a scheduler has wrapped; else None."""
     return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
 
 

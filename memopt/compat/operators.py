@@ -103,7 +103,7 @@ def cuda_autocast_names() -> frozenset[str]:
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:
-    """The decomposition of an operator overload into other operators; None if it has kernels or a derivative."""
+    """The decomposition of an operator overload into other operators; None if it has its own kernels or derivative."""
     return _kernel(operator, "CompositeImplicitAutograd")
 
 
@@ -120,8 +120,8 @@ def makes_unknown_bytes(operator: Any) -> bool:
 
 
 def takes_unknown_bytes(operator: Any) -> bool:
-    """Whether an operator is the backward of one that `makes_unknown_bytes`: given a fake result of that, it would read
-    beyond it."""
+    """Whether an operator is the backward of one that `makes_unknown_bytes`. Given a buffer of the size that fake
+    tensors show, its kernel would read beyond the end."""
     return schema_of(operator).name.removesuffix("_backward") in _OF_LIBRARIES and not makes_unknown_bytes(operator)
 
 
@@ -193,8 +193,7 @@ def begins_transform(target: Any) -> bool:
 
 
 def is_custom_function(target: Any) -> bool:
-    """Whether a node's target is the operator that calls an `autograd.Function`, whose forward and backward are
-    graphs."""
+    """Whether a node's target is the operator that calls an `autograd.Function` given as two graphs."""
     return target is torch.ops.higher_order.autograd_function_apply
 
 

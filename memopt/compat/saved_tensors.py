@@ -60,7 +60,7 @@ def replace_saved(
     node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
 ) -> int:
     """Free the tensors on a device that an `autograd.Function`'s node has saved, except those at the addresses `kept`.
-    When its backward reads them, it gets what `values` returns at the same positions. Returns the bytes freed."""
+    In their place, the node's backward reads what `values` returns at the same positions. Returns the bytes freed."""
     later, freed = _Later(values), dict[int, int]()
     saved: list[torch.Tensor | None] = list(node.saved_tensors)
     for number, raw in enumerate(node._raw_saved_tensors):
@@ -168,8 +168,7 @@ def changed_since_saved(node: Any) -> str:
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set the version counters (`Tensor._version`) of tensors back, so that autograd does not treat them as changed
-    since."""
+    """Set the version counters (`Tensor._version`) of tensors back, so that autograd treats them as unchanged."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 

@@ -118,8 +118,7 @@ def _grows(expression: Any) -> bool:
 
 
 def data_symbols_of(value: Any) -> set[str]:
-    """The names of the symbols in a node's value (a tensor, a number, or tuples and lists of these) that depend on
-    data."""
+    """The names of the data-dependent symbols in a node's value: a tensor, a number, or tuples and lists of these."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(data_symbols_of, value))
     if not isinstance(value, _SYMBOLIC):
@@ -159,8 +158,8 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
 
 
 def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any, int]:
-    """The value of each symbol that is an input, or a size or stride of one. `concrete` are the values of the
-    `symbolic` inputs."""
+    """The value of each symbol that is an input or in an input's sizes or strides; `concrete` are the inputs'
+    values."""
     found: dict[Any, int] = {}
     for one, other in zip(symbolic, concrete, strict=True):
         pairs = [(one, other)]
@@ -176,8 +175,7 @@ def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) 
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equate the data-dependent symbols in `result`, made by a second run of `node` under the fake mode, with those of
-    the first run."""
+    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with the first's."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)
@@ -211,7 +209,7 @@ class AssumedSizes:
         self._condition: str | None = None
 
     def hold(self, values: Sequence[int]) -> bool:
-        """Whether the conditions hold for these values, in the order of the sizes."""
+        """Whether the conditions hold for these values of `sizes`, the argument of the constructor, in its order."""
         if not self._sizes:
             return True
         shape_env: Any = self._sizes[0].node.shape_env
@@ -221,8 +219,8 @@ class AssumedSizes:
         return not self._condition or bool(shape_env.evaluate_guards_expression(self._condition, list(values)))
 
     def broken(self, values: Sequence[int]) -> dict[str, str]:
-        """For each symbol in a condition that does not hold for these values, the line of the model that made the
-        condition. If none can be named, "torch" for every symbol."""
+        """Symbol name → line of the model that made a condition on it that does not hold for these values (as in
+        `hold`). If no condition can be named, "torch" for every symbol."""
         expressions: list[Any] = [size.node.expr for size in self._sizes]
         known = dict(zip(expressions, values, strict=True))
         guards: Any = self._sizes[0].node.shape_env.guards
@@ -240,8 +238,8 @@ def _fails(condition: Any, known: dict[Any, int]) -> bool:
 
 
 def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
-    """The line of the model that made a size of a fake tensor a constant, though it was to be a symbol. None if the
-    size is a symbol, or no line is known."""
+    """The line of the model that made this size of a fake tensor a constant, though it was captured as a symbol. None
+    if the size is a symbol still, or no line is known."""
     shape_env: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     size: Any = tensor.shape[dimension]
     if isinstance(size, torch.SymInt):

@@ -119,7 +119,7 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of a device have one dtype, shape and bits: a NaN is equal to itself, -0.0 is not 0.0.
+    """Whether two tensors on one device have the same dtype, shape and bits: a NaN is equal to itself, -0.0 is not 0.0.
     Sparse ones and wrappers are compared by their values, as `torch.equal` does."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -191,8 +191,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that is larger the more tensors share the tensor's storage, and the more references C++ code holds to
-    the tensor itself."""
+    """A number that grows with the tensors that share the tensor's storage, and with C++ references to the tensor."""
     sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring
@@ -216,7 +215,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
-    """The bytes of the storages on a device that hold the tensors among some values, by address.
+    """Address → bytes of each storage on a device that holds a tensor among some values.
 
     Each step calls it for all tensors that its model has and saves, so plain tensors are looked up inline."""
     found: dict[int, int] = {}
@@ -251,8 +250,7 @@ class WeakStorage:
 
 
 def memory_of(value: object) -> int | None:
-    """A number that two strided tensors, also fake ones, share if and only if they share a storage; None for any other
-    value."""
+    """A number that strided tensors, also fakes, share if and only if they share a storage; None for other values."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]

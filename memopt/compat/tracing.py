@@ -104,8 +104,7 @@ def extract_halves(
     saved_objects: list[fx.Node],
     forward_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules that AOTAutograd
-    connects.
+    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules for AOTAutograd.
 
     `saved` are the nodes whose values the forward saves for the backward. The backward also gets the symbolic sizes of
     `saved_symbols`, and `saved_objects` (device meshes, from torch 2.13). `forward_outputs` is the number of outputs of
@@ -137,8 +136,7 @@ def first_runs_as_later_ones() -> AbstractContextManager[None]:
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module as a function of a list of arguments, which it empties, so that each argument is freed after its last
-    use."""
+    """The module as a function of a list of arguments, which it empties: each argument is freed after its last use."""
     forget_erased(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()

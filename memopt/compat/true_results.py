@@ -90,12 +90,11 @@ layout depends on the sizes."""
 
 
 def correct_strides(mode: FakeTensorMode) -> None:
-    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that their kernels
-    give them.
+    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give.
 
     An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
-    tensors of the same layouts, both real and fake. If the results differ, the dtype and the order of dimensions of the
-    real one are used."""
+    tensors of the same layouts, both real and fake. If the results differ, the real one's dtype and order of dimensions
+    are used."""
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
 

@@ -29,7 +29,7 @@ _LINK_SHARE = 0.9
 def measure_hardware(
     device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 ) -> Hardware:
-    """Time a large matmul for each dtype, copies and a small op, in about a second, and return the rates found.
+    """Time a large matmul for each dtype, copies and a one-element op, in about a second; returns the rates found.
 
     On a GPU, copies to the host and back, both at once, are timed too.
     """
@@ -140,9 +140,9 @@ MOST_CALLS = 2**14
 
 
 def calibrated_hardware(device: torch.device) -> Hardware:
-    """The rates of `device` as measured on this machine, now or before with the same card, driver and torch version.
+    """The `Hardware` of `device`, measured on this machine, now or before with the same card, driver and torch version.
 
-    On a GPU this includes the bytes that a process holds outside of torch's allocator (CUDA context, libraries). The
+    On a GPU it includes the bytes that a process holds outside of torch's allocator (CUDA context, libraries). The
     first call takes a second or two."""
     known = _read(device)
     if known is None:
@@ -156,7 +156,7 @@ def calibrated_hardware(device: torch.device) -> Hardware:
 
 
 def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
-    """Seconds of one run of each call that makes up most of a step, as timed on this machine, now or before.
+    """Seconds of one run of each call among those that take most of a step, as timed on this machine, now or before.
 
     Args:
         expected: for each call, the seconds that all of its runs in a step together are expected to take.

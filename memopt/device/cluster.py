@@ -86,7 +86,7 @@ class _Interconnect:
 def interconnect_named(name: str) -> _Interconnect:
     """The interconnect of a name such as "nvlink4+ib-ndr", or "nvlink4" for a single node.
 
-    Raises `TypeError` for what is no text, and `ValueError` for an unknown name.
+    Raises `TypeError` for a `name` that is no string, and `ValueError` for an unknown one.
     """
     if not isinstance(name, str):
         raise TypeError(f"interconnect must be a name such as 'nvlink4+ib-ndr', not {name!r}")
@@ -126,7 +126,7 @@ class _Mesh:
 
 @dataclass(frozen=True)
 class Ring:
-    """A group of cards that exchange with each other, of which each node holds `in_node`."""
+    """A group of `cards` that exchange with each other, `in_node` of them in each node."""
 
     cards: int
     in_node: int
@@ -136,8 +136,8 @@ class Ring:
         """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before. A
         reduce-scatter of `nbytes` on each card takes as long.
 
-        What a node lacks comes in through the network adapters of its cards, what a card lacks through its links within
-        the node; the slower of both counts. The ring takes one step for each other card.
+        What other nodes send to a node passes through the network adapters of its cards, what a card receives passes
+        through its links within the node; the slower of both counts. The ring takes one step for each other card.
         """
         if self.cards == 1:
             return 0.0
@@ -202,14 +202,14 @@ def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> C
     per_node = joined.cards_per_node
     if sizes.cards > per_node and joined.between is None:
         raise ValueError(
-            f"mesh has {sizes.cards} cards and a node {per_node}: name the network between nodes in interconnect, such "
-            f"as '{interconnect}+ib-ndr'"
+            f"mesh has {sizes.cards} cards, more than the {per_node} of a node: name the network between nodes in "
+            f"interconnect, such as '{interconnect}+ib-ndr'"
         )
     for name, inner in (("tp", sizes.tp), ("dp_shard", sizes.tp * sizes.dp_shard)):
         if inner % per_node and per_node % inner:
             raise ValueError(
-                f"{inner} cards up to {name!r} in mesh neither divide the {per_node} cards of a node nor fill whole "
-                "nodes; give sizes that do"
+                f"the sizes in mesh up to {name!r} make groups of {inner} cards, which neither divide the {per_node} "
+                "cards of a node nor fill whole nodes; give sizes that do"
             )
     return Cluster(sizes, joined)
 
@@ -226,7 +226,7 @@ def _checked_mesh(mesh: Mapping[str, int]) -> _Mesh:
         _check_size(name, size)
     sizes = _Mesh(**mesh)
     if sizes.cards == 1:
-        raise ValueError("mesh has one card; leave mesh and interconnect out to plan for that")
+        raise ValueError("mesh has one card; leave mesh and interconnect out to plan for a single card")
     return sizes
 
 

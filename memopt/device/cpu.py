@@ -42,8 +42,8 @@ from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:
-    """Workspace bytes of a pointwise kernel: the CPU copies every argument whose dtype is not the common one, where
-    CUDA converts as it reads."""
+    """Workspace bytes of a pointwise kernel: the CPU copies every argument whose dtype is not the common one. CUDA does
+    not, since its kernels convert as they read."""
     values = [s for s in call.inputs if s.dtype != torch.bool] if "where" in str(call.op) else list(call.inputs)
     common = values[0].dtype
     for spec in values[1:]:

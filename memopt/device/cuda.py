@@ -124,13 +124,13 @@ class _Cuda(Device):
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
 
     def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
-        """The allocator's calls of an operator, seen in a run of it on this machine's card. It is run if it is one of
-        cuDNN's, or one of torch's own that allocates more than its results; None for others, and where there is no card
-        with that `chip` or no room on it."""
+        """The allocations and frees of an operator, seen in a run of it on this machine's card. It is run if it is
+        one of cuDNN's, or one of torch's own that allocates more than its results; None for others, and where there is
+        no card with that `chip` or no room on it."""
         return library_run(call, chip)
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
-        """The allocator's calls of a kernel that is in `ORDER`: it allocates its results in that order, then a
+        """The allocations and frees of a kernel that is in `ORDER`: it allocates its results in that order, then a
         workspace of `workspace_bytes`, which it frees. Empty for other kernels."""
         order = ORDER.get(schema_of(call.op).name.split("::")[-1], ())
         if len(order) != len(call.outputs):

@@ -29,11 +29,11 @@ _PATIENCE_SECONDS = 1.0
 def start_libraries(device: torch.device) -> None:
     """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
 
-    They would otherwise do so at their first call, in a block that the allocator has cached between two values of the
-    step; a large value that had used this block would find none of its size in the next step.
+    Otherwise they do so at their first call, within a step, in a block that torch's allocator has cached. In the next
+    step that block is not free for the large value that was in it before.
 
-    Free segments are first returned to the card, since a workspace inside a large one would keep it from being reused.
-    Only the workspaces stay allocated. Raises `torch.OutOfMemoryError` where they have no room."""
+    Free segments are first returned to the card, since a workspace in a large segment would prevent its reuse. Only the
+    workspaces stay allocated. Raises `torch.OutOfMemoryError` where they have no room."""
     torch.cuda.empty_cache()
     used: list[WeakStorage] = []
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
@@ -90,7 +90,7 @@ def is_run(call: OpCall) -> bool:
 
 
 def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
-    """The allocator's calls during a run of an operator that has a workspace. None for other operators, where this
+    """The allocations and frees during a run of an operator that has a workspace. None for other operators, where this
     process uses no card with that `chip`, and where the card has no room for the operator now."""
     if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -157,8 +157,8 @@ def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
 
 
 def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
-    """The allocator's calls of an operator, from the bytes that it allocated and (negative) freed, in order. `outputs`
-    has the bytes of each result.
+    """The allocations and frees of an operator, from the bytes of each in order: positive for an allocation, negative
+    for a free. `outputs` has the bytes of each result.
 
     `events` do not tell which block is freed: of several blocks of one size, the latest is assumed. The results are
     among the blocks that are left."""

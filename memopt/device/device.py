@@ -18,7 +18,7 @@ from memopt.solver.problem import BlockCall
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, by torch's name of its type.
+    """A kind of device, with the name that torch gives its type ("cuda").
 
     This base class stands for kinds that memopt does not know: nothing is counted, timed or planned for them. To
     support a kind, add a file with a subclass, and an entry in `memopt.device.devices.DEVICES`. For planning, override
@@ -50,12 +50,12 @@ class Device:
         return by_rules(call, {})
 
     def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
-        """The allocator's calls during a run, on this machine's card, of an operator whose kernels have a workspace;
-        None for other operators, and where there is no card with that `chip`."""
+        """The allocations and frees during a run, on this machine's card, of an operator whose kernels have a
+        workspace; None for other operators, and where there is no card with that `chip`."""
         return None
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
-        """The allocator's calls of a kernel that allocates its results in another order than it returns them, with
+        """The allocations and frees of a kernel that allocates its results in another order than it returns them, with
         those of its workspace of `workspace_bytes`; empty for all other kernels."""
         return ()
 
@@ -64,12 +64,12 @@ class Device:
         return ()
 
     def autocast_kernel(self, operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
-        """A function that computes an operator on the host's tensors as autocast with the dtype `low` does on the
-        device; None where it leaves the operator as it is."""
+        """A function that computes an operator on CPU tensors as autocast with the dtype `low` does on this kind of
+        device; None for an operator that autocast leaves as it is."""
         return None
 
     def kernels(self, card: Hardware) -> AbstractContextManager[Any]:
-        """Context in which operators on tensors of another device choose the kernels that `card` would run."""
+        """A context in which operators on tensors of another device, such as "meta", use the kernels of `card`."""
         return nullcontext()
 
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
@@ -85,7 +85,7 @@ class Device:
         return False
 
     def current(self) -> torch.device:
-        """The device on which new tensors of the type are allocated."""
+        """The device on which torch allocates new tensors of this type."""
         return torch.device(self.type)
 
     def synchronize(self, device: torch.device) -> None:
@@ -103,15 +103,18 @@ class Device:
     def reported(self, device: torch.device) -> Hardware:
         """A `Hardware` with the name, memory and chip that a device of this machine reports, whose rates are still to
         be measured. Raises `ValueError` for a kind that memopt cannot measure."""
-        raise ValueError(f"memopt cannot measure the device {str(device)!r}")
+        raise ValueError(
+            f"memopt cannot measure the device {str(device)!r}; give device= the name of a card, one of those that "
+            "memopt.device.known_hardware() returns"
+        )
 
     def chip(self, device: torch.device) -> Chip:
         """The properties of the device's chip that the workspaces of its kernels depend on."""
         return LARGE
 
     def identity(self, device: torch.device) -> dict[str, Any]:
-        """The properties of a device that measurements on it depend on, besides the version of torch: the key under
-        which measurements are stored on disk."""
+        """The properties of a device that measurements on it depend on, besides the version of torch. They are the key
+        under which measurements are stored on disk."""
         return {"card": self.name(device)}
 
     def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None] | None:

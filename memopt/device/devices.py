@@ -26,13 +26,13 @@ def device_of(named: str | torch.device | Hardware) -> Device:
 
 
 def device_here() -> torch.device:
-    """The type of device on which this machine would train: of a card if it has one, else the host."""
+    """The device on which this machine would train: the type of its card if it has one, else the host."""
     found = (torch.device(kind.type) for kind in DEVICES.values() if kind.available() and not kind.is_host)
     return next(found, HOST)
 
 
 def device_in_use() -> torch.device:
-    """The current device of the first kind other than the host that this process uses; the host if it uses none."""
+    """The current device of the first kind other than the host that this process has used; the host where none was."""
     return next((kind.current() for kind in DEVICES.values() if kind.in_use() and not kind.is_host), HOST)
 
 
@@ -45,8 +45,8 @@ def hardware(name: str) -> Hardware:
 
 
 def kernels_of(name: str) -> AbstractContextManager[None]:
-    """Context in which operators on tensors of another device choose the kernels of the card called `name`, where that
-    changes what a step holds; "" changes nothing. Raises `ValueError` for an unknown name."""
+    """A context in which operators on tensors of another device, such as "meta", choose the kernels of the card called
+    `name`, where that changes what a step holds; "" changes nothing. Raises `ValueError` for an unknown name."""
     card = hardware(name) if name else None
     return nullcontext() if card is None else device_of(card).kernels(card)
 
@@ -71,5 +71,5 @@ def hardware_of(device: torch.device) -> Hardware:
         raise ValueError(f"memopt has no figures for device {str(device)!r}; give device=, one of {names}")
     raise ValueError(
         f"memopt has no figures for {kind.name(device)}; measure them with memopt.device.measure_hardware, or give "
-        f"device=, the nearest of {names}"
+        f"device= the name that is nearest to it, of {names}"
     )

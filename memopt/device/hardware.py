@@ -19,8 +19,8 @@ _HOST_SHARE = 2
 
 @dataclass(frozen=True)
 class Chip:
-    """The multiprocessors of a card, by which its kernels are sized: their grids of thread blocks, and with them the
-    buffers that blocks share."""
+    """The multiprocessors of a card. Kernels choose their grids of thread blocks by them, and so the bytes of the
+    buffers that thread blocks share."""
 
     multiprocessors: int
     threads: int
@@ -85,17 +85,17 @@ class Hardware:
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
 
     def multiplies(self, tile: str) -> bool:
-        """Whether the device has units for 8-bit products with a scale for each tile (see `passes.ops.fp8_formats`)."""
+        """Whether the device has units for 8-bit products with a scale for each `tile`, a name like "1x128"."""
         return scaled_rate(tile) in self.flops
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s for a dtype; a dtype that the device has no units for runs at float32's rate."""
+        """FLOP/s in a dtype, given by its name ("bfloat16"); float32's where the device has no units for the dtype."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
 def assumed_context(major: int) -> int:
-    """Bytes of a context that is not measured, by the major version of the compute capability. An H100 held 619 MB once
-    the context existed, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
+    """Bytes assumed for a CUDA context that is not measured, by the major version of the compute capability. On an H100
+    it had 619 MB at first, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
     return _HOPPER_CONTEXT if major >= 9 else Hardware.context_bytes
 
 
@@ -103,8 +103,8 @@ _HOPPER_CONTEXT = 770 * 1024**2
 
 
 def scaled_rate(tile: str) -> str:
-    """The name in `Hardware.flops` for 8-bit products whose first operand has a scale for each tile along the dimension
-    that is summed over; "" is one scale for the whole operand."""
+    """The key in `Hardware.flops` for 8-bit products whose first operand has a scale for each `tile` ("1x128") along
+    the dimension that is summed over; with "" it has one scale for the whole operand."""
     return f"float8_e4m3fn {tile}".rstrip()
 
 

@@ -29,13 +29,13 @@ from passes.ops.linear_rows import IMPLEMENTATIONS
 
 @contextmanager
 def states_reported(report: Callable[[torch.Tensor], None], *, during_captures: bool = False) -> Iterator[None]:
-    """Context in which `report` gets every state that `torch.get_rng_state` returns.
+    """Context in which `report` is called with every state that `torch.get_rng_state` returns.
 
     `torch.utils.checkpoint` and `torch.random.fork_rng` each hold such a state, which dispatch modes do not see.
 
     Args:
         report: called with the state.
-        during_captures: whether Dynamo captures code in the context. It must not capture the reports.
+        during_captures: whether Dynamo may capture code in the context; it then leaves the calls of `report` out.
     """
     functions: Any = torch.random
     reporting = _Reporting(functions.default_generator, report)
@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
     results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
-    memory lives on, so that the next tensor on it would count as new. Counts would differ from run to run.
+    memory lives on, so that the next tensor on it would count as new, and counts would differ from run to run.
 
     Args:
         block_bytes: storages are rounded up to multiples of this, as an allocator does.
@@ -131,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
             self._known.update(_storages(tensor))
 
     def count(self, tensors: Any) -> None:
-        """Count those storages of these tensors (in nested tuples and lists) that are new, until they are freed."""
+        """Count the storages of these tensors (in nested tuples and lists) until freed, unless counted or excluded."""
         for tensor in tensors_in(tensors):
             if self._device_type not in (None, device_type_of(tensor)):
                 continue
@@ -142,15 +142,15 @@ class LiveBytes(TorchDispatchMode):
         self.raise_peak(0)
 
     def count_state(self, state: torch.Tensor) -> None:
-        """Count a state of the CPU's random generator until it is freed. It does not raise the peak by itself, since
-        Dynamo holds some while it compiles; operators that run meanwhile do."""
+        """Count a state of the CPU's random generator until it is freed. The peak is raised only by operators that run
+        meanwhile, not by this call, since Dynamo holds such states while it compiles."""
         if self._device_type in (None, HOST.type):
             self._known.add(storage := state.untyped_storage())
             self._count(storage)
 
     def recount(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of these tensors with their current bytes; to be called after storages may have been
-        resized, which modes do not see."""
+        """Count the storages of these tensors with their current bytes, where they may have been resized: dispatch
+        modes do not see that."""
         for tensor in tensors:
             self._known.add(storage := tensor.untyped_storage())
             self._count(storage)
@@ -215,12 +215,12 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
         """The number of the block of each storage that is alive."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. An operator with an `out=` tensor does not run, and that tensor is returned, since
-        torch lacks such operators for some dtypes."""
+        """The operator's result. An operator with an `out=` tensor is not run, since torch lacks such operators for
+        some dtypes; the `out=` tensor itself is returned."""
         return kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else func(*args, **kwargs)
 
     def count(self, tensors: Any) -> None:
-        """Count and list the storages of these tensors that are new."""
+        """Count those storages of these tensors that are not counted yet, and list their allocations and frees."""
         for tensor in tensors_in(tensors):
             before = self.live_bytes
             super().count(tensor)
@@ -236,8 +236,8 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
             self._freed(self._allocated(workspace_bytes))
 
     def list_within(self, calls: Sequence[BlockCall], workspace_bytes: int, results: Sequence[torch.Tensor]) -> None:
-        """Count the results of an operator, and list the allocations and frees of its results and its workspace in the
-        order of `calls` (`Op.calls`), in which blocks below `len(results)` are results."""
+        """Count an operator's `results`, and list the allocations and frees of results and workspace in the order of
+        `calls`. There, blocks numbered below `len(results)` are the results, the others workspace."""
         workspace: dict[int, int] = {}
         for allocates, block, nbytes in calls:
             if not allocates:
@@ -265,7 +265,7 @@ among larger ones."""
 
 @dataclass(frozen=True)
 class OpDryRun:
-    """The allocator's calls while an operator runs, and the most bytes that it holds at once besides its results."""
+    """Allocations and frees while an operator runs, and the most bytes that it holds at once besides its results."""
 
     calls: tuple[BlockCall, ...]
     """All calls but those of workspace blocks of at most `NOTABLE` bytes. Blocks are numbered from 0: first the

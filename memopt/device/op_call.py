@@ -55,7 +55,7 @@ class TensorSpec:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements fill one contiguous range of memory, in any order of the dimensions."""
+        """Whether the tensor's elements fill one contiguous range of memory, in any order of the dimensions."""
         order = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1)
         expected = 1
         for stride, size in order:

@@ -42,7 +42,7 @@ def time_calls(
     calls: Mapping[OpCall, float], device: torch.device, limit_seconds: float = LIMIT_SECONDS
 ) -> dict[OpCall, float]:
     """Seconds of one run of each call on `device`. `calls` maps each call to the seconds that it is expected to take;
-    they are timed in its order.
+    calls are timed in the order of this mapping.
 
     A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
     themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into

@@ -35,7 +35,7 @@ class StorageInfo:
 
 
 class Storages(Aliases):
-    """The storages of a graph, with their bytes: the blocks of its `Aliases`."""
+    """The storages of a graph with their bytes: the blocks of memory that `find_aliases` finds in the graph."""
 
     @cached_property
     def infos(self) -> tuple[StorageInfo, ...]:
@@ -49,8 +49,8 @@ def find_storages(
     """Returns the storages of a functional ATen graph; see `find_aliases`.
 
     Each is as large as the storage of the fake tensor that is made in it. The values of `fused` nodes are never held.
-    The results of the calls in `reuses` are written over one of their operands. A copy on the host (`memopt::copy_out`)
-    holds nothing here.
+    The results of the calls in `reuses` are written over one of their operands. A copy in the host's memory
+    (`memopt::copy_out`) has no storage.
     """
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
 
@@ -173,12 +173,12 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def can_inline(node: fx.Node) -> bool:
-    """Returns whether a fusing compiler can compute the node's arguments in its kernel."""
+    """Returns whether a fusing compiler can compute the node's arguments within the kernel of the node."""
     return is_elementwise(node) or (op_name_of(node) in _REDUCTIONS | _ASSEMBLERS and bool(op_name(node)))
 
 
 def is_generated(node: fx.Node) -> bool:
-    """Returns whether a fusing compiler writes the kernel that computes the node, without temporaries."""
+    """Returns whether a fusing compiler generates the kernel that computes the node; such a kernel has no workspace."""
     return can_inline(node) or op_name_of(node) in _KERNELS_OF_PRIMS
 
 

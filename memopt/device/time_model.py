@@ -59,10 +59,10 @@ def _second_read(node: fx.Node) -> int:
 
 
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
-    """Estimated seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), where peak and bandwidth are what
-    kernels reach of them. `dtype` is a name in `Hardware.flops`.
+    """Estimated seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), where peak and bandwidth are those
+    that kernels reach. `dtype` is a key of `Hardware.flops`.
 
-    On hardware with `between_seconds`, launch and gap come on top of the longer of arithmetic and traffic."""
+    On hardware with `between_seconds`: between + launch + max(FLOPs / peak, bytes / bandwidth)."""
     arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
     cached = bytes_moved <= hardware.cached_bytes
     bandwidth = hardware.cached_bytes_per_second if cached else hardware.bytes_per_second

@@ -62,11 +62,11 @@ def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
 
 
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
-    """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and measure its memory
-    and time.
+    """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and measure the bytes of
+    its workspace and of its results, and its seconds.
 
-    The process keeps the results of the latest calls. The global random state stays as it was. What is too large to
-    run, or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then)."""
+    The process keeps the results of the latest calls. The global random state stays as it was. A call that is too large
+    to run, or cannot run on made-up values, gets an estimated workspace; its other two figures are None."""
     calls = {node: op_call(node) for node in nodes}
     found = _measured(call for call in calls.values() if call is not None)
     return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}
@@ -79,7 +79,7 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
 
 
 def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
-    """As `call_workspace_bytes`, but runs nothing: None where the bytes have to be measured and were not before."""
+    """As `call_workspace_bytes`, but runs nothing: None where the bytes can only be measured and were not before."""
     device = device_of(device_type)
     if not device.is_host:
         return device.workspace(call, LARGE)
@@ -88,13 +88,13 @@ def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
 
 
 def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
-    """An upper bound, from a rule, on the temporary bytes that the kernel of a call holds on a type of device."""
+    """An upper bound, from a rule, on the temporary bytes that the kernel of a call holds on a device of this type."""
     return device_of(device_type).workspace(call, chip)
 
 
 @lru_cache(maxsize=256)
 def op_dry_run(call: OpCall, device_type: str, chip: Chip) -> OpDryRun | None:
-    """The allocator's calls, and the workspace, that an operator written in Python has on a card with that `chip`,
+    """The allocations and frees, and the workspace, that an operator written in Python has on a card with that `chip`,
     found by running it on tensors without memory; None for other operators."""
     device = device_of(device_type)
     return dry_run_op(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")

@@ -34,8 +34,8 @@ def library_workspaces(major: int) -> tuple[int, ...]:
     """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep, on a card whose compute
     capability has the major version `major`.
 
-    The caller's thread and autograd's have handles of their own, with a workspace for each. The bytes are fewer where
-    torch lets cuBLASLt share the workspace of cuBLAS, or does not keep them. The environment's
+    There are two workspaces each, since the caller's thread and autograd's have handles of their own. Torch holds fewer
+    bytes where it is set to let cuBLASLt share the workspace of cuBLAS, or not to keep workspaces. The environment's
     `CUBLAS_WORKSPACE_CONFIG` (`:KiB:count` pairs) and `CUBLASLT_WORKSPACE_SIZE` (KiB) are respected.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`.

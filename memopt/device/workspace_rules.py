@@ -23,7 +23,7 @@ SCALARS = 64
 
 
 def for_each(names: str, rule: AnyRule) -> dict[str, AnyRule]:
-    """A table with the same rule for each operator in `names`, a text with names separated by spaces."""
+    """A dict with the same rule for each operator in `names`, one string of names separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
@@ -63,15 +63,15 @@ def nothing(call: OpCall) -> int:
 
 
 def loss(call: OpCall) -> int:
-    """Workspace bytes of a loss: its elements before they are averaged, in fp32 for 16-bit values. Some kernels reduce
-    in place, so that this buffer stays allocated behind the result's single number."""
+    """Workspace bytes of a loss: its value for each element before the mean, in fp32 where the input has 16 bits. Some
+    kernels reduce in place, so that this buffer stays allocated as the storage of the scalar result."""
     spec = max(call.inputs, key=lambda s: s.numel)
     return 2 * spec.dense_bytes + (4 * spec.numel if spec.dtype.itemsize < 4 else 0) + SCALARS
 
 
 def index(call: OpCall) -> int:
-    """Workspace bytes of indexing: a mask becomes the int64 coordinates of its elements, twice; broadcast indices are
-    expanded."""
+    """Workspace bytes of indexing: the int64 coordinates of a mask's elements, held twice, and expanded copies of
+    broadcast indices."""
     masks = [spec for spec in call.inputs[1:] if spec.dtype in MASKS]
     expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
     return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
@@ -120,8 +120,8 @@ def class_vectors(call: OpCall) -> int:
 
 
 def fp8_scales(call: OpCall) -> int:
-    """Workspace bytes of the scales of an 8-bit tensor and of what they are computed from: one scale for all elements,
-    one for each 128, or one for each 32 that is rounded to a power of two in several steps."""
+    """Workspace bytes of the scales of an 8-bit tensor and of the values that they are computed from. A scale is for
+    all elements, for 128 of them, or for 32 of them; then it is rounded to a power of two in several steps."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
@@ -170,12 +170,12 @@ COMMON: dict[str, Rule] = {
 
 
 def rule_name(call: OpCall) -> str:
-    """The name under which rules list an operator: without namespace, overload and the `_` of an operator in place."""
+    """The name of an operator in the rules: without namespace, overload, and the final `_` of in-place operators."""
     return schema_of(call.op).name.split("::")[-1].removesuffix("_")
 
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
-    """The workspace bytes of a call by the rules of a device, else by those that hold on every device.
+    """The workspace bytes of a call by `rules`, those of a kind of device, else by the rules that hold on every device.
 
     Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones and
     reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""

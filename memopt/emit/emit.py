@@ -21,7 +21,7 @@ from memopt.planning.schedule_parts import RegionSchedule
 
 
 def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
-    """The regions of a planned call as functions.
+    """The regions of a planned call as functions, in the order of the forward.
 
     `accumulation` says, in each backward, how gradients reach `.grad`. Raises `CaptureError` where inductor fails to
     compile a region.
@@ -41,7 +41,8 @@ def emit_planned(
     accumulation: Accumulation,
     allowed_sizes: Mapping[str, int],
 ) -> Emitted:
-    """A region in the place of one of a plan's regions, as `emit_region`."""
+    """A region of a planned call as a function, as `emit_region` returns it, with the options that follow from the
+    plan. `joint` and `schedule` are those of the region."""
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
     limit = plan.budget_bytes - plan.account.context if plan.account.caching else None
@@ -83,9 +84,9 @@ def emit_region(
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
-    """`run`, a region, as a function that gets its inputs at `positions` detached. Attached, their autograd nodes would
-    be visited in the backward with no gradient: hooks would be called with None, and DDP would count the parameters as
-    used."""
+    """`run`, the function of a region, with its inputs at `positions` detached before each call. If they were not,
+    their autograd nodes would be visited in the backward with no gradient: hooks would be called with None, and DDP
+    would count the parameters as used."""
     if not positions:
         return run
 

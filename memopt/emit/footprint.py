@@ -36,7 +36,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which results of a forward the caller gets, by position, and how long each of them is held at least."""
+    """Which results of a forward its caller gets, and how long each of them, numbered from 0, is held at least."""
 
     number: int
     """The number of outputs, which are the first results of the forward."""
@@ -155,8 +155,8 @@ class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
 
 
 def dry_run(source: str, inputs: list[Any], mode: FakeTensorMode, held_blocks: _HeldBlocks) -> Sequence[Any]:
-    """Run inductor's code on fake `inputs`, a list that the code empties, while `held_blocks` counts; return its
-    results."""
+    """Run inductor's code on fake `inputs`, a list that the code empties, while `held_blocks` counts the bytes that are
+    held; return the code's results."""
     call = _load(source)
     with plain_tensors(), torch.no_grad(), mode, held_blocks:
         return call(inputs)

@@ -36,8 +36,8 @@ class _Exchange(Protocol):
 
 @dataclass
 class Accumulation:
-    """How the backwards of a model's regions add gradients to `.grad`, and for which parameters the running one
-    does."""
+    """How the backwards of a model's regions add gradients to `.grad`, and which parameters are inputs of the region
+    whose backward runs."""
 
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
@@ -55,7 +55,8 @@ class Accumulation:
     for other inputs, none of which may be held when the backward is over."""
 
     def enter(self, region: tuple[int, int]) -> None:
-        """Set the parameters that get gradients to those of `region`, whose backward begins."""
+        """Set `receivers` to the parameters of the region whose backward begins. `region` has the number of the running
+        backward pass and the `id` of the region's autograd node."""
         found = receivers()
         self.receivers = [(leaf, fate) if isinstance(leaf, nn.Parameter) else None for leaf, fate in found]
         self.region = region
@@ -143,8 +144,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the parameter in the
-    backward does not count."""
+    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the optimizer for this
+    parameter does not count."""
     if not has_hooks(parameter):
         return False
     late = len(post_accumulate_hooks(parameter))
@@ -269,7 +270,7 @@ def _is_chained(node: fx.Node) -> bool:
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:
-    """Whether the running backward passes through any of the outputs `tangents` of the region, counted among its
+    """Whether the running backward passes through any of the region's outputs `tangents`, which are positions among its
     `number` outputs that have a gradient. True where autograd's graph does not show it, since the region returns views
     of its inputs."""
     reached = reached_outputs()
@@ -292,8 +293,7 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, which raises the error that `accumulation.failed` returns where an allocation
-    fails in it."""
+    """`backward`, a compiled backward, raising what `accumulation.failed` returns where an allocation fails."""
 
     def run(arguments: list[Any]) -> Any:
         try:

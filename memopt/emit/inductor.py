@@ -103,7 +103,8 @@ class _Halves:
         except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(
-                f"memopt cannot tell how many bytes inductor's code holds, and assumes those of its plan ({reason})",
+                "memopt cannot tell how many bytes inductor's code holds, and assumes those of its plan, which a step "
+                f"may exceed ({reason}); backend='aten' runs plain operators, whose bytes are known",
                 stacklevel=2,
             )
             return None
@@ -209,8 +210,8 @@ _HELD_LONGER = 1.05
 
 
 def values_to_hold(graph: fx.Graph, inputs: Collection[str]) -> list[fx.Node]:
-    """The elementwise values of a forward or backward whose arguments, behind those that are computed in the same
-    kernels, are larger and would live longer if each kernel that reads the value computed it."""
+    """The elementwise values that inductor should write to memory (see `hold_values`): if each kernel that reads such a
+    value computed it anew, larger tensors, from which it is computed, would live longer than they otherwise do."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     barriers = [place[node] for node in graph.nodes if _is_barrier(node)]
     ends = {node: max((place[reader] for reader in readers_of(node)), default=0) for node in graph.nodes}
@@ -263,9 +264,8 @@ _running = _Running()
 
 @torch.library.custom_op("memopt::hand_gradient", mutates_args=())
 def hand_gradient(gradient: Tensor, number: int) -> Tensor:
-    """Pass a gradient to module `number` of those that accumulate gradients in the running backward. The result is
-    empty, so that the gradient's memory is free afterwards; a gradient that the module returns is therefore kept as a
-    clone."""
+    """Pass a gradient to the `AccumulateGradient` module of this number in the running backward. The result is an empty
+    tensor, so that the gradient is freed after the call; a gradient that the module returns is kept as a clone."""
     returned = _running.takers[number](gradient)
     if returned is not None:
         _running.returned[number] = returned.clone()

@@ -94,12 +94,12 @@ def _is_backward(node: fx.Node) -> bool:
 def nodes_before_steps(
     joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
 ) -> dict[int, set[str]]:
-    """For each parameter to step, by the position of its gradient among the backward's results, the names of the
-    backward's nodes that must run before: the one that makes the gradient, and those that read the storage of either
-    through any alias, recomputed nodes included.
+    """For each parameter to step: position of its gradient among the backward's results → names of the backward's nodes
+    that must run before the step. These are the node that makes the gradient, and all that read the storage of
+    parameter or gradient through any alias, recomputed nodes included.
 
-    `numbers` are the numbers of the inputs to step. `backward` was extracted from `scheduled`, the scheduled graph. The
-    names come from that graph alone, so that an error of the planner cannot go unnoticed."""
+    `numbers` are the positions of the parameters to step among the region's inputs. `backward` was extracted from
+    `scheduled`, the scheduled graph. The names come from `scheduled` alone, to notice an error of the planner."""
     if not numbers:
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}
@@ -117,8 +117,8 @@ def nodes_before_steps(
 
 
 def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where a parameter that is stepped in the backward shares storage with another input of the
-    region: nodes that read that input are not known to read the parameter."""
+    """Raise `ValueError` where a parameter that is stepped in the backward (at one of the positions `numbers`) shares
+    storage with another input of the region: nodes that read that input are not known to read the parameter."""
     if not numbers:
         return
     held = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
@@ -144,8 +144,7 @@ _BYTES = 7
 
 
 def exchanges_of(*graphs: fx.Graph) -> int:
-    """A digest of the collectives (operators and shapes, in order) in graphs that run one after the other. 0 where
-    there are none."""
+    """A digest of the collectives (operators and shapes, in order) in graphs that run in this order; 0 for none."""
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function" and _is_collective(node)]
     if not calls:
         return 0

@@ -25,7 +25,7 @@ def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options
 
     Raises:
         ValueError: where the objects have none or several trained models; or none or several optimizers, and `options`
-            do not say what is counted.
+            have no `optimizer`.
     """
     budgeted = Budgeted(budget_gb, **options)
     models = [number for number, given in enumerate(objects) if isinstance(given, nn.Module) and _is_trained(given)]

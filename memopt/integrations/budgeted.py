@@ -59,8 +59,9 @@ class Budgeted:
             self._net = None
 
     def news(self) -> Mapping[str, float] | None:
-        """The budget, peak and added time of the plan by which the latest step ran, for a log; None where it ran plain,
-        or where the plan is the same as at the previous call of this method."""
+        """The figures of the plan by which the latest step ran, for a log: "memopt_budget_gb" and "memopt_peak_gb" (GB
+        of 1024³ bytes) and "memopt_added_time" (a fraction of the step). None where the step ran plain, or where the
+        plan is the same as at the previous call of this method."""
         call = session_of(self._net) if self._net is not None else None
         plan = call.in_use if call is not None else None
         if plan is None or plan is self._shown:

@@ -22,7 +22,7 @@ def setup(fabric: Fabric, model: nn.Module, *optimizers: Any, budget_gb: float, 
             optimizer is the one given here.
 
     Raises:
-        ValueError: where none or several optimizers are given, and `options` do not say what is counted.
+        ValueError: where none or several optimizers are given, and `options` have no `optimizer`.
     """
     budgeted = Budgeted(budget_gb, **options)
     counted = budgeted.optimizer_among(optimizers)

@@ -29,7 +29,7 @@ class MemoptCallback(TrainerCallback):
     under `torch_compile`, training runs by the plan, and only the rest is compiled.
 
     The Trainer does not tell callbacks of a training that ends with an error: call `end()` then to continue with the
-    plain model. The next training by the same callback does so itself."""
+    plain model. It need not be called before a further training with the same callback."""
 
     @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
@@ -39,7 +39,8 @@ class MemoptCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Optimise the model. Raises `ValueError` for a Trainer with DeepSpeed, or with several GPUs in one process."""
+        """Optimise the model, and switch its gradient checkpointing off. Raises `ValueError` for a Trainer with
+        DeepSpeed, or with several GPUs in one process."""
         model: nn.Module = parts["model"]
         _check(args)
         self.end()

@@ -10,8 +10,8 @@ LABEL = "fused_attention"
 
 
 def fuse_attention(graph: OperatorGraph) -> Decision:
-    """Decides which softmaxes of a region become part of a `scaled_dot_product_attention`: all where that computes the
-    same.
+    """Decides which softmaxes of a region become part of a `scaled_dot_product_attention`: all those for which it
+    computes the same values but for rounding.
 
     Attention with dropout stays as it is, since the fused kernel would draw other random numbers."""
     found = find_attentions(graph.module)

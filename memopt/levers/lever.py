@@ -21,7 +21,7 @@ Deciders: TypeAlias = tuple[Decide, ...]
 
 @dataclass(frozen=True)
 class GraphChange:
-    """How a lever rewrites the captured step. It is tried on top of the levers before it."""
+    """How a lever rewrites the captured step. The search tries it on top of the levers before it."""
 
     deciders: Deciders | Callable[[Rewriting, Hardware, str], Deciders]
     """The deciders to try, each in place of the one before it. The pipelines that they return have the lever's name as
@@ -48,7 +48,7 @@ class GraphChange:
 
 @dataclass(frozen=True)
 class OptimizerChange:
-    """How a lever wraps the optimizer. It is used where no lever on the graph makes the step fit the budget."""
+    """How a lever wraps the optimizer. The search uses it where no lever on the graph makes the step fit the budget."""
 
     wrap: Callable[[Any], optim.Optimizer]
     """Returns an optimizer with the lever around the given one. It is also stepped on fake tensors, to find its
@@ -100,11 +100,11 @@ class Lever:
 def lever_sets(
     base: Rewriting, levers: Collection[Lever], card: Hardware, *, histories: str = ""
 ) -> tuple[Rewriting, ...]:
-    """Returns `base` without levers, followed by rewritings that each add one lever that rewrites graphs to those
-    before it: first those that are faster on `card`, then the others in the order given. A lever with several deciders
-    has one rewriting for each.
+    """Returns `base`, which has no levers, followed by rewritings that each add one lever that rewrites graphs to those
+    before it: first the levers that are faster on `card`, then the others in the order given. A lever with several
+    deciders has one rewriting for each.
 
-    In each one `needed` names the lever added last, which must find something to rewrite. Raises `ValueError` for
+    In each rewriting `needed` names the lever added last, which must find something to rewrite. Raises `ValueError` for
     levers that exclude each other, and for one that needs a step in 16 bits where this one is in fp32. `histories` is
     the prefix that `GraphChange.deciders` takes.
     """
@@ -115,8 +115,8 @@ def lever_sets(
     for lever, change in (*quick, *(pair for pair in changes if pair not in quick)):
         if change.needs_low and base.autocast is None:
             raise ValueError(
-                f"{lever.name!r} in allow needs a step in 16 bits, which this one is not on {card.name!r}; give "
-                "precision='bf16', or leave it out"
+                f"{lever.name!r} in allow needs a step in 16 bits, but on {card.name!r} this one is in fp32; give "
+                f"precision='bf16', or leave {lever.name!r} out of allow"
             )
         if (lever, change) in quick:
             found[-1] = replace(found[-1], next_is_faster=True)

@@ -20,8 +20,8 @@ OFFLOAD_ACTIVATIONS = Lever(
 
 
 def offload_link(card: Hardware, allow: Collection[str]) -> Link | None:
-    """Returns the link to host memory, or None if the device has none, as a CPU, or no lever that uses it is
-    allowed."""
+    """Returns the card's link to the host's memory. None where the device has no such link, as a CPU has none, or
+    `allow` names no lever that uses it."""
     link = card.link
     used = {OFFLOAD_ACTIVATIONS.name, OFFLOAD_PARAMETERS.name}.intersection(allow)
     return link if used and link.bytes_per_second > 0 else None

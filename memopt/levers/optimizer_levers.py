@@ -24,8 +24,8 @@ Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
 
 @dataclass(frozen=True)
 class PricedLevers:
-    """A combination of levers on the optimizer, the innermost first, with the prices of training without and with
-    them."""
+    """A combination of levers on the optimizer, the innermost first, with the bytes and seconds of training without and
+    with them."""
 
     levers: tuple[Lever, ...]
     before: TrainingPrice
@@ -35,8 +35,8 @@ class PricedLevers:
 
     @classmethod
     def of(cls, facts: TrainingFacts, levers: Sequence[Lever], known: Known | None = None) -> PricedLevers:
-        """The price of `levers`, the innermost first. One that steps in the backward is made the outermost, wherever it
-        is given. `known` caches prices.
+        """The price of `levers`, the innermost first. A lever that steps parameters in the backward is moved to the
+        outermost place. `known` caches prices.
 
         Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit."""
         known = {} if known is None else known
@@ -74,17 +74,17 @@ class PricedLevers:
 
     @property
     def narrows(self) -> bool:
-        """Whether parameters, and with them the captured step, change their dtype."""
+        """Whether a lever makes parameters, and with them the captured step, bfloat16."""
         return any(change.narrows for change in changes_of(self.levers))
 
     @property
     def stepping(self) -> Stepping | None:
-        """How parameters are stepped within the backward; None where they are stepped after it."""
+        """The temporary bytes of stepping parameters within the backward; None where they are stepped after it."""
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """The account with its rows of parameters, gradients and optimizer replaced by what these levers leave.
-        Parameters may be in bfloat16 already.
+        """The account with its rows of parameters, gradients and optimizer replaced by what these levers leave; so it
+        does not matter whether `account` has parameters in bfloat16 already.
 
         Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0 in the account:
         they are storages of the solver's problem then.
@@ -133,8 +133,8 @@ def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Opt
 
 
 def least_with_levers(account: Account) -> int:
-    """A lower bound in bytes on what is resident with any levers on the optimizer: no optimizer state, no gradients,
-    and half of the parameters' bytes."""
+    """A lower bound in bytes on what is resident with any levers on the optimizer: the account without optimizer state
+    and gradients, and with half of the parameters' bytes."""
     return replace(account, parameters=account.parameters // 2, optimizer_state=0, gradients=0).resident_bytes
 
 

@@ -28,7 +28,7 @@ LEFT_TO_AUTOCAST = "torch.autocast is on: dtypes are left to it"
 def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
     """Returns the rewriting that gives a model's operator graphs their precision on a device; an empty one for fp32.
 
-    Raises `ValueError` for unknown names, and for fp16 on a device without it.
+    Raises `ValueError` for unknown names in `policy`, and for fp16 on a device without it.
     """
     low = low_dtype(policy, hardware)
     rules = Rules() if isinstance(policy, str) else Rules.of(policy)
@@ -88,7 +88,7 @@ class DecidePrecision:
 
 
 def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
-    """Raises ValueError for a rule of the user that matches nothing in any region of the model."""
+    """Raises `ValueError` for a precision rule of the user that matches nothing in any of the model's `regions`."""
     nothing = frozenset.intersection(*(region.unmatched for region in regions)) if regions else frozenset()
     for rule in sorted(nothing):
         raise ValueError(

@@ -34,8 +34,8 @@ PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the price of levers on the optimizer depends on: parameters, optimizer and hardware. Parameters may be on
-    "meta"."""
+    """What the bytes and seconds of training with levers on the optimizer depend on: parameters, optimizer and
+    hardware. Parameters may be on "meta"."""
 
     parameters: tuple[torch.Tensor, ...]
     """All parameters of the model, each once, frozen ones too."""
@@ -54,7 +54,7 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware, link: Link = PCIE) -> TrainingFacts:
-        """The facts of training `model` with this optimizer on this hardware."""
+        """The facts of training `model` with this optimizer on this hardware, with `link` to the host's memory."""
         return cls(
             tuple(model.parameters()),
             optimizer,

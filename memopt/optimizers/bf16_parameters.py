@@ -32,8 +32,8 @@ def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torc
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 values as int32, in place. All NaNs get the same bits, since adding to those of others could
-    overflow into a number."""
+    """The bits of float32 values as int32, in place. All NaNs get the same bits, since rounding up the bits of other
+    NaNs could overflow into a number."""
     nan, infinity = float("nan"), float("inf")
     return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
 
@@ -74,8 +74,8 @@ class BF16ParametersOptimizer(Parameterwise):
     """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
 
     An update of 1e-4 to a weight just below 1 is 40 times smaller than the distance between neighbouring bfloat16
-    values there, so plain bfloat16 would never change. The new value is therefore rounded up or down at random, so that
-    it is right on average.
+    values there, so rounding to the nearest would never change the weight. The new value is therefore rounded up or
+    down at random, so that it is right on average.
 
     Args:
         inner: any optimizer that steps each parameter independently of the others.
@@ -83,7 +83,8 @@ class BF16ParametersOptimizer(Parameterwise):
             the same.
 
     Raises:
-        TypeError, ValueError: for an optimizer that needs a closure.
+        TypeError: where `inner` is no optimizer.
+        ValueError: where it needs a closure, or takes sparse gradients only.
     """
 
     title: ClassVar[str] = "bf16_parameters"

@@ -39,7 +39,8 @@ class Stepping:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """The `Stepping` for `parameters`, given each with its dtype and the temporary bytes of its step."""
+        """The `Stepping` for `parameters`, given each with its dtype and the temporary bytes of its step; of those of
+        equal shape, strides and dtype the largest number counts."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -47,12 +48,12 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """A copy in which the inputs with these numbers are also stepped at the end of the backward."""
+        """A copy in which these inputs, too, given by their numbers, are stepped only at the end of the backward."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:
-        """Temporary bytes of stepping an input of the graph, given the input's fake tensor; None where it is none of
-        the parameters."""
+        """Temporary bytes of stepping an input of the graph, given the input's fake tensor; None where no parameter has
+        its shape, strides and dtype."""
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
         return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))
@@ -118,8 +119,8 @@ def prices_of_each(
     """The prices of stepping each parameter alone, in the dtype given for it, with the optimizer wrapped by `wraps`.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
-    with equal group, shape, strides and dtype, only one is tried. `device` is the type of device whose kernels run, by
-    default that of the hardware. On the host, tensors in its memory are counted too."""
+    with equal group, shape, strides and dtype, only one is tried. `device` is the type of device on which the step
+    runs, and whose memory is counted; by default that of the hardware."""
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or hardware.device_type

@@ -89,7 +89,8 @@ class Parameterwise(optim.Optimizer):
         )
         if sizes != own:
             raise ValueError(
-                f"the state is of groups of {sizes} parameters, this optimizer has {own}; build it as it was at saving"
+                f"the state has parameter groups of {sizes} parameters, this optimizer of {own}; build the optimizer "
+                "as it was at saving"
             )
         self.load_extra_state(state_dict.get("proposal"))
         super().load_state_dict({**saved, "state": {}})

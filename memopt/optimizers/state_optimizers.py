@@ -25,13 +25,14 @@ _EXPONENTS = 7
 
 
 def blocks_of(elements: int) -> int:
-    """The number of blocks that `elements` values take; the last may be partly filled."""
+    """The number of blocks of `BLOCK` values that `elements` values take; the last may be partly filled."""
     return -(-elements // BLOCK)
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
-    """Write the codes (uint8, one for each value) and scales (float32, one for each block) of 1-dimensional float32
-    `values`, which are overwritten.
+    """Write the codes (uint8, one for each value) and scales (float32, one for each block of `BLOCK` values) of
+    1-dimensional float32 `values`, which are overwritten. With `signed` the codes stand for values of either sign,
+    without it for values from 0 on.
 
     Unsigned values other than 0 never become 0, since Adam divides by them. A block with infinity or NaN is NaN when it
     is dequantised.
@@ -44,7 +45,8 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *,
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """The float32 values of 1-dimensional codes, in a new tensor."""
+    """The float32 values of 1-dimensional `codes` and `scales` that `quantize` wrote with the same `signed`, in a new
+    tensor."""
     values = torch.empty_like(codes, dtype=torch.float32)
     book = torch.tensor(code_values(signed), device=codes.device)
     for part, its_codes, its_scales in _blocks(values, codes, scales):
@@ -68,7 +70,7 @@ def _blocks(
 
 @functools.lru_cache(maxsize=2)
 def code_values(signed: bool) -> tuple[float, ...]:
-    """The values of the 256 codes in ascending order; 0 and 1 are among them."""
+    """The values of the 256 codes in ascending order, as fractions of their block's scale; 0 and 1 are among them."""
     found = [0.0, 1.0]
     for zeros in range(_EXPONENTS):
         steps = 2 ** (_EXPONENTS - 1 - zeros) * (1 if signed else 2)
@@ -101,7 +103,8 @@ class LowBitOptimizer(Parameterwise):
     "exp_avg_scales" take the place of "exp_avg", and likewise for the other moments.
 
     Raises:
-        TypeError, ValueError: for another optimizer than these two, or `BF16ParametersOptimizer` around one of them.
+        TypeError: where `inner` is no optimizer.
+        ValueError: where it is neither one of these two nor a `BF16ParametersOptimizer` around one of them.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
@@ -175,7 +178,8 @@ class OffloadedOptimizer(Parameterwise):
     compute. `state_dict` is that of `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
 
     Raises:
-        TypeError, ValueError: for an optimizer that needs a closure.
+        TypeError: where `inner` is no optimizer.
+        ValueError: where it needs a closure, or takes sparse gradients only.
     """
 
     title: ClassVar[str] = "offload_optimizer"

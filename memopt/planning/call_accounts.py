@@ -67,8 +67,8 @@ class Looks(Protocol):
 
 
 class CallAccounts:
-    """Makes the accounts of a model's training calls; what is on the device and no part of the step has a row of its
-    own."""
+    """Makes the accounts of a model's training calls. Bytes on the device that are no part of the step have a row of
+    their own."""
 
     def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
         self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside
@@ -170,8 +170,8 @@ class CallAccounts:
 
     @contextmanager
     def one_trial(self) -> Iterator[None]:
-        """A block in which the bytes that an optimizer takes are determined once and then reused: it takes no step
-        meanwhile."""
+        """A block in which the bytes that an optimizer takes are determined once and then reused. The optimizer must
+        not step within the block."""
         before = self._counted
         self._counted = {} if before is None else before
         try:

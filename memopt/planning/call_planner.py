@@ -47,8 +47,8 @@ LOSS_OUTSIDE = (
 )
 
 NOT_FUSED = (
-    "what has sizes that depend on data runs as plain operators and not through inductor, and of a forward that breaks "
-    "into regions also what has sizes that change, and all of it in a group of processes"
+    "not compiled by inductor, but run as plain operators: graphs with data-dependent sizes; where the forward breaks "
+    "into regions, also regions whose sizes change, and in a process group all regions"
 )
 
 CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
@@ -60,7 +60,7 @@ _MOST_STEPS = 24
 
 class CallPlanner:
     """Captures on fake tensors, rewrites and differentiates the training calls of one model so that they can be
-    planned. `plain` runs the forward of the plain model."""
+    planned. `plain` is a function that runs the forward of the plain model."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class CallPlanner:
 
     def traced(self, captured: CapturedCall, call: Call, hooked: frozenset[int], levers: Rewriting) -> TracedStep:
         """The joint graphs of a captured call, rewritten by a set of levers. `hooked` has the `id`s of the parameters
-        with hooks that wait for their gradients, which are not added in place.
+        whose gradients hooks wait for: the graphs return these gradients, and do not add them to `.grad` themselves.
 
         Raises `CaptureError` where the call cannot be traced, and `NothingToRewrite` where the last lever of the set
         finds nothing to rewrite."""

@@ -83,7 +83,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class GraphFacts:
-    """The nodes of one graph by name; makes `Change`s of them with every field filled in that the graph knows."""
+    """The nodes of one graph by name. `change` makes a `Change` of a node, with the fields that the graph tells."""
 
     def __init__(self, graph: fx.Graph, region: int) -> None:
         self.region = region

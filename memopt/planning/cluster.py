@@ -96,7 +96,7 @@ def check_cluster_options(
             f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
         )
     if further := sorted(set(allow) - DEFAULT_LEVERS):
-        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it or mesh out")
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it out of allow, or mesh out")
     if tp_plan is not None and cluster.mesh.tp == 1:
         raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
     return ClusterOptions(cluster, DTYPES[precision], tp_plan)
@@ -104,8 +104,8 @@ def check_cluster_options(
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """A model's parameters by the groups in which FSDP2 shards them, and by group the numbers of the inputs of a call's
-    only graph."""
+    """How FSDP2 shards a model's parameters, in groups, and which inputs of a call's only graph are the parameters of
+    each group."""
 
     sharding: Sharding
     inputs: tuple[frozenset[int], ...]
@@ -113,7 +113,8 @@ class ShardedCall:
 
     @classmethod
     def of(cls, sharding: Sharding, parameter_ids: Mapping[int, int]) -> ShardedCall:
-        """The groups of a region's inputs; `parameter_ids` maps the number of an input to the `id` of a parameter."""
+        """The sharding of a region whose parameters are given by `parameter_ids`: the number of an input → the `id` of
+        the parameter that it is."""
 
         def numbers(group: ParameterGroup) -> frozenset[int]:
             return frozenset(number for number, given in parameter_ids.items() if given in group.numbers)
@@ -124,8 +125,8 @@ class ShardedCall:
         """The reduce-scatters of the gradients that a graph makes, one for each group of parameters. `accumulating`:
         shards of gradients exist already, and are added to.
 
-        The account counts a block's buffer for the whole step, since the next block's backward runs during the
-        reduction. The root's reduction comes last: of its buffer only what exceeds a block's counts here."""
+        The bytes of a reduction leave out the buffer of the largest block, which the account counts for the whole step.
+        So only the reduction of the root module can have a buffer of its own, if its buffer is larger."""
         trained = region.inputs_with_gradients
         buffer_bytes = self.sharding.exchange_bytes
         return tuple(

@@ -258,8 +258,8 @@ def _peak_within(problem: RematProblem, schedule: Schedule, evaluations: int) ->
 
 def returned_bytes(plan: Plan) -> int:
     """The bytes of the outputs of a planned call, which are free for other use once the caller drops them. 0 for a plan
-    without its graphs, for one of several regions, since these pass values on, and on a card, where freed outputs leave
-    gaps between other blocks."""
+    without its graphs; for a call of several regions, since regions pass values on; and on a card, where freed outputs
+    leave gaps between other blocks."""
     if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
         return 0
     return plan.joined.problem.output_bytes
@@ -296,8 +296,8 @@ def tangent_bytes(plan: Plan) -> int:
 
 
 def least_plan(plan: Plan) -> Plan:
-    """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest. It
-    shows the budget of `plan`."""
+    """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest.
+    Its budget, as plans show it, is that of `plan`."""
     account = replace(plan.account, meanwhile=0)
     bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
     step = Priced(plan.solved[0], bare).under(bare)
@@ -316,7 +316,7 @@ def least_plan(plan: Plan) -> Plan:
 
 def leaving_room(plan: Plan) -> Plan:
     """The plan to use while it is not known what other models will allocate during the step: `plan` itself where it
-    leaves at least as many bytes free as the step holds with nothing recomputed, else the one that holds least."""
+    leaves at least as many bytes free as the step holds with nothing recomputed, else the `least_plan` of it."""
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan

@@ -38,15 +38,15 @@ def plain_step(joined: Joined, account: Account) -> Breakdown:
 
 
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
-    """The receipt's row of `lever`: the peak and the seconds, with nothing recomputed, of the step that it has
-    rewritten."""
+    """The receipt's row of `lever`: the peak and the seconds, with nothing recomputed, of `joined`, the step as that
+    lever has rewritten it."""
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
 def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: bool) -> Plan:
     """The plan with the row of the plain step, which `count` returns, put first in its receipt. The plan is returned
-    unchanged where its receipt is empty or has that row, or where `count` returns None. `low`: the step computes in 16
-    bits."""
+    unchanged where its receipt is empty or has that row, or where `count` returns None. `low`: the plan computes in 16
+    bits; the row after the plain step's is then named "precision", unless `torch.autocast` decides the dtypes."""
     if not plan.receipt or plan.receipt[0].lever == PLAIN_STEP or (plain := count()) is None:
         return plan
     captured, *rows = plan.receipt
@@ -79,8 +79,9 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`. Only
-    the levers that follow from its schedule, and their rows, are those of `plan`."""
+    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`.
+    `plan` keeps its own levers that follow from a budget (offloads, expandable segments), and its own receipt rows of
+    the levers that a schedule uses."""
     found = {
         EXPANDABLE_SEGMENTS.name: plan.account.expands,
         OFFLOAD_ACTIVATIONS.name: plan.moved_bytes > 0,

@@ -157,8 +157,8 @@ class Frontier(Generic[PlanT]):
         return shown("frontier").as_svg(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as JSON. It replaces an older file of that name in one go. Raises `OSError` where it cannot
-        be written."""
+        """Write the curve as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
+        cannot be written."""
         save(path, self)
 
     @classmethod

@@ -60,7 +60,7 @@ class Job:
 
     def key_of_ranks(self, graph_module: fx.GraphModule) -> str | None:
         """As `key`, but without the times measured on this machine, so that it is equal on all ranks with equal
-        shapes."""
+        shapes. None in the same cases."""
         card = hardware_of(next(self.model.parameters()).device) if self.options.calibrate else self.card
         return replace(self, card=card).key(graph_module)
 
@@ -254,8 +254,8 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
-    """What plans depend on (options, source code, versions), as text by name, for messages about ranks that differ in
-    it. Code is represented by the first digits of a hash."""
+    """What plans depend on, for messages that name what differs between ranks: the name of each option, version and
+    part of the source code → its value as text. Code is represented by the first digits of a hash."""
     shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
     return {
         "the budget": size(options.budget_bytes),

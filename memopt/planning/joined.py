@@ -62,13 +62,13 @@ class Joined:
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The ops of the problem that are the optimizer's steps of single parameters within the backward, by op index.
-        Empty for several regions."""
+        """The optimizer's steps of single parameters within the backward, by the index of their op in the problem.
+        Empty for a call of several regions."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
     def portfolio(self) -> Portfolio | SaveAll:
-        """The solvers of schedules without offloads."""
+        """The solvers of schedules without offloads; `SaveAll` where recomputation is not allowed."""
         return (Portfolio if self.recompute else SaveAll)(self.problem, self.solvers)
 
     @cached_property
@@ -99,8 +99,9 @@ class Joined:
 
 
 def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:
-    """One problem from those of the regions. A value that one region passes to the next is an output of the first and
-    is never recomputed: it lives until the last op that reads it in any region, and longer where `passed` says so."""
+    """The problems of all regions as one problem. A value that one region passes to the next is an output of the first
+    and is never recomputed: it lives until the last op that reads it in any region. `passed` says for each region
+    which of its outputs live longer, as other code holds them."""
     ops: list[Op] = []
     owner: list[tuple[int, int]] = []
     starts = [0]
@@ -177,11 +178,11 @@ ROUNDS = 4
 def solve_stepping(
     joined: Joined, solve: Callable[[Joined], Solution], most_bytes: int | None = None
 ) -> tuple[Joined, Solution]:
-    """A solution by `solve` in which no operator reads a parameter after the optimizer has stepped it, and the problem
-    that it solves: `joined`, or one that leaves more steps to the end of the backward (all of them after `ROUNDS`
-    attempts).
+    """A problem and its solution by `solve`, in which no operator reads a parameter after the optimizer has stepped it.
+    The problem is `joined`, or the same with more parameters stepped at the end of the backward (all of them after
+    `ROUNDS` attempts).
 
-    In the solution each step comes right after the operators that it waits for, and the peak is at most `most_bytes`
+    Each parameter's step comes right after the operators that it waits for, and the peak is at most `most_bytes`
     (None: any)."""
     if not joined.steps:
         return joined, solve(joined)

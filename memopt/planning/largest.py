@@ -100,8 +100,8 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
     """An estimate of the smallest budget in bytes within which a call can be planned with the allowed levers, without
     those on parameters and the optimizer.
 
-    It is at most the given budget wherever a schedule within that budget is found. Raises `CaptureError` where the call
-    cannot be captured on fake tensors or traced."""
+    The estimate is at most the planner's budget if a schedule within that budget is found. Raises `CaptureError` where
+    the call cannot be captured on fake tensors or traced."""
     budget_bytes = planner.terms.options.budget_bytes
     found: list[int] = []
     with planner.terms.types(), torch.enable_grad():

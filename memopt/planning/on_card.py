@@ -49,7 +49,7 @@ _SHARE = 1 / 256
 
 def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     """The account with the least rounding and fragmentation of torch's allocator with which the step completes, found
-    by replaying its allocations; none on the CPU.
+    by replaying its allocations. On the CPU both are 0.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
     completes its steps: this is the budget that a refusal names. The replay need not pass with every larger
@@ -114,7 +114,7 @@ def within(
 ) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
     free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not replayed.
-    `ways` are the results of `step_ways`, if they are known already."""
+    `ways` has the sequences of allocator calls that the step may make; None finds them by `step_ways`."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -133,8 +133,8 @@ def compiled_within(
     joined: Joined, schedule: Schedule, account: Account, ways: Sequence[Sequence[BlockCall]], budget_bytes: int
 ) -> Account:
     """The account with the allocator's overhead of compiled code. `ways` has the sequences of allocator calls that the
-    code may make, and the overhead is for any of them: in a process that has `budget_bytes`, or, where that is too
-    little, in one that has as little as the step needs."""
+    code may make, and the overhead suffices for each of them. It is the overhead in a process that has `budget_bytes`,
+    or, where that is too little, as many bytes as the step needs at least."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -273,8 +273,9 @@ class _FreeBudget(NamedTuple):
 
 
 def free_budget(model: torch.nn.Module) -> _FreeBudget:
-    """What this process can hold on the model's card now, less a margin. Raises `TypeError` for a device whose free
-    memory says nothing about a budget, as on a CPU, whose memory is shared."""
+    """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
+    the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
+    and for a device that does not tell its free memory."""
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
     kind = device_of(device)
     free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)

@@ -70,19 +70,19 @@ class OptimizerChoice:
         for lever in self.terms.options.levers:
             if _narrows(lever) and self._low is not torch.bfloat16:
                 raise ValueError(
-                    f"{lever.name!r} in allow needs a step in bf16, which {requested} is not on {card!r}; give "
-                    "precision='bf16', or take it out of allow"
+                    f"{lever.name!r} in allow needs a step in bf16, and {requested} gives none on {card!r}; give "
+                    f"precision='bf16', or take {lever.name!r} out of allow"
                 )
             if _in_backward(lever) and self._low is torch.float16:
                 raise ValueError(
-                    f"{lever.name!r} updates each parameter before all gradients are known to be finite, and training "
-                    f"in fp16, as {requested} is on {card!r}, needs to know that; give precision='fp32', or take "
-                    f"{lever.name!r} out of allow"
+                    f"{lever.name!r} updates each parameter before all gradients are known to be finite, but training "
+                    f"in fp16, which {requested} means on {card!r}, must know that first; give precision='fp32', or "
+                    f"take {lever.name!r} out of allow"
                 )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each allowed lever that cannot be used with the backend of these plans."""
+        """A sentence for each allowed lever that cannot be used with the backend that runs the plans."""
         inside = filter(_in_backward, self._named(self.allowed))
         return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.terms.fuses else ()
 
@@ -90,8 +90,8 @@ class OptimizerChoice:
         self, wanted: Wanted, *, gradients_held: bool = False, further: bool = True
     ) -> Iterator[PricedLevers]:
         """The combinations of levers on the optimizer: first those of allowed levers, the cheapest first; then, if
-        `further`, the `wanted` ones among those with levers that are not allowed, the smallest first. None once levers
-        are chosen.
+        `further`, those with levers that are not allowed, the fewest levers first, for which `wanted` returns True.
+        Nothing is yielded once levers are chosen.
 
         `gradients_held`: the call adds to existing gradients, which rules out stepping in the backward."""
         levers = self._possible(gradients_held) if self.chosen is None else []
@@ -131,7 +131,8 @@ class OptimizerChoice:
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
-        """How parameters are stepped within the backward under the levers of `plan`, a plan from disk."""
+        """How parameters are stepped within the backward under the levers of `plan`, a plan from disk; as `stepping` if
+        none of these levers does that."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 

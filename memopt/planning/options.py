@@ -119,7 +119,7 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
     kind, bounds = "a number of seconds, such as 60", "a positive, finite number of seconds"
     seconds = _real("limit_seconds", limit_seconds, kind, bounds, positive=True)
     if effort != "best":
-        raise ValueError(f"limit_seconds is for effort='best', not {effort!r}, which takes no longer than it must")
+        raise ValueError(f"limit_seconds is for effort='best', not {effort!r}; give effort='best', or no limit_seconds")
     return Effort(effort, seconds)
 
 
@@ -227,11 +227,11 @@ class Options:
     passes: tuple[Pass, ...] = field(metadata=_given((), _check_passes))
     """The user's own passes, in the order in which they run."""
     solvers: tuple[Solver, ...] = field(metadata=_given((), _check_solvers))
-    """The user's own solvers, which are asked beside memopt's."""
+    """The user's own solvers, which are asked in addition to memopt's."""
     hardware: str | None = field(metadata=_given(None, None, "device"))
     """The card that was named; None: the device at hand."""
     elsewhere_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "elsewhere_gb"), "elsewhere_gb"))
-    """The bytes on the device beside the step; None: those that are found there."""
+    """The bytes on the device that are no part of the step; None: those that are found there."""
     host_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "host_gb"), "host_gb"))
     """The most bytes of the host's memory that a plan may use; None: what is free there, less a margin."""
     forwards: int = field(metadata=_given(1, partial(positive_int, "forwards")))
@@ -277,8 +277,9 @@ class Options:
         absent = self.hardware is not None and hardware(self.hardware).device_type != device_type
         if absent and self.backend_on(device_type) == "inductor":
             notes += (
-                f"planned through inductor without a {self.hardware} here: there, inductor also pads matrices whose "
-                "rows are no multiple of 16 bytes, and times kernels to choose among them, which may take more memory",
+                f"planned for inductor on a machine without a {self.hardware}: on that card, inductor also pads "
+                "matrices whose rows are no multiple of 16 bytes, and times kernels to choose among them; both may "
+                "take more memory",
             )
         if self.backend_on(device_type) == "inductor" and OFFLOAD_PARAMETERS.name in self.allow:
             notes += (

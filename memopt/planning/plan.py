@@ -44,7 +44,7 @@ class PlanSource(Protocol):
         """The frontier of the plan's step: the least added time for each of `points` budgets."""
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """The peaks and added times that recipes of checkpointing by hand reach on this step."""
+        """The peaks and added times that well-known recipes, such as checkpointing every block, reach on this step."""
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
@@ -107,7 +107,7 @@ class Plan(PlanViews):
     """Remarks on the plan for its reader, in sentences."""
     effort: Effort = DEFAULT_EFFORT
     levers: tuple[str, ...] = ()
-    """Levers in use beside recomputation, in the order in which they were tried."""
+    """Levers in use other than recomputation, in the order in which they were tried."""
     proposals: tuple[str, ...] = ()
     """Levers in use that change the optimizer: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
@@ -126,8 +126,8 @@ class Plan(PlanViews):
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0
-    """Time of a planned step beside its operators, such as guards and the account; not part of `added_seconds`. 0 on a
-    GPU, which computes meanwhile."""
+    """Time of a planned step outside of its operators, such as guards and the account; not part of `added_seconds`. 0
+    on a GPU, which computes meanwhile."""
     cluster: ClusterStep | None = None
     """The time of the step on each card of the cluster that it is planned for, and what bounds it; None for one
     card."""
@@ -217,7 +217,7 @@ class Plan(PlanViews):
                 budget or of another version of the model: the changes that only one of them makes. A name:
                 "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
                 "operators": all passes on the joint and on the operator graphs; "precision": the dtype of each
-                operator, with the reasons; or one pass, or one labelled pipeline.
+                operator, with the reasons; or the name of one pass, or the label of one pipeline of passes.
             order: show nodes that only moved, and renamed temporaries, too.
 
         Raises `ValueError` for another name, and for a plan that was loaded from a file.
@@ -252,8 +252,8 @@ class Plan(PlanViews):
         return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
-        """The plan of the same captured step for another budget in GB of 1024³ bytes, by default with the effort of
-        this one.
+        """The plan of the same captured step for another budget in GB of 1024³ bytes. `effort` and `limit_seconds` are
+        those of `memopt.optimize`, by default the ones that this plan was made with.
 
         Raises `BudgetError` where none fits, and `ValueError` for a plan that was loaded from a file."""
         chosen = self._effort(effort, limit_seconds)
@@ -262,12 +262,13 @@ class Plan(PlanViews):
     def frontier(
         self, points: int = 40, *, effort: EffortName | None = None, limit_seconds: float | None = None
     ) -> Frontier[Plan]:
-        """The least added time of the same captured step for each of `points` budgets: see `memopt.frontier`. Raises
-        `ValueError` for a plan that was loaded from a file."""
+        """The least added time of the same captured step for each of `points` budgets: see `memopt.frontier`. `effort`
+        and `limit_seconds` are as in `at`. Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().frontier(self, check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
-        """The peaks and times of the recipes of checkpointing by hand on the same captured step, by simulation.
+        """The peaks and added times of well-known recipes, such as checkpointing every block, on the same captured
+        step, by simulation.
 
         Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().recipes(self)
@@ -296,7 +297,8 @@ class Plan(PlanViews):
         return self._source().smallest_bytes(self)
 
     def table(self) -> str:
-        """Tables as text: where every byte goes before and after, and what each module saves and recomputes."""
+        """Tables as text: the bytes at the peak, with nothing recomputed and as planned, by row of the account; the
+        receipt of the levers; and what each module saves, recomputes and offloads."""
         return shown("report").render(self)
 
     def __str__(self) -> str:
@@ -304,8 +306,8 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. It replaces an older file of that name in one go. Raises `OSError` where it cannot be
-        written."""
+        """Write the plan as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
+        cannot be written."""
         save(path, self)
 
     @classmethod

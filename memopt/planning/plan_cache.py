@@ -39,7 +39,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
 
     Args:
         footprint: the bytes that the compiled graphs hold; None where they are not compiled.
-        own: the account of the step, without the allocator's overhead and what later forwards hold.
+        own: the account of the step, which includes neither the allocator's overhead nor what later forwards hold.
         to_come: the number of further forwards that hold as much as this one until the backward.
     """
     step, schedule = plan.solved
@@ -88,8 +88,8 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as it is stored on disk: without graphs, with the number of its lever set and the bytes of its compiled
-    code."""
+    """A plan as it is stored on disk: without graphs, but with its lever set, as an index among the planner's sets, and
+    the bytes that its compiled code holds."""
 
     plan: Plan
     """The plan, without graphs."""
@@ -131,7 +131,8 @@ def is_on() -> bool:
 
 
 def find(key: str | None) -> Kept | None:
-    """The plan stored on disk under `key`, or None. A file under that name that holds no plan is deleted."""
+    """The plan stored on disk under `key`; None if there is none. If the file of this key holds no plan, it is
+    deleted."""
     return _read(key, Kept.from_json)
 
 
@@ -150,13 +151,14 @@ def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured."""
+    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured. Does nothing
+    where either is None."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 
 
 def drop(key: str | None) -> None:
-    """Delete the plan stored under `key`: it turned out to belong to another step."""
+    """Delete the plan stored under `key`, because it turned out to belong to another step."""
     if key is not None:
         with contextlib.suppress(OSError):
             _path(key).unlink(missing_ok=True)

@@ -121,10 +121,7 @@ def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
         names = ["joint"] * bool(joint) + ["operators"] * bool(operators)
         names += dict.fromkeys(name for graph in graphs for name in graph.names)
         known = "".join(f", {name!r}" for name in names)
-        raise ValueError(
-            f"no stage {stage!r} to show; there is 'scheduled', against 'captured', its halves 'forward' and 'backward'"
-            f"{known}"
-        )
+        raise ValueError(f"there is no stage {stage!r} to show; give one of 'scheduled', 'forward', 'backward'{known}")
     return StageDiff(tuple(diff_graphs(before, after, notes=why, order=order) for before, after, why in spans))
 
 
@@ -153,12 +150,12 @@ class PlanDiff:
         return sum(change.times for change in self.changes if change.kind == OFFLOADED)
 
     def summary(self) -> str:
-        """The number of recomputed operators and offloaded values; of the other changes where there is neither."""
+        """The numbers of recomputed operators and of offloaded values, or, if both are 0, of the other changes."""
         return shown("diff_text").summary(self.changes)
 
     def text(self, stage: str = "scheduled") -> str:
-        """The changes of one stage line by line, like the text of `git diff`; stages are those of `Plan.diff`, and
-        those of `Plan.graphs` between two plans. Raises `ValueError` for another."""
+        """The changes of one stage line by line, like the text of `git diff`. `stage` is a stage name of `Plan.diff`,
+        or, if this compares two plans, of `Plan.graphs`. Raises `ValueError` for another name."""
         return str(self.of_stage(stage))
 
     def show(self, console: Console | None = None) -> None:

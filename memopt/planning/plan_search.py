@@ -141,8 +141,8 @@ class PlanSearch:
 
     def consider(self, priced: Priced) -> Plan | None:
         """The plan of a step, without offloads, if it is good enough to end the search; None if further sets of levers
-        should be tried. A step is not solved yet, but left to `best`, where a lower bound proves that no plan of it is
-        good enough."""
+        should be tried. If a lower bound proves that no plan of the step is good enough, it is not solved yet, but
+        left to `best`."""
         levers = priced.levers
         self._steps.append(priced)
         self._completed[levers.levers] = levers.levers[-1] if levers.levers else "", priced
@@ -180,7 +180,8 @@ class PlanSearch:
                 seconds = seconds if plan is None else min(seconds, _seconds(plan))
 
     def best(self) -> tuple[Plan, Rewriting]:
-        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set.
+        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set of
+        levers.
 
         Where none fits, the plan with the first combination of levers on the optimizer in `allow` with which one fits.
         Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would

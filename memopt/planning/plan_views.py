@@ -174,7 +174,8 @@ class PlanViews:
         Args:
             path: the file; without `format`, the end of its name says which.
             format: "snapshot" (.pickle) for pytorch.org/memory_viz; "trace" (.json) for ui.perfetto.dev and
-                chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph with the fate of each node.
+                chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph, each node with its
+                fate (saved, recomputed, offloaded, …).
 
         Raises `ValueError` for another format, and for a plan that was loaded from a file.
         """

@@ -57,8 +57,9 @@ class Request:
         return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
-        """The error for a budget that no schedule fits, with the smallest budget that works. On a card, where torch's
-        allocator may fail at this budget though a smaller one works, it has a larger budget that works."""
+        """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
+        allocator may fail at the request's budget though a smaller one works: the error then has a larger budget that
+        works."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
@@ -114,10 +115,10 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
-    """As `solve_with_steps`, with the account that includes the allocator's overhead as a third result. Where torch's
-    allocator would exceed the budget, the step is solved again with fewer bytes; if that finds no schedule, those found
-    before are replayed too. Of the kinds of segments that the plan may choose, expandable ones are tried where a
-    schedule with ordinary ones does not fit, or adds time.
+    """The problem and its solution as from `solve_with_steps`, and the account with the allocator's overhead. Where
+    torch's allocator would exceed the budget, the step is solved again for a smaller budget; if that finds no schedule,
+    schedules found for other budgets are tried. Where the plan may choose the kind of segments, expandable ones are
+    tried if a schedule with ordinary ones does not fit, or adds time.
 
     Raises `BudgetError` where no schedule fits."""
     if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
@@ -225,9 +226,9 @@ def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int
 
 
 def solve_with_steps(joined: Joined, request: Request) -> tuple[Joined, Solution]:
-    """The solution of `solve` and the problem that it is for. This is `joined`, unless recomputed operators would read
-    some parameters after the optimizer has stepped them in the backward: then it is one that steps these at the end of
-    the backward. Raises `BudgetError`."""
+    """A problem and its solution by `solve`. The problem is `joined`, unless recomputed operators would read some
+    parameters after the optimizer has stepped them in the backward: then it is one that steps these at the end of the
+    backward. Raises `BudgetError` where no schedule fits."""
     if not joined.steps:
         return joined, solve(joined, request)
     try:
@@ -274,7 +275,7 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
 
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
-    """The peak and the added time of each recipe of checkpointing by hand, by simulation."""
+    """The peak and the added time of each well-known recipe, such as checkpointing every block, by simulation."""
     return tuple(
         Recipe(
             baseline.name,

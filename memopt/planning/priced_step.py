@@ -117,8 +117,8 @@ class TracedStep:
 
     @property
     def tangent_bytes(self) -> int:
-        """The bytes of the gradients with which the backward begins where the loss is outside of the last region; 0
-        where it is within."""
+        """The bytes of the gradients with which the backward begins if the loss is computed outside of the last region;
+        0 if it is computed within."""
         number = len(self.regions) - 1
         if not self.regions[number].ends_before_loss:
             return 0
@@ -133,8 +133,8 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The same rewriting for a call of several regions: it is no error if it finds nothing to rewrite in one of
-        them."""
+        """The step's rewriting for a call of several regions: no error is raised where it finds nothing to rewrite in
+        one of them."""
         return replace(self.rewriting, needed="")
 
     @property
@@ -168,8 +168,9 @@ class TracedStep:
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
     def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
-        """A function that gives the bytes and the seconds of each node of region `number`; made once for all regions
-        with the same graph and sizes."""
+        """A function that gives the bytes and the seconds of each node of region `number`: with `as_seen` for the sizes
+        of the current batch, else for the largest ones that are planned for. Regions with the same graph and sizes
+        share one function."""
         region = self.regions[number]
         of_device = PriceSettings(settings.hardware, settings.timed)
         key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
@@ -218,7 +219,7 @@ class PricedStep:
     @cached_property
     def hostable(self) -> dict[int, int]:
         """The bytes of each input that may lie on the host, by input number, in the order in which they are first read:
-        frozen parameters, if the call is one region of plain operators."""
+        the frozen parameters of a call that is one region of plain operators; empty for other calls."""
         traced, (region, *others) = self.traced, self.traced.regions
         of_region = getattr(region.trace, "region", None)
         if not self.settings.frozen or of_region is None or others or traced.eager or traced.sharded or region.places:
@@ -239,7 +240,7 @@ class PricedStep:
         return self.traced.price(self.settings.under(account))
 
     def priced_for(self, **changes: Any) -> PricedStep:
-        """The same step priced by these settings with some fields of `PriceSettings` changed."""
+        """The same step, priced by its settings with some fields changed; `changes` are fields of `PriceSettings`."""
         return self.traced.price(replace(self.settings, **changes))
 
     def stepping_as(self, steps: Sequence[Sequence[int]]) -> PricedStep:

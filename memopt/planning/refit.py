@@ -53,11 +53,11 @@ Made = TypeVar("Made")
 
 
 def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
-    """The plan with the peak of the compiled graphs of its regions, one of them at least, and on a card with what the
-    allocator then holds. A region without a footprint holds what is planned.
+    """The plan with the peak of its compiled code, which includes on a card the allocator's overhead. `footprints` are
+    by region: None for a region that is not compiled and holds what is planned. At least one region is compiled.
 
-    On a card, the allocator's calls of compiled code are replayed for a call in one region. For several, those of the
-    plan are, and what code holds beyond its plan is added.
+    On a card, the allocator's calls are replayed: for a call in one region those of the compiled code; for several
+    regions those of the plan, to which the bytes are added that the compiled code holds beyond the plan.
     """
     step, schedule = plan.solved
     problem = step.problem.problem

@@ -193,8 +193,8 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
-    """The storages that the forward leaves for the backward and the caller; gradients of its outputs are not among
-    them."""
+    """The storages, as indices in the problem, that the forward leaves for the backward and the caller; gradients of
+    its outputs are not among them."""
     boundary = forward_evaluations(problem, schedule)
     for storage, made in live_versions(problem, schedule, boundary):
         given = problem.storages[storage].kept and problem.ops[problem.producer[storage]].is_receipt
@@ -209,8 +209,8 @@ def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the forward returns: neither the gradients of its outputs nor what the caller's
-    code allocates before they exist."""
+    """How many evaluations come before the forward returns. Those that stand for receiving the gradients of its
+    outputs are not counted; what the caller's code allocates before the backward is part of their workspace."""
     last = problem.forward_ops - 1
     while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1

@@ -79,8 +79,8 @@ class Recorded:
         lowering_bytes: int = 0,
     ) -> Iterator[Priced]:
         """Yields the call priced under each set of levers in turn, every set with one lever more. `skip` is called
-        with each set whose last lever finds nothing to rewrite, and with the reasons. Raises `CaptureError` as
-        `trace` does."""
+        with each set whose last lever finds nothing to rewrite, and with the reasons. `lowering_bytes`: what
+        compiled code holds beyond the peak of its schedule. Raises `CaptureError` as `trace` does."""
         lever_sets = self.planner.terms.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
@@ -110,8 +110,8 @@ class Traced:
     @property
     def callers_code(self) -> tuple[int, int]:
         """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and, for a
-        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation gives these
-        bytes."""
+        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation has a number
+        of bytes for it (`Situation.meanwhile`)."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
@@ -242,7 +242,7 @@ class Priced:
         return plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
 
     def smallest(self) -> tuple[int, str]:
-        """The smallest budget in bytes that works, and what dominates its peak."""
+        """The smallest budget in bytes that works, and a text on what dominates its peak."""
         return min(smallest(one.step.problem, one.account) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
@@ -291,7 +291,9 @@ class StepOfPlan:
 
     def cards(self, plan: Plan) -> tuple[OnCard, ...]:
         if self.tightest is None:
-            raise ValueError("plan.cards() is for plans that memopt.plan has made: other cards may need other levers")
+            raise ValueError(
+                "plan.cards() needs a plan made by memopt.plan, which can try the levers that other cards may need"
+            )
         own, tightest = Priced(self.priced, plan.account), self.tightest
         accounts = {tightest(1).step: own.hosting(()).account} | {own.step: own.account}
         steps = {step: accounts[step] for step in (own.step, *accounts)}
@@ -327,7 +329,7 @@ Solve = Callable[[Account], Plan]
 def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
     """The plan of a step under FSDP2 with as many of the last blocks kept gathered, from their forward to their
     backward, as the budget has room for. Where the step waits for gathers, more blocks are kept and more is recomputed,
-    if that is faster by the rates of the links.
+    if that is faster by the rates of the links: `solve(account)` plans the step with the bytes of these blocks.
 
     A plan for one card is returned as it is."""
     sharded = None if plan.captured is None else plan.captured.sharded

@@ -1,4 +1,4 @@
-"""What the plan of a call depends on beside the call: the terms of its model, and its situation."""
+"""What the plan of a call depends on, apart from the call itself: the terms of its model, and its situation."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Situation:
     """The number of further forwards of this model before its first backward, each of which may hold as much as this
     one; their gradients are among `other_forwards`."""
     meanwhile: int | None = 0
-    """Bytes that the caller's own code takes, and frees, between the forward and its backward, beside the gradients of
-    the outputs; None: those that were seen, or as many as are guessed for a loss outside of the model."""
+    """Bytes that the caller's own code takes, and frees, between the forward and its backward, in addition to the
+    gradients of the outputs; None: those that were seen, or as many as are guessed for a loss outside of the model."""
     for_other_models: int | None = 0
     """Bytes that steps of other models take between the forward and its backward, which are left free as far as the
     budget allows; None: they are not known yet, and the forward holds as little as it can."""
     elsewhere: int | None = None
-    """The bytes on the device beside the step that the plan must leave room for; None: those that are found there."""
+    """The bytes of other things on the device that the plan must leave room for; None: those that are found there."""
     hooked: frozenset[int] = frozenset()
     """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
     buckets: Buckets | None = None
@@ -92,8 +92,8 @@ class ModelTerms:
         return self.options.backend_on(self.device().type)
 
     def call_backend(self, *, whole: bool) -> str:
-        """The backend of a call, in one region if `whole`: of several regions, in a group of processes, plain
-        operators, since ranks agree on no figures of code that is compiled."""
+        """The backend of a call, which is one region if `whole`. A call of several regions in a process group has
+        "aten", since the ranks do not agree on the bytes that compiled code holds."""
         return self.backend if whole or not has_ranks() else "aten"
 
     @property

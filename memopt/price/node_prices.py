@@ -54,10 +54,10 @@ def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tu
 
 
 def is_scheduled(node: fx.Node) -> bool:
-    """Whether a schedule names the node: it makes memory or has effects.
+    """Whether the node is an operator of a schedule: it allocates memory or has side effects.
 
-    Views and elements of tuples come with what they read, and copies to and from the host run in parallel with
-    compute."""
+    Views and elements of tuples are part of the node that they read, and copies to and from the host run in parallel
+    with compute."""
     if node.op != "call_function" or node.target in TRANSFERS:
         return False
     writes = is_mutation(node) or node.target is WAIT
@@ -128,7 +128,8 @@ _GRADIENT_SECONDS = 40e-6
 
 
 def host_seconds(regions: int, gradients: int) -> float:
-    """Seconds that the host needs for a planned step beyond those for the same operators in a plain step.
+    """Seconds that the host needs for a planned step beyond those for the same operators in a plain step: a constant
+    for each of its `regions`, and one for each of the parameters' `gradients`.
 
     On a CPU they add to the step; on a GPU they are hidden while its queue of kernels is not empty. Both constants were
     measured on one core of a server (`benchmarks/host_time.py`)."""

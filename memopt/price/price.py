@@ -51,8 +51,8 @@ begins."""
 def price(
     joint: fx.GraphModule, forward_outputs: int, price_of: Callable[[fx.Node], NodePrice], use: GraphUse = ALONE
 ) -> PricedGraph:
-    """The problem of the solver that a joint graph in canonical form makes: its operators with seconds and workspace,
-    its storages with bytes.
+    """A joint graph in canonical form as a problem for the solver: its operators with seconds and workspace, its
+    storages with bytes.
 
     Args:
         joint: the graph, with fake tensors in `meta["val"]`.

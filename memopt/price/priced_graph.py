@@ -48,7 +48,8 @@ class MemoryUses:
 
     def before_step(self, position: int, number: int) -> list[fx.Node] | None:
         """The nodes that must run before the optimizer steps the parameter at input `number` with the gradient at
-        result `position`, in program order: the one that makes the gradient, and all that read the storage of either.
+        result `position`, in program order: the gradient's producer, and all that read the storage of parameter or
+        gradient.
 
         None where the step has to wait for the end of the backward: the parameter's storage is returned, or the
         gradient's storage also belongs to another result or existed before the backward."""
@@ -101,7 +102,8 @@ class PlacedParameterStep:
 def place_steps(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
-    """For each node of `backward` (in program order), the parameter steps that may run right after it."""
+    """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
+    because it is the last node that must run before."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -169,9 +171,9 @@ class NodePrice:
 
 
 def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
-    """The allocator's calls within a node, renumbered: `calls` number blocks by the node's results, the calls returned
-    number them by the storages that the node makes, as `Op.calls` does. A result that is written over an operand has no
-    block of its own.
+    """The allocations and frees within a node, renumbered: `calls` number blocks by the node's results, the tuple
+    returned numbers them by the storages that the node makes, as `Op.calls` does. A result that is written over an
+    operand has no block of its own.
 
     Args:
         results: the storage of each of the node's results.
@@ -213,8 +215,8 @@ class PricedParameterStep:
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` evaluates, "" for an op
-    without one."""
+    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` of the problem
+    evaluates, "" for an op without one."""
 
     problem: RematProblem
     nodes: tuple[str, ...]
@@ -277,13 +279,13 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
     backward.
 
-    What such code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
+    What eager code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
     while one of them runs, a storage of that lifetime. After the last region's forward, an extra storage stands for
     what is held until its backward begins.
 
     Args:
-        eager: the bytes around each region; at the end those after the last backward, after the forward, and between
-            the last region's forward and the end of the call's.
+        eager: the bytes around each region, and a last entry with those after the last backward (`before`), after the
+            forward (`during`), and between the last region's forward and the end of the call's (`before_backward`).
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2

@@ -53,14 +53,14 @@ class _State(Enum):
 
 @dataclass(frozen=True)
 class AssignPrecision:
-    """Decides the dtype of each operator of a graph captured in fp32. It edits nothing: `passes.InsertCasts` applies
-    its plan.
+    """Decides the dtype of each operator of a graph captured in fp32. The graph is not changed: `passes.InsertCasts`
+    applies the plan that is returned.
 
-    Operators on a list get the dtype of the list, norms that of their input. Elementwise ones compute in 16 bits unless
-    a full-size operand is fp32; so do sums that only attention's softmax reads, and that softmax. The residual stream,
-    which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and an fp32
-    value that was widened before becomes 16 bits again: in a model captured in fp32, `.to(input_dtype)` appears as
-    `.to(float32)`. Unknown operators get operands in the dtype that they had before."""
+    Operators on autocast's lists get 16 bits or fp32 as their list says, norms the dtype of their input. Elementwise
+    ones compute in 16 bits unless a full-size operand is fp32; so do sums that only attention's softmax reads, and that
+    softmax. The residual stream, which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens
+    a 16-bit value, and an fp32 value that was widened before becomes 16 bits again: in a model captured in fp32,
+    `.to(input_dtype)` appears as `.to(float32)`. Unknown operators get operands in the dtype that they had before."""
 
     low: torch.dtype
     rules: Rules = field(default_factory=Rules)
@@ -208,9 +208,9 @@ class _Walk:
 def only_read_by(
     node: fx.Node, readers: Collection[str], behind: Collection[str] = ("add", "masked_fill", "where")
 ) -> bool:
-    """Whether a value is read, and only by the operators in `readers`.
+    """Whether a value is read at all, and only by the operators named in `readers`.
 
-    These may also read it through casts, through calls that follow their input's dtype, and through the operators in
+    They may also read it through casts, through calls that follow their input's dtype, and through the operators in
     `behind`."""
     for reader in node.users:
         passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in behind

@@ -35,8 +35,8 @@ from passes.graphs.op_kinds import (
 
 
 class Amounts(NamedTuple):
-    """Seconds of the step, bytes saved for the backward, and error in squared unit roundoffs, of one pair of labels or
-    summed over several."""
+    """What a choice of dtypes costs, of one call or copy or summed over several: seconds of the step, bytes saved for
+    the backward, and error in squared unit roundoffs."""
 
     seconds: float = 0.0
     nbytes: float = 0.0
@@ -172,12 +172,13 @@ class _Readers:
 
 
 class GraphTerms:
-    """The terms of one graph. `label_of` has, by name, the labels of the calls whose dtype the cut decides.
+    """The cost of choosing the dtype of each call of one graph, as the terms of a minimum cut over labels: 0 for fp32,
+    1 for 16 bits. `label_of` maps the name of a call whose dtype the cut decides to the number of its label.
 
     Calls that only move data have the label of their input. A value is cast once for all its readers in the other
     dtype, and so is its gradient. A value is saved once in every dtype in which the backward reads it, except for
-    inputs and parameters, which are held anyway (copies of them are cast again). Every rounding adds an error with the
-    weight of its value: in 16-bit results and their gradients, in casts, and in values saved in bf16."""
+    inputs and parameters, which are held anyway, and are cast again in the backward. Every rounding adds an error with
+    the weight of its value: in 16-bit results and their gradients, in casts, and in values saved in bf16."""
 
     def __init__(
         self, graph: fx.Graph, plan: PrecisionPlan, free: frozenset[str], prices: OpPrices, influence: Influence
@@ -201,7 +202,7 @@ class GraphTerms:
             self._round(node)
 
     def labels(self, plan: PrecisionPlan) -> Flags:
-        """The labels of the dtypes that a plan chooses, for each call."""
+        """The values of all labels, by number, for the dtypes that a plan chooses: True for 16 bits."""
         chosen = {label: plan.choices[name].dtype == self.low for name, label in self.label_of.items()}
         return self.terms.complete(chosen)
 

@@ -48,13 +48,15 @@ LEAST_BYTES = 64 * 1024
 def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
     """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
 
-    `exact` holds the names of the operator graph's nodes whose dtype the author or the user has set.
+    The graph's first `forward_outputs` outputs are those of the forward. `exact` holds the names of the operator
+    graph's nodes whose dtype the author or the user has set.
     """
     return Pipeline((SumInFp32(), CastSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 
 
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
+    """Returns the names of the fp32 values of the forward that the backward reads only by operators whose gradients
+    hardly change if the value is rounded to bf16. The arguments are as in `narrowing`.
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
     views, widened 16-bit values, small ones, and all that the author or the user wants in fp32.
@@ -65,7 +67,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """Returns the values that the forward computes and the backward reads, without inputs and outputs.
+    """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs.
 
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
@@ -134,9 +136,10 @@ class DecideFp8:
     `scaling` has for them.
 
     Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
-    those are chosen that the time model predicts to be faster; on others all that are possible, since they save half as
-    many bytes. Layers are left alone if the kernels do not take their sizes, if no other layer follows (the one that
-    makes the logits), if they share their weight with an embedding, or if the author or the user has set their dtype.
+    the layers are chosen that the time model predicts to be faster in 8 bits; on others all that are possible, since
+    they save half as many bytes. Layers are left alone if the kernels do not take their sizes, if they are the last
+    (the one that makes the logits), if they share their weight with an embedding, or if the author or the user has set
+    their dtype.
     """
 
     card: Hardware
@@ -260,19 +263,22 @@ def _is_embedding(layer: fx.Node) -> bool:
 
 
 def note_activations(graph: OperatorGraph) -> Decision:
-    """A decision without passes, with the note for the plan on what `quantizing` does to the joint graph."""
+    """A decision about the operator graph without passes, with a note for the plan: what activations save is saved in 8
+    bits (by `quantizing`, in the joint graph)."""
     note = f"{FP8_ACTIVATIONS}: what activations and products save for the backward is saved in 8 bits"
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 
 
 def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
-    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits."""
+    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits. The arguments are as
+    in `narrowing`."""
     narrow = narrowing(module, forward_outputs, exact)
     return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs, exact))))
 
 
 def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Returns the names of the 16-bit values of the forward that only tolerant operators of the backward read."""
+    """Returns the names of the 16-bit values of the forward that the backward reads only by operators whose gradients
+    hardly change if the value is rounded to 8 bits. The arguments are as in `narrowing`."""
     backward = backward_nodes(graph)
     return tuple(
         node.name

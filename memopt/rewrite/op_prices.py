@@ -59,7 +59,8 @@ class OpPrices:
     _known: dict[Hashable, OpPrice | None] = field(default_factory=dict, repr=False)
 
     def price(self, node: fx.Node, dtype: torch.dtype, differentiated: Collection[fx.Node]) -> OpPrice | None:
-        """Returns the price with floating-point operands in `dtype`; None for a call that cannot be traced alone.
+        """Returns the price of the call `node` with floating-point operands in `dtype`; None if it cannot be traced
+        alone.
 
         Operands that are `differentiated` get gradients.
         """

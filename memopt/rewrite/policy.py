@@ -33,7 +33,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The choices by node name; nodes without one follow their input. `low` is None where everything stays in fp32."""
+    """The dtype chosen for each operator, by name of its node; nodes without a choice follow their input. `low` is the
+    16-bit dtype, None where everything stays in fp32."""
 
     low: torch.dtype | None
     choices: Mapping[str, Choice] = field(default_factory=dict)
@@ -41,12 +42,12 @@ class PrecisionPlan:
 
     @property
     def assignment(self) -> dict[str, torch.dtype]:
-        """The dtypes by node name, as `passes.InsertCasts` takes them."""
+        """Name of a node → its dtype, as `passes.InsertCasts` takes them."""
         return {name: choice.dtype for name, choice in self.choices.items()}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """The dtype with its reason by node name, for printing with a graph: `bf16: autocast's list`."""
+        """Name of a node → its dtype and the reason, for printing with a graph: `bf16: autocast's list`."""
         return {name: f"{dtype_name(choice.dtype)}: {choice.reason}" for name, choice in self.choices.items()}
 
     @property
@@ -107,11 +108,12 @@ class Rules:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Rules:
-        """Returns the rules that a user has written, without the default. Raises ValueError for unknown dtypes."""
+        """Returns the rules of a user's dict, pattern → name of a dtype, without its entry "default". Raises ValueError
+        for unknown dtypes."""
         return Rules(tuple((pattern, dtype_of(name)) for pattern, name in given.items() if pattern != DEFAULT))
 
     def choose(self, node: fx.Node) -> tuple[str, torch.dtype] | None:
-        """Returns pattern and dtype of the rule for a node, or None."""
+        """Returns (pattern, dtype) of the rule that applies to a node, or None."""
         matching = [(_rank(pattern, node), pattern, dtype) for pattern, dtype in self.dtypes]
         rank, pattern, dtype = max(matching, key=lambda rule: rule[0], default=(0, "", torch.float32))
         return (pattern, dtype) if rank else None
@@ -140,8 +142,8 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def check_policy(policy: Any) -> Policy:
-    """Returns the policy unchanged. Raises `TypeError` or `ValueError` for one that is no known name and no mapping to
-    known dtypes."""
+    """Returns the policy unchanged. Raises `TypeError` or `ValueError` if it is neither a known name nor a dict whose
+    values are known dtypes."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
@@ -161,8 +163,7 @@ def check_policy(policy: Any) -> Policy:
 def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
     """Returns bf16 where the device computes in it, fp16 where it has only that, else fp32.
 
-    A CPU has bf16 if it has the instructions (AVX512-BF16 or AMX); `cpu_has_bf16` tells it for a CPU other than this
-    machine's."""
+    A CPU has bf16 if it has AVX512-BF16 or AMX; `cpu_has_bf16` says so for a CPU other than this machine's."""
     device = device_of(hardware)
     if device.is_host and cpu_has_bf16 is not None:
         return torch.bfloat16 if cpu_has_bf16 else torch.float32

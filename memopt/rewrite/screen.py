@@ -64,7 +64,7 @@ Ranges: TypeAlias = Mapping[str, Range]
 class Screening(fx.Interpreter):
     """Runs an operator graph on real values, unchanged, and records the range of every value.
 
-    It runs without gradients and frees each value after its last use. What the graph writes to its inputs is written.
+    It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -162,10 +162,10 @@ def _floats(value: Any) -> Iterator[torch.Tensor]:
 
 
 def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut], PrecisionPlan]) -> KeptOut:
-    """Returns the operators that must not compute in fp16, with reasons.
+    """Returns the operators that must not compute in fp16, each with the reason, since their values leave fp16's range.
 
-    `decide` returns the plan with some operators kept out of fp16; their readers may then be in fp32 without a reason
-    of their own. It is called until no value in fp16 leaves fp16's range.
+    `ranges` has the range of each value on sample data. `decide` returns the plan of dtypes when given operators are
+    kept out of fp16; it is called again, with more of them, until no fp16 value of its plan leaves the range.
     """
     kept: dict[str, str] = {}
     while True:

@@ -37,8 +37,8 @@ class _NotRun(Exception):
 
 
 class Screenings:
-    """The ranges of values by region, as observed on the batch of its first run; later captures of a region use the
-    same ranges."""
+    """The ranges of the values in each region's graph, as measured on the sample batch when the region was first run;
+    later captures of a region use the same ranges."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, Ranges] = {}
@@ -59,12 +59,13 @@ class Screenings:
         room_bytes: int | None,
         differentiate_all: bool,
     ) -> None:
-        """Runs the forward of a training call in fp32, without gradients, to record the ranges of its values, unless
-        that was done for a call like it.
+        """Runs the forward of a training call in fp32, without gradients, to record the ranges of its values, unless a
+        call that the same capture serves was run before, with autocast in the same state.
 
-        It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
-        `room_bytes` (None: any) besides the model and the call. If it would hold more, if there are no values, or if it
-        fails, the plan says why fp16 was not screened. `differentiate_all` is as for `RecordedRegion.record`."""
+        The forward runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may
+        hold `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs
+        have no values (fake or meta tensors), or if it fails, the plan says why fp16 was not screened.
+        `differentiate_all` is as for `RecordedRegion.record`."""
         signature = f"{call_signature(call)} {autocast_state()}"
         if signature in self._looked:
             return
@@ -97,8 +98,8 @@ class Screenings:
         return getattr(decide, "screenings", None) is not self
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
-        """The plan that `decide` makes when operators whose values leave fp16's range are kept out of fp16, and a note
-        on these operators."""
+        """The plan that `decide` makes with operators whose values leave fp16's range kept out of fp16, and a note on
+        these operators for the plan."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
             ranges = self._in_part(graph.module)

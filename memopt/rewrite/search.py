@@ -37,19 +37,20 @@ _DOUBLINGS = 30
 
 @dataclass(frozen=True)
 class SearchPrecision:
-    """Decides dtypes by a minimum cut over the choices that are free; others are those of the default.
+    """Decides dtypes by a minimum cut over the choices that are free; all others are those that `default` makes.
 
     Free to choose are the dtypes of elementwise operators, norms and the softmax of attention that the default gives 16
     bits, and in bf16 also elementwise operators and norms that it keeps in fp32, unless an exponential, a loss, a sum
     or the like reads them. Everything else is as in the default: the user's rules, operators whose values leave fp16's
-    range, casts to fp32 in the model, and autocast's fp32 and 16-bit lists; for the latter it is not known which fp32
-    kernels a device has. In fp16 all fp32 choices of the default remain, since they protect range as well as precision.
+    range, casts to fp32 in the model, and autocast's fp32 and 16-bit lists; for the 16-bit list it is not known which
+    fp32 kernels a device has. In fp16 all fp32 choices of the default remain, since they protect range as well as
+    precision.
 
     The cut finds the least of `seconds of the step + price · bytes saved for the backward` among the choices that save
     no more bytes than the default and whose squared first-order error (`memopt.rewrite.label_terms`) is at most
     `most_error` times the default's. Seconds are those of operators and casts, forward and backward, on the device of
-    `prices`. The price of a byte is that of recomputing it, the seconds of the forward divided by all saved bytes,
-    both in the default; it doubles until no more bytes are saved than in the default. If nothing cheaper is found, the
+    `prices`. The price of a byte is that of recomputing it, the seconds of the forward divided by all saved bytes, both
+    in the default; it doubles until no more bytes are saved than in the default. If nothing cheaper is found, the
     default is returned. The same graph gets the same choices."""
 
     default: AssignPrecision
@@ -150,7 +151,8 @@ def _texts(saves: Amounts) -> tuple[str, str]:
 
 
 def differentiated(graph: fx.Graph, parameter_inputs: Collection[int]) -> frozenset[fx.Node]:
-    """Returns the floating-point values that depend on a parameter, and so have gradients."""
+    """Returns the floating-point values that depend on a parameter (an input at a position in `parameter_inputs`), and
+    so have gradients."""
     found: set[fx.Node] = set()
     for number, node in enumerate(graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
@@ -164,10 +166,11 @@ def differentiated(graph: fx.Graph, parameter_inputs: Collection[int]) -> frozen
 
 
 def influence(graph: fx.Graph, differentiated: frozenset[fx.Node]) -> Influence:
-    """Models `(gradient · rounding)²`, the first-order error, without data.
+    """Returns how much the rounding of each value moves the gradients: a model of `(gradient · rounding)²`, the
+    first-order error, without data.
 
-    Values are assumed to have variance 1, as normalised activations, biases 0, and sums that of their operands
-    together: a residual stream grows by 1 with each block. A relative error of a sum's operand becomes one of the sum
+    Values are assumed to have variance 1, as normalised activations do, biases 0, and sums the sum of their operands'
+    variances: a residual stream grows by 1 with each block. A relative error of a sum's operand becomes one of the sum
     in proportion to the operand's share; other operators pass it on unchanged. The loss has weight 1, and no value has
     more. Roundings are independent, so that weights add.
     """

@@ -37,10 +37,11 @@ _MOST_TRACES = 256
 
 
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
-    """Run the passes that the deciders return for a graph, one decider after the other.
+    """Run the passes that the deciders return for a graph, one decider after the other. Returns the graph after each
+    pass, the decisions and their notes.
 
-    `needed` is the label of a decision that must have passes. Raises `NothingToRewrite` where it has none, `ValueError`
-    where no decision has that label, and `PassError` where a pass fails."""
+    `needed` is the label of a decision that must have passes ("": none). Raises `NothingToRewrite` where it has none,
+    `ValueError` where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
 
     def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -64,8 +65,8 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     """The joint graph of a region, rewritten as `rewriting` says; for a region without gradients its forward
     (`JointGraph.differentiated` is false).
 
-    Raises `PassError` where a pass fails, `NothingToRewrite` where the needed decision has no passes, and
-    `CaptureError` as `differentiate`.
+    Raises `PassError` where a pass fails, `NothingToRewrite` where the decision `rewriting.needed` has no passes, and
+    `CaptureError` where `differentiate` does.
     """
     with region.autocast.restored():
         operators = _rewritten_operators(region, rewriting)
@@ -83,8 +84,8 @@ def trace_call(
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
 
-    `traces` holds those that were traced before. Raises `CaptureError` where no gradient flows to any parameter,
-    `NothingToRewrite` where the needed decision has no passes in any region, and otherwise as `trace`.
+    `traces` is a cache of graphs traced before. Raises `CaptureError` where no gradient flows to any parameter,
+    `NothingToRewrite` where the decision `rewriting.needed` has no passes in any region, and otherwise as `trace`.
     """
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     regions = {id(run.region): run.region for run in captured.runs}

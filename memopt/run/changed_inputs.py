@@ -33,9 +33,9 @@ class WatchedInputs:
     def of(
         cls, region: RecordedRegion, inputs: Sequence[Any], model: nn.Module, plan_again: Callable[[], None]
     ) -> WatchedInputs:
-        """Watch those tensors among `inputs` that come from the caller and need no gradient, without those that the
-        region itself writes to or returns. `plan_again` is called if one is changed; it drops the plans of the
-        region."""
+        """Watch those tensors among `inputs` that are not the model's and need no gradient, without those that the
+        region itself writes to or returns. `plan_again`, which drops the plans of the region, is called if one of them
+        has been changed when the backward begins."""
         state = set(map(id, (*model.parameters(), *model.buffers())))
         left_out = region.written | _returned(region.graph_module)
         found = {
@@ -47,17 +47,17 @@ class WatchedInputs:
         return cls(region, found, plan_again)
 
     def copies(self, plan: Plan, moment: Moment) -> dict[int, torch.Tensor]:
-        """Copies of the watched inputs, by input number, for the forward to run on, so that a change by the caller does
-        no harm in the first step. Empty where the copies do not fit into the memory planned for optimizer state that
-        does not exist yet, or where further forwards are expected before the backward."""
+        """Copies of the watched inputs, by input number: the forward runs on these, so that its backward is right even
+        if the caller changes the originals. Empty where the copies do not fit into the memory that `plan` keeps for
+        optimizer state that does not exist yet, or where further forwards are expected before the backward."""
         nbytes = sum(value.nbytes for value, _ in self.watched.values())
         if not nbytes or moment.to_come or nbytes > moment.left_before_state(plan):
             return {}
         return {number: value.clone() for number, (value, _) in self.watched.items()}
 
     def look(self) -> None:
-        """When the backward begins, record in the region which inputs were changed since the forward: later plans do
-        not read these again in the backward. Drops the region's plans if any input was changed."""
+        """To be called when the backward begins: records in the region which inputs were changed since the forward, so
+        that the backwards of later plans do not read them, and drops the region's plans if there are any."""
         changed = frozenset(number for number, (value, version) in self.watched.items() if value._version != version)
         self.watched.clear()  # the caller may free them now
         self.region.changed = changed | (self.region.changed or frozenset())
@@ -82,8 +82,8 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
 
 
 def mark_changed(region: RecordedRegion, inputs: Sequence[Any], call: Call, entry: Entry) -> None:
-    """Mark those inputs of a region as changed by the caller that were changed during plain steps (`watch_plain`); does
-    nothing for a region that has had a backward."""
+    """Mark those inputs of a region as changed by the caller that were changed during plain steps, which `watch_plain`
+    recorded in `entry`; does nothing once a backward of the region itself has shown which are changed."""
     if region.changed is None and entry.changed_inputs:
         changed = {id(one) for number, one in enumerate(tensors_in(call)) if number in entry.changed_inputs}
         region.changed = frozenset(number for number, value in enumerate(inputs) if id(value) in changed)

@@ -40,7 +40,7 @@ class CheckpointedCalls:
 
     No plan can free what eager code between regions holds, as it is in no graph; a checkpoint runs that code a second
     time. A forward in one region runs with checkpoints, too, where it would have to be captured again for smaller
-    sizes, until that has cost calls as much time as a plan takes to make."""
+    sizes, until recomputation by checkpoints has taken as much time as making a plan would."""
 
     def __init__(
         self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
@@ -54,13 +54,14 @@ class CheckpointedCalls:
 
     @cached_property
     def _calls(self) -> tuple[PlainCalls, ...]:
-        """What counts and runs calls, for each choice of modules; empty unless `allow` has "recompute"."""
+        """For each choice of modules, what counts and runs calls with these as checkpoints; empty unless `allow` has
+        "recompute"."""
         found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
     def fitting(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
-        """The first choice of checkpoints with which a call that cannot be planned fits the budget, with the bytes of
-        its step; None where no choice fits."""
+        """For a call that cannot be planned, the fastest choice of checkpoints with which it fits the budget, as what
+        runs the call and the bytes of its step; None where no choice fits."""
         found = self._first_that_fits(call, situation, moment, parts)
         self.serve |= found is not None
         return found
@@ -68,8 +69,8 @@ class CheckpointedCalls:
     def instead_of_planning(
         self, call: Call, situation: Situation, moment: Moment, parts: Parts, plan: Plan, planning_seconds: float
     ) -> Choice | None:
-        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. None once running with
-        checkpoints has cost calls about `planning_seconds`, the time that a plan takes to make."""
+        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. Also None once calls have
+        lost about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
             self._lost_seconds = 0.0  # by sizes that are planned now
@@ -110,9 +111,9 @@ class CheckpointedCalls:
         situation: Situation,
         moment: Moment,
     ) -> BudgetError | CaptureError:
-        """The refusal of a call, with the smallest budget in which it runs with checkpoints, where no plan can be made
-        or every plan needs more. `broken` is the reason why the forward breaks into regions; if it is None, a
-        `BudgetError` is returned unchanged."""
+        """`refused` with the smallest budget in which the call runs with checkpoints, if no plan of the call can be
+        made or every plan needs a larger one. `broken` is the reason why the forward breaks into regions; if it is
+        None, a `BudgetError` is returned unchanged."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes
             least = self._least(call, situation, moment, _WORTH_NAMING * budget)
@@ -131,7 +132,7 @@ class CheckpointedCalls:
         return refused.adding(*further, smallest_bytes=least)
 
     def _least(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
-        """The smallest budget in bytes by which a call runs with checkpoints; None where it is above `most_bytes`."""
+        """The smallest budget in bytes in which a call runs with checkpoints; None where it is above `most_bytes`."""
         least: int | None = None
         for calls in self._calls:
             least = calls.needed_bytes(call, situation, moment, least or most_bytes) or least

@@ -37,7 +37,8 @@ class RecomputedOtherwiseError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Spot:
-    """A module that runs as an activation checkpoint, and those within it that do so while it runs again."""
+    """A module that runs as an activation checkpoint, and the modules within it that do so while it runs a second
+    time."""
 
     module: nn.Module
     within: Spots = ()
@@ -60,14 +61,14 @@ class Checkpoints:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A block in which calls of these modules are checkpoints."""
+        """A block in which calls of the chosen modules run as checkpoints."""
         with _standing_in(self.spots, self._call_of):
             yield
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """A block in which `RecomputedOtherwiseError` is raised where the second run of a module returns other
-        values."""
+        """A block in which `RecomputedOtherwiseError` is raised where the second run of a module returns other values
+        than its first."""
         before, self._checks = self._checks, True
         try:
             with set_checkpoint_early_stop(False):
@@ -77,10 +78,9 @@ class Checkpoints:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A block in which a step is run only to count its bytes, so that its backward may stop early. After it, the
-        checkpointed calls free all that they saved: autograd would keep it through its hooks on saved tensors, in a
-        reference cycle that Python's collector does not find where a call adds outputs to a container that it was
-        given."""
+        """A block in which a step is run only to count its bytes, so that its backward may stop early. When the block
+        ends, its checkpointed calls free the tensors that they saved for their second run: where a call adds outputs to
+        a container that it was given, Python's collector would never free these tensors."""
         before, self._of_count = self._of_count, []
         try:
             yield
@@ -148,7 +148,9 @@ class _Body:
         with self._before.for_a_time() if self._before else nullcontext(), self.inner():
             outputs = self.own(*args, **self.kwargs)
         if self._sums is not None and not _agree(self._sums, _sums(outputs)):
-            raise RecomputedOtherwiseError(f"{type(self.spot.module).__name__} returns other values in a second run")
+            raise RecomputedOtherwiseError(
+                f"{type(self.spot.module).__name__} returns other values when it runs a second time from the same state"
+            )
         return outputs
 
 
@@ -210,9 +212,9 @@ def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -
 
 
 def choices(model: nn.Module) -> Iterator[Checkpoints]:
-    """The choices of checkpointed modules that are worth trying, from the fastest to the one that holds least: first
-    the repeated blocks of the model; next these blocks and, nested in them, their submodules; last also the submodules
-    of these. None for a model without repeated blocks."""
+    """Yields the choices of checkpointed modules that are worth trying, from the fastest to the one that holds least:
+    the repeated blocks of the model; then these blocks and, nested in them, their submodules; then also the submodules
+    of those submodules. Yields nothing for a model without repeated blocks."""
     blocks = tuple(dict.fromkeys(_blocks(model)))
     before = None
     for depth in range(_DEEPEST) if blocks else ():
@@ -223,7 +225,7 @@ def choices(model: nn.Module) -> Iterator[Checkpoints]:
 
 
 def _spot(block: nn.Module, depth: int) -> _Spot:
-    """A block as a checkpoint, with those within it nested `depth` levels deep."""
+    """A block as a checkpoint, with the modules within it nested `depth` levels deep."""
     return _Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
 
 
@@ -241,8 +243,8 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """The children of a block that have children themselves; of a `ModuleList` or `ModuleDict`, its elements that
-    do."""
+    """The children of a block that have children themselves; for a `ModuleList` or `ModuleDict`, its elements that have
+    children."""
     for child in block.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from filter(_is_composed, child.children())
@@ -264,8 +266,8 @@ def _sums(outputs: Any) -> list[tuple[float, float]]:
 
 
 def _sum(tensor: torch.Tensor) -> float:
-    """The sum of a tensor's values in fp64. On the host it is taken piece by piece: there, a sum in another dtype
-    copies its values first, and no count of the step has a copy of the whole."""
+    """The sum of a tensor's values in fp64. On the host it is taken piece by piece: a sum in another dtype copies the
+    values first, and a copy of the whole tensor is in no count of the step."""
     pieces: Sequence[torch.Tensor] = (tensor,)
     if is_on_host(tensor) and tensor.dim():
         longest = max(range(tensor.dim()), key=tensor.size)

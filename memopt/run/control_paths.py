@@ -36,8 +36,8 @@ _MOST = 4
 class ControlPaths:
     """The control-flow paths that calls of one kind have taken, most recent first, each as a captured call.
 
-    A path covers many forwards, each of which runs a part of its regions. Forwards that run other regions on the same
-    parameters take different paths."""
+    One path serves all forwards that run some or all of its regions, in its order. Two sequences of regions that cannot
+    be merged into one path, such as other regions on the same parameters, are separate paths."""
 
     calls: list[CapturedCall]
     sizes: LargestSizes
@@ -53,8 +53,8 @@ class ControlPaths:
 
     @classmethod
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
-        """The paths of calls of a kind, after `captured`, the capture of `call`, as the first. `new`: the captured call
-        is about to run on the same values."""
+        """The paths of calls of one kind when only one is known: `captured`, the capture of `call`. `new`: `call` runs
+        right after its capture, on the same values."""
         return cls([captured], LargestSizes.of(call), new=new)
 
     def move_to_front(self, path: CapturedCall) -> None:
@@ -93,8 +93,8 @@ class ControlPaths:
 
     def lacking(self, plan: Plan, between_bytes: int) -> int:
         """The bytes by which a step of the first path exceeds the budget of `plan` if code between its regions holds
-        `between_bytes` after the forward; 0 or less where it fits. If that is more than at capture, what this code
-        holds at other times is assumed to grow in proportion."""
+        `between_bytes` after the forward; 0 or less where the step fits. If this code held fewer bytes when it was
+        captured, what it holds during the step is assumed to have grown in proportion."""
         if self.new:
             self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
         captured = self.calls[0]
@@ -106,9 +106,9 @@ class ControlPaths:
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """Yields captured calls to plan for, until a plan fits the budget: the first path; and, if a capture was merged
-        into it, the same path without a margin above the sizes seen, then the latest capture alone. Later paths get no
-        margin either."""
+        """Yields captured calls to plan for, from the one that serves most forwards to the smallest: the first path;
+        and, if a capture was merged into it, the same path without a margin above the sizes seen, then the latest
+        capture alone. Once a path without a margin was asked for, paths merged later get none either."""
         first = self.calls[0]
         yield first
         if first in self._joins:
@@ -143,8 +143,8 @@ class PlansOfPaths:
 
     Each run of a region in a forward has a schedule of its own, also where Dynamo compiles one region for several runs
     (a block that is called in a loop). A forward may leave out planned runs. A forward with other or larger runs is
-    captured by `capture` and planned together with earlier ones, so that after a few steps one plan serves every path
-    through the model's code. Sizes that differ between runs are symbols of one region."""
+    captured and planned together with earlier ones, so that after a few steps one plan serves every path through the
+    model's code. Sizes that differ between runs are symbols of one region."""
 
     def __init__(
         self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
@@ -157,8 +157,8 @@ class PlansOfPaths:
         """The value of `Road.plans` when solvers were last freed."""
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have later calls of the same kind as `call` run by `plan` in this situation; where code is compiled, they are
-        planned again, with what it holds."""
+        """Have later calls of the same kind as `call` run by `plan` in this situation. Where a compiling backend emits
+        the code, these calls are planned again, with the bytes that the compiled code holds."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             self.paths[self._kind(call)] = ControlPaths.of(captured, call)
@@ -180,8 +180,8 @@ class PlansOfPaths:
             self._plans[key] = planned
 
     def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
-        """The paths of calls of the same kind as `call` that are at least as large. The first call of a kind is
-        captured by `first`, a call larger than those before it by `capture`."""
+        """The paths of calls of the same kind as `call` that are at least as large. `first` captures the first call of
+        a kind; a call larger than all before it is captured, too, and added to the paths."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)
@@ -191,16 +191,16 @@ class PlansOfPaths:
 
     def _kind(self, call: Call) -> _Kind:
         """A key that is equal for calls that share their paths: calls with the same arguments but for their sizes,
-        state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks do, the key
-        also has the capture with all blocks freed: if that was made again, Dynamo's graphs may differ, and the call is
-        captured again."""
+        state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks stay gathered,
+        the key also has the capture with all blocks freed: if that capture was made again, Dynamo's graphs may differ,
+        and the call is captured again."""
         text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
         """The plan, ready to run, for a call on one of `paths`, which fits the budget together with all else on the
         device. `freed`: under FSDP2, where this plan may keep blocks gathered, the plan of the same call that frees all
-        of them. Raises `BudgetError` where no plan fits, and `CaptureError`."""
+        of them. Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
         try:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
@@ -213,9 +213,9 @@ class PlansOfPaths:
                 self.road.planner.forget_solvers()
 
     def _plan_for(self, call: Call, paths: ControlPaths, freed: Plan | None, situation: Situation) -> Executable:
-        """The plan for the first of these paths in this situation; where that does not fit, for the first that does of
-        those of `ControlPaths.smaller`, which then takes its place. `freed` is as for `fitting`. Raises `BudgetError`
-        where none fits."""
+        """The plan for the first of these paths in this situation; where that does not fit, for the first captured call
+        of `ControlPaths.smaller` with a plan that fits, which then becomes the first path. `freed` is as for `fitting`.
+        Raises `BudgetError` where none fits."""
         refused: BudgetError | None = None
         for captured in paths.smaller():
             planned = self._plans.get((captured, situation))
@@ -238,7 +238,7 @@ class PlansOfPaths:
         self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
     ) -> Plan | None:
         """The plan of `captured` with the schedules that its runs have in the plan of the path `before`; None where
-        that has no plan in this situation, or a search is needed, as where the code of the runs is compiled."""
+        `before` has no plan in this situation, or a search is needed, as where the code of the runs is compiled."""
         planned = None if before is None else self._plans.get((before, situation))
         if planned is None or self.road.planner.terms.fuses:
             return None

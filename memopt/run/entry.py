@@ -63,7 +63,7 @@ class _Forward(Waiting, Protocol):
     done: bool
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that it has saved and not freed yet."""
+        """The tensors that the forward has saved and not freed yet."""
 
     again_bytes: int
     """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
@@ -71,24 +71,24 @@ class _Forward(Waiting, Protocol):
     """Whether its backward is refused where it would exceed the budget."""
 
     def free_saved(self) -> int:
-        """Free what it has saved until its backward; returns the bytes."""
+        """Free what the forward has saved until its backward; returns the bytes freed."""
 
     def after_backward(self) -> None:
-        """Mark it as done."""
+        """Mark the forward as done."""
 
     def undo(self) -> bool:
         """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
-        before it."""
+        before the call."""
 
     def is_in_backward(self) -> bool:
         """Whether the backward that runs now has come to this forward."""
 
     def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward with nothing recomputed."""
+        """The bytes that the forward would hold until its backward with nothing recomputed."""
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget of at least `needed` bytes with room for other forwards; `retained`: with one for a graph that is
-        kept."""
+        """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
+        its graph (`retain_graph=True`)."""
 
 
 class Plain(Waiting, Protocol):
@@ -102,7 +102,8 @@ class Plain(Waiting, Protocol):
 
 @dataclass
 class LatestLooks:
-    """What was found in the latest searches of the device for tensors outside of the step, at moments of one kind."""
+    """What was found in the latest searches of the device for tensors outside of the step, at moments of one
+    `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
 
     found: Found
     """What the latest one found."""
@@ -127,7 +128,7 @@ class LatestLooks:
 
     def limit(self, level: int) -> int:
         """An upper bound on what a search would find elsewhere if `level` bytes are allocated besides those that memopt
-        accounts for. It assumes that no fewer of them belong to the step than at the latest searches."""
+        accounts for. It assumes that no fewer of these bytes belong to the step than at the latest searches."""
         return max(0, level - min([rest for _, rest in self.levels]))
 
 
@@ -223,7 +224,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether a backward of the model has begun before: there is training that a refusal would end."""
+        """Whether a backward of the model has begun before: from then on a refusal ends a training under way."""
         return bool(self.seen.backward)
 
     @cached_property
@@ -265,7 +266,8 @@ class Entry:
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
-        0 where they are too few to matter, and where any forward waits for its backward, which already counts them."""
+        0 where these bytes are too few to matter, and while any forward waits for its backward, as the bytes of its
+        outputs are counted with those that it holds."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
         if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
             return 0
@@ -286,8 +288,8 @@ class Entry:
         return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
-        """The bytes that are expected to appear elsewhere between a forward and its backward, if `elsewhere` bytes lie
-        there in the forward."""
+        """The bytes that are expected to appear elsewhere between a forward and its backward, if `elsewhere` bytes are
+        elsewhere already when the forward begins."""
         return (
             self.later_bytes
             if self.reached_bytes is None
@@ -331,7 +333,7 @@ class Entry:
     def until_backward(self, tangent_bytes: int) -> int | None:
         """The bytes that the caller's own code was seen to allocate between a forward and its backward, besides the
         gradients of `tangent_bytes` that the backward begins with; scaled up for larger outputs. None where nothing was
-        seen; 0 where the user gave the bytes elsewhere (`fixed_bytes`)."""
+        seen; 0 where the user gave a fixed number of bytes that lie elsewhere (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
         if self.meanwhile is None:
@@ -346,7 +348,7 @@ class Entry:
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """Bytes that cover the steps of all recent plans and of the latest plain step; None before the first. Where
+        """Upper bounds in bytes of the steps by all recent plans and the latest plain step; None before any. Where
         gradients exist now although no plan counted on that, the peaks include the largest gradient once more, as it is
         computed before it is added."""
         for number, (plan, needs) in list(self.plans.items()):
@@ -363,12 +365,12 @@ class Entry:
 
     @cached_property
     def _trained(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that were trainable when this was asked for first."""
+        """The model's parameters that were trainable when this was first read."""
         return tuple(parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     @cached_property
     def _expected_state(self) -> int:
-        """The bytes of state that its optimiser is expected to have, before a plan says so."""
+        """The bytes of state that the model's optimizer is expected to have, before a plan says so."""
         return optimizer_account(self.optimizer, self._trained, self.device.type).state_bytes
 
     def gradients_expected(self, beside: Entry | None = None) -> int:

@@ -29,7 +29,7 @@ Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
 
 @dataclass(frozen=True)
 class _FoundRun:
-    """The planned run whose schedule a run of a region in the present forward takes; `number` is its place in the
+    """The planned run whose schedule serves a run of a region in the present forward; `number` is its place in the
     plan."""
 
     number: int
@@ -78,9 +78,9 @@ class Executable:
         """The first planned run, from number `first` on, whose schedule fits `run`, a run of a region in the current
         forward; None where there is none, or where `run` has larger sizes.
 
-        `trace` returns the joint graph of a region under a rewriting. It is called where the run's region is not the
-        planned one: that was captured on fake tensors, or the same code was captured again under other guards or for
-        other sizes."""
+        `trace` returns the joint graph of a region under a rewriting. It is called where the region of `run` is not the
+        planned one: where the plan was made on fake tensors, or the same code was captured again under other guards or
+        for other sizes."""
         for number in range(first, len(self.runs)):
             planned, joint = self.runs[number], self.step.regions[number]
             if planned.place != run.place:
@@ -99,8 +99,9 @@ class Executable:
         return None
 
     def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
-        """The name of a planned node → its name in `joint`, the graph of `run`; None unless this has the same operators
-        as planned run `number`, on values that are not larger, and that one's schedule offloads nothing."""
+        """The name of a planned node → its name in `joint`, the graph of `run`; None unless `joint` has the same
+        operators as planned run `number`, on values that are not larger, and the schedule of that planned run offloads
+        nothing."""
         key = run.region, run.sizes, number
         if key not in self._names:
             if len(self._names) >= _MOST_NAMES:
@@ -170,8 +171,8 @@ def values_of(joint: JointGraph) -> tuple[_Value, ...]:
 
 
 def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
-    """The hash of a node that allocates nothing: of a view, that of what it is a view of; of one of several results
-    (`getitem`), one of its own."""
+    """The hash of a node that allocates nothing: for a view, the hash of what it is a view of; for one of several
+    results (`getitem`), a hash of its own."""
     part: Any = node.args[1] if node.target is operator.getitem else None
     return operands[0] if part is None else hash((operands[0], part))
 

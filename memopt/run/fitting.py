@@ -42,12 +42,12 @@ class CallInProgress:
 
     @property
     def crowded(self) -> Situation:
-        """The call's situation, with the bytes counted that forwards waiting for their backward hold."""
+        """The call's situation, including the bytes held by forwards that wait for their backward."""
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
-        """The plan, ready to run, for the first of several situations (what lies on the device beside the call) whose
-        plan fits there. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
+        """The plan, ready to run, for the first of several situations (guesses of what lies beside the call) whose plan
+        fits on the device now. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
 
         `known` says whether a plan for a situation exists already; before a new one is made, the device is searched for
         other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or if the plan
@@ -79,7 +79,7 @@ class CallInProgress:
 
     def _made(self, make: Callable[[Situation], Executable], situation: Situation) -> Executable:
         """The result of `make`. Where the caller keeps the outputs of the step before, a refusal is remembered, and
-        raised again without a search: they are there in each step."""
+        raised again without a search, since such outputs are there in each step."""
         if not self.moment.kept_outputs:
             return make(situation)
         refusals = self.moment.entry.refusals
@@ -124,7 +124,7 @@ _MOST = 512
 
 class _Stopped(Exception):
     """Ends a call within the stub of a region. Between the stub and whoever began the call lie the frames of Dynamo and
-    of the model, so that it cannot be returned why the call has not run."""
+    of the model, so that the reason cannot be returned."""
 
 
 class Recorded(_Stopped):
@@ -188,14 +188,14 @@ class PlansOfRegions:
         self._refused.clear()
 
     def forget_captured(self) -> None:
-        """Drop captured calls too."""
+        """Drop all plans and emitted code, as `forget` does, and the captured calls too."""
         self.forget()
         self._captured.clear()
 
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
-        """The plan that a call of this region runs by, with its code; it fits together with all else on the device.
-        Raises `BudgetError`, `CaptureError`, and `Insists` where the region's graph is not valid for the call's
-        sizes."""
+        """The plan that a call of this region runs by, with its code; its step fits the budget together with all else
+        on the device. Raises `BudgetError` where no plan fits, `CaptureError` where the region cannot be traced, and
+        `Insists` where its graph is not valid for the call's sizes."""
         _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)

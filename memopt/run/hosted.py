@@ -24,7 +24,7 @@ from passes.ops.offload_ops import bring, lend
 
 @dataclass(eq=False)
 class _Home:
-    """A parameter that lies on the host."""
+    """A parameter whose values lie in the host's memory."""
 
     host: Tensor
     """Its values, in the layout that it has on the device."""
@@ -33,7 +33,7 @@ class _Home:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> _Home:
-        """Move a parameter's values to the host; the parameter is then the shell, as while the model is called."""
+        """Move a parameter's values to the host. The parameter itself becomes a tensor on its device without memory."""
         device = parameter.device
         host = lend(parameter.data)
         parameter.data = host  # the device's memory is free before the shell takes as much for a moment
@@ -96,8 +96,8 @@ def bring_back(model: nn.Module) -> None:
 
 
 def place(model: nn.Module, plan: Plan) -> None:
-    """Move the parameters that the plan has on the host there, and all others to the device. A plan that has any on the
-    host must have its graphs."""
+    """Move the parameters that the plan has on the host there, and all others to the device. If it has any on the host,
+    the plan must have its graphs (`plan.captured`), unlike one that was loaded from a file."""
     numbers = plan.regions[0].hosted
     captured = plan.captured if numbers else None
     parameters = {captured.regions[0].frozen_ids[number] for number in numbers} if captured else ()
@@ -132,7 +132,7 @@ def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
 
 class _Bringing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block without gradients in which each operator gets a copy on the device of each parameter that lies on the
-    host, for as long as it runs. Raises `RuntimeError` for an operator that may write to one."""
+    host, freed after the operator. Raises `RuntimeError` for an operator that may write to such a parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def there(value: Any) -> Any:

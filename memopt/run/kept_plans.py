@@ -45,7 +45,8 @@ class KeptPlans:
         return self.planner.job(recorded.call, recorded.situation).key(graph)
 
     def note(self, key: str | None, recorded: Recorded) -> None:
-        """Store the key of a recorded call on disk, so that `find_uncaptured` finds its plan in a later process."""
+        """Store the key of a recorded call on disk, so that `find_uncaptured` finds the call's plan in a later process.
+        Does nothing if `key` is None."""
         plan_cache.note(self._sketch(recorded.call, recorded.situation), key)
 
     def find_uncaptured(self, call: Call, situation: Situation) -> Kept | None:
@@ -58,7 +59,7 @@ class KeptPlans:
         return kept if kept and self.planner.accounts.still_fits(kept.plan, call, situation) else None
 
     def find(self, key: str | None) -> Kept | None:
-        """The plan on disk under `key`; one made for other options is deleted."""
+        """The plan on disk under `key`; None where there is none, or one made for other options, which is deleted."""
         kept = plan_cache.find(key)
         if kept and not self._belongs(kept):
             plan_cache.drop(key)
@@ -66,8 +67,8 @@ class KeptPlans:
         return kept
 
     def plan(self, key: str | None, recorded: Recorded) -> Plan | None:
-        """The plan on disk under `key`, with the graphs of this recorded call. None where there is none; a plan for
-        other graphs is deleted."""
+        """The plan on disk under `key`, with the graphs of this recorded call. None where there is none, or one for
+        other graphs, which is deleted."""
         kept = self.find(key)
         plan = self.adopted(kept, recorded) if kept else None
         if plan is None:
@@ -114,7 +115,8 @@ class KeptPlans:
         return self.adopted(first, recorded, lowering_bytes=lowering_bytes) or plan
 
     def of_ranks(self, kept: Kept, recorded: Recorded, lowering_bytes: int = 0) -> Kept:
-        """The plan by which all ranks run such a call: that of the rank that planned it first, else `kept`."""
+        """The plan by which all ranks run this recorded call: that of the rank that planned it first. `kept`, this
+        rank's own plan, where the ranks run no collectives together in the call."""
         captured, situation = recorded.captured, recorded.situation
         if captured.graph is None or (situation.buckets is None and not captured.split):
             return kept
@@ -129,8 +131,8 @@ class KeptPlans:
         return self.planner.job(call, situation).sketch() if self._keeps() else None
 
     def _data_of(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
-        """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data, or
-        has parameters on the host."""
+        """The part of a plan that later processes and other ranks need; None where it depends on sizes that depend on
+        data, or has parameters on the host."""
         captured = plan.captured
         assert captured is not None
         rewritings = self.planner.terms.lever_sets
@@ -164,8 +166,8 @@ def check_compiled_least(recorded: Recorded) -> None:
 def as_compiled_least(
     refusal: BudgetError, recorded: Recorded, emit: Callable[[Plan], Sequence[Emitted]]
 ) -> BudgetError:
-    """The refusal of a call with the smallest budget in which the code runs that `emit` compiles for its smallest plan;
-    the same refusal where that is no larger, or where nothing can be compiled here."""
+    """`refusal` with the smallest budget in which the call's smallest plan runs as compiled by `emit`; unchanged where
+    that budget is no larger, or where nothing can be compiled here."""
     if not refusal.least:
         return refusal
     try:
@@ -182,9 +184,10 @@ def as_compiled_least(
 
 
 def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
-    """The smallest plan of a call: for `planned_bytes`, the smallest budget in which one fits before it is compiled, or
-    the one that was found before. Its compiled code gives the figure that a refusal names. None where nothing can be
-    compiled here. Raises `BudgetError`, `CaptureError`."""
+    """The plan of a call with the smallest peak, which is then compiled to measure the smallest budget that a refusal
+    names; found once, later returned with the bytes that lie elsewhere now. `planned_bytes` is the smallest budget
+    without regard to compiled code. None where nothing can be compiled here. Raises `BudgetError` where no plan fits in
+    `planned_bytes`, and `CaptureError` where the call cannot be traced."""
     if not _compiles(recorded.planner, recorded.situation):
         return None
     key, account = _key(recorded)
@@ -198,7 +201,8 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
 def finished_as_compiled(
     plan: Plan, planner: CallPlanner, situation: Situation, emit: Callable[[Plan], Sequence[Emitted]]
 ) -> Plan:
-    """The plan of a call; its `smallest_bytes` is what compiled code needs, where its graphs are compiled here."""
+    """`plan`, whose `smallest_bytes` is from now on what compiled code needs, where its graphs are compiled here.
+    `emit` compiles the smallest plan when that figure is first asked for."""
     known = plan.source is None or isinstance(plan.source, _CompiledStep)
     if known or not _compiles(planner, situation):
         return plan
@@ -247,8 +251,8 @@ def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> in
 
 
 def _compiles(planner: CallPlanner, situation: Situation) -> bool:
-    """Whether the graphs of a call are compiled here, and planned alone: for this device, on values, without levers
-    that change the optimiser, and not together with other forwards or other ranks."""
+    """Whether the graphs of a call are compiled here, and planned alone: for this device, with real values, without
+    levers on the optimizer, and not together with other forwards or other ranks."""
     if not planner.terms.fuses:
         return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
@@ -261,9 +265,9 @@ the schedule with the smallest peak."""
 
 
 def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:
-    """A key for the smallest schedule of a call, of all that it depends on, and the account that its smallest budget
-    also depends on. The key has the regions, the bytes that the step holds beside activations, and the `id`s of the
-    parameters that only other calls train, whose optimiser state lies there, too."""
+    """A key of all that the smallest schedule of a call depends on, and the account that its smallest budget also
+    depends on. The key has the regions, the bytes that the step holds beside activations, and the `id`s of the
+    parameters that only other calls train, as the optimizer has state for these too."""
     accounts, captured = recorded.planner.accounts, recorded.captured
     own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
     account = accounts.account(recorded.call, recorded.situation)

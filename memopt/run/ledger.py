@@ -109,7 +109,7 @@ class Moment:
         return self._later(0) + self.lasting_bytes
 
     def _later(self, elsewhere: int) -> int:
-        """The bytes that will appear before the backward, where so many lie elsewhere now."""
+        """The bytes that will appear before the backward, where `elsewhere` bytes lie elsewhere now."""
         return max(self.later_bytes, self.entry.to_appear(elsewhere) if self.appears else 0)
 
     @property
@@ -128,8 +128,8 @@ class Moment:
 
     @property
     def beyond_expected(self) -> int:
-        """The number of further forwards to allow for where more wait than were expected: once several do, as many
-        again as wait; else 0."""
+        """The number of further forwards to leave room for where more wait for their backward than were expected: once
+        several wait, as many as wait; else 0."""
         return self.waiting if self.waiting >= max(_SEVERAL, self.entry.others_expected + 1) else 0
 
     @property
@@ -180,8 +180,8 @@ class Moment:
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
     def left_before_state(self, plan: Plan) -> int:
-        """The bytes that may be taken before the optimiser has its state, as many as that at most: in its place, and
-        of what is left beside it. On a GPU nothing takes its place, as in the backward (`Entry.state_to_come`)."""
+        """The bytes that other tensors may take until the optimizer makes its state: the memory that `plan` keeps for
+        the missing state (none on a GPU) and what is left of the budget, together at most the missing state."""
         elsewhere = self.elsewhere_beside(plan.account)
         room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - elsewhere
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
@@ -313,8 +313,8 @@ class Ledger(ModelsOnDevice):
         return self._limit_by(entry, *self._level(moment))
 
     def latest_elsewhere(self, moment: Moment) -> int:
-        """The bytes that tensors of other code held at the latest search at a moment of this kind, less what has been
-        freed since. The device is not searched."""
+        """The bytes that tensors of other code held at the latest search at a moment of the same `Moment.kind`, less
+        what has been freed since. The device is not searched."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return entry.fixed_bytes
@@ -358,15 +358,15 @@ class Ledger(ModelsOnDevice):
         return before
 
     def _limit_by(self, entry: Entry, level: int | None, looked: LatestLooks | None) -> Found | None:
-        """An upper limit of what lies elsewhere, from the bytes that are allocated now (`level`) and the latest looks;
-        None where these do not tell."""
+        """An upper limit of what lies elsewhere, from the bytes that are allocated now (`level`) and the latest
+        searches; None where these give no limit."""
         if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
             return None  # what was freed since the looks may hide what has grown
         return replace(looked.found, other=looked.limit(level))
 
     @property
     def _noise_bytes(self) -> int:
-        """Up to how many bytes `allocated_bytes` differs where no tensor was allocated."""
+        """By how many bytes `allocated_bytes` may change although no tensor was allocated."""
         return _MALLOC_NOISE if device_of(self.device).is_host else 0
 
     def may_look(self) -> bool:
@@ -375,17 +375,17 @@ class Ledger(ModelsOnDevice):
         return self.look_seconds + self._latest_seconds <= _SHARE_OF_TIME * since
 
     def _level(self, moment: Moment) -> tuple[int | None, LatestLooks | None]:
-        """The bytes that are allocated without those that are known, None where that is not known; and the latest looks
-        at such moments: what lies elsewhere in a forward may be the step's own in its backward."""
+        """The bytes allocated without those that memopt accounts for, None where that is not known; and the latest
+        searches at moments of the same kind: what lies elsewhere in a forward may be the step's own in its backward."""
         source, allocated = self._reading()
         level = None if allocated is None else allocated - moment.known_bytes
         kind = moment.kind, "allocator" if allocated is None else source
         return level, moment.entry.looks.get(kind)
 
     def _reading(self) -> tuple[str, int | None]:
-        """The source from which the bytes allocated on the device are read, and how many they are. They are not known
-        while another profiler runs, whose records lie in the memory of `malloc`. While memopt's own meter runs, they
-        are what tensors hold; in a backward, what they held at its forward."""
+        """The source from which the bytes allocated on the device are read, and their number. It is None while another
+        profiler runs, whose records lie in the memory of `malloc`. While memopt's own meter runs, it is what tensors
+        hold; in a backward, what they held at its forward."""
         if device_of(self.device).caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()
@@ -411,7 +411,7 @@ class Ledger(ModelsOnDevice):
         return found
 
     def _found(self, moment: Moment) -> Found:
-        """What a look finds."""
+        """What a search of the device finds at this moment."""
         entry, kind = moment.entry, device_of(self.device)
         found = elsewhere.look(
             entry.model,

@@ -40,7 +40,8 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
 
 
 def has_loss_function(model: nn.Module, loss_fn: LossFunction | None) -> bool:
-    """Whether a batch of this model is a pair `(inputs, targets)`."""
+    """Whether a batch of this model is a pair `(inputs, targets)`, because a loss function of outputs and targets was
+    given: to `memopt.optimize`, or here as `loss_fn`."""
     planned = session_of(model)
     own = planned.options.loss_fn if planned is not None else None
     return (loss_fn or own) is not None and not takes_model(loss_fn or own)
@@ -99,7 +100,7 @@ class UntilTarget(nn.Module):
         self._given: tuple[torch.Tensor, ...] | None = None
 
     def forward(self, *args: torch.Tensor) -> Any:
-        """What the module returns. In training, once planned, it returns a view of its first input instead, which the
+        """Returns what the module returns; in training, once planned, a view of the first input instead, which the
         pipeline passes on to `loss`, where the module runs."""
         if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
             return self.module(*args)

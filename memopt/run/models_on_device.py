@@ -30,7 +30,7 @@ class ModelsOnDevice:
 
     def others_training(self, entry: Entry) -> list[Entry]:
         """The entries of other optimised models on the device that are being trained, one for each model. Empty where
-        the user gave the bytes elsewhere."""
+        the user gave a fixed number of bytes that lie elsewhere."""
         found: dict[int, Entry] = {}
         if len(self.entries) == 1 or entry.fixed_bytes is not None:
             return []
@@ -91,14 +91,14 @@ class ModelsOnDevice:
         return [other for other in waiting if other.number > forward.number]
 
     def knows(self, entry: Entry) -> bool:
-        """Whether a backward of this model has shown, for each other model, if that runs between this model's forward
-        and backward."""
+        """Whether a backward of this model has shown for each other model whether the other runs between this model's
+        forward and backward."""
         return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
-        """The bytes that steps of other models take, with nothing recomputed, before the backward of this model: of
-        those seen to run then, or of all called so far where that is not known. Second, for models not called yet, the
-        sum of their widths relative to this model (`breadth`); 0 where it is known which run."""
+        """The bytes that steps of other models take, with nothing recomputed, between the forward and the backward of
+        this model; and a float for models not called yet, the sum of their `breadth`s divided by this model's. Where it
+        is known which models run then (`knows`), only these count, and the float is 0; else all do."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
@@ -115,7 +115,8 @@ class ModelsOnDevice:
         return max((other.in_backward_bytes(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def _waiting(self) -> list[Waiting]:
-        """The forwards of all models that wait, in their order; none where there is one model alone."""
+        """The forwards of all models that wait for their backward, in the order in which they began; none where there
+        is one model alone."""
         if len(self.entries) == 1:
             return []
         found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]

@@ -74,7 +74,8 @@ def run_deferring(
 ) -> Sequence[Any]:
     """Run a region by `run` and return the outputs of the model's call; outputs that the region defers are returned as
     tensors that are computed when they are first read. When the backward of `forward` begins, the values that they
-    would be computed from are freed. `before` is the state before the region, if it is known."""
+    would be computed from are freed. `before` has the states of the random generators before the region; where it is
+    None, they are read now."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
@@ -164,11 +165,12 @@ class _OfGroup(Later):
 
     @property
     def is_stale(self) -> bool:
-        """Whether anything that it reads was changed since the forward."""
+        """Whether anything that the computation reads was changed since the forward."""
         return any(state != self.states[number] for number, state in self._states(self.piece.inputs).items())
 
     def _states(self, numbers: Collection[int]) -> dict[int, Any]:
-        """A key for each of these inputs, which changes when a tensor is written to or gets other memory."""
+        """A key for each of the inputs with these numbers, which changes when a tensor is written to or gets other
+        memory."""
         inputs = [(number, self.inputs[number]) for number in numbers]
         return {
             number: (value._version, value.data_ptr()) if isinstance(value, torch.Tensor) else value
@@ -205,8 +207,8 @@ class _OfGroup(Later):
 
 
 class _Value:
-    """One result of a `Later`, and once it is computed, its tensor; detached outputs share it. `copied`: a clone of
-    it."""
+    """One result of a `Later`, with its tensor once that is computed; `OnDemand` tensors that are detached from each
+    other share it. `copied`: it keeps a clone."""
 
     def __init__(self, later: Later, number: int, *, copied: bool = False) -> None:
         self.later: Later | None = later
@@ -215,7 +217,7 @@ class _Value:
         later.values.add(self)
 
     def take(self, result: torch.Tensor) -> None:
-        """Keep the result, and nothing of what it was computed from, unless there is one already."""
+        """Keep the result, unless there is one already, and drop what it was computed from."""
         if self._tensor is None:
             self._tensor, self.later = result.clone() if self.copied else result, None
 
@@ -233,7 +235,8 @@ class _Value:
 class OnDemand(torch.Tensor):
     """An output that is computed when its values are first read.
 
-    Its sizes, dtype and device are known without that. Operators on it, pickles and copies give plain tensors."""
+    Its sizes, dtype and device can be read without computing it. Operators on it, pickles and copies give plain
+    tensors."""
 
     _value: _Value
 

@@ -53,8 +53,8 @@ class Overlap:
     """Whether the forward of `runs` had begun before the one that waited: what it holds was there already."""
 
     def held_bytes(self, *, least: bool) -> int:
-        """The bytes that the waiting forwards hold together with the peak of the running step: with `least` by the
-        plans that hold least, else with nothing recomputed."""
+        """The bytes that the waiting forwards hold plus the peak of the running step: if `least`, with each model
+        running by its plan that holds least, else with nothing recomputed."""
         held = sum(needs.least_held if least else needs.held for needs in _step_bytes_of(self.waiting))
         peaks = _step_bytes_of((self.runs,) if self.runs else ())
         return held + sum(needs.least_peak if least else needs.peak for needs in peaks)
@@ -82,9 +82,9 @@ class SeenOverlaps:
 def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:
     """How many of `room_bytes` a model leaves to forwards of other models that were seen to overlap with its own.
 
-    They get what they hold by the plans that hold least. What then remains of the room beyond the model's own least
-    (`own_least`) is divided in proportion to how much more each would hold with nothing recomputed (the model itself:
-    `own_most`).
+    The others get what they hold by their plans that hold least, and the model keeps `own_least`, the same figure of
+    its own. What remains of the room is divided in proportion to how much more each would hold with nothing recomputed,
+    which for the model itself is `own_most`.
     """
     found = list(seen)
     least = max((one.held_bytes(least=True) for one in found), default=0)

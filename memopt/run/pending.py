@@ -111,9 +111,9 @@ class PendingForward:
     _extra_bytes: int = 0
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Make `value` release `nbytes` when the backward begins, if the plan counts on that. Otherwise, on a GPU, keep
-        it alive until an optimizer has stepped, as the plan does: freed earlier, it would change where the allocator
-        puts later blocks."""
+        """Make `value` release `nbytes` when the backward begins, if the plan counts these bytes as freed then. If not,
+        on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and freeing it earlier would
+        change where the allocator puts later blocks."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
@@ -134,8 +134,8 @@ class PendingForward:
         return outputs
 
     def note_made_between(self, result: Any) -> int:
-        """Record what eager code between the regions of this forward saved for its backward and returned as `result`;
-        the plan has a row for it. Returns its bytes, without outputs of regions."""
+        """Record the tensors that eager code between the regions of this forward saved for its backward and returned as
+        `result`; the plan's account has a row for them. Returns their bytes, without outputs of regions."""
         model = self.model()
         state = () if model is None else (*model.parameters(), *model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}
@@ -233,8 +233,8 @@ class PendingForward:
                 self._refuse_elsewhere(elsewhere_bytes, room)
 
     def _see_what_appeared(self, moment: Moment) -> None:
-        """Note, in the first backward, what has appeared since the forward beside other models' forwards: the next
-        forward is planned with it."""
+        """Note, in the first backward, the bytes that have appeared since the forward beside other models' forwards:
+        the next forward is planned with these."""
         ledger = Ledger.of(self.entry)
         appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
         if appeared > self.entry.tolerance_bytes:
@@ -244,17 +244,17 @@ class PendingForward:
         self.entry.seen_until_backward = True
 
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
-        """The bytes elsewhere, as a look finds them."""
+        """The bytes elsewhere, as a search of the device finds them."""
         return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
 
     def _free_of_planned(self, elsewhere_bytes: int) -> int:
-        """The bytes of the plan that are free where so many lie elsewhere: what it has for others, as for the steps of
-        other models, beyond them, and what `_state_to_come` gives."""
+        """The planned bytes that are free where `elsewhere_bytes` lie elsewhere: what the plan leaves for tensors
+        elsewhere beyond these, and what `_state_to_come` returns."""
         return max(0, self.plan.account.elsewhere - elsewhere_bytes) + self._state_to_come(elsewhere_bytes)
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
-        """The bytes that a backward may hold in place of the optimiser's state which is not there yet: what has
-        appeared before the first backward is planned for from the second step on."""
+        """The bytes that a backward may hold in place of optimizer state that does not exist yet. What has appeared
+        before the first backward is planned for from the second step on."""
         outputs = sum(one.nbytes for one in self.outputs)
         return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - self.copied_bytes)
 
@@ -295,9 +295,9 @@ class PendingForward:
             self.after_backward()
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
-        """Called when a backward begins whose gradients are differentiated in turn, which the plan does not have.
-        Before the model's first backward it raises `refused`, or a `BudgetError` with it, where there is a budget
-        within which such a step runs plain: nothing is lost then."""
+        """Called when a backward begins whose gradients are to be differentiated in turn (`create_graph=True`), which
+        no plan computes. Before the model's first backward it raises `refused`, or a `BudgetError` with its text where
+        the step runs plain in a larger budget; later it does nothing, as an error would end the training."""
         if self.entry.trained:
             return
         self.entry.graph = Retention.DIFFERENTIATED
@@ -309,9 +309,9 @@ class PendingForward:
         raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
-        """Record that a second forward has run whose graph stays, so that the running backward skips the regions of
-        this forward. Forwards that wait now are no longer checked against their plans, which do not count that
-        graph."""
+        """Record that a second forward has run whose autograd graph is kept and replaces that of this forward: the
+        running backward skips the regions of this forward. Forwards that wait now are no longer checked against their
+        plans, which do not count the kept graph."""
         running = current_backward() >= 0
         for node in [node for reference in self.nodes if running and (node := reference()) is not None]:
             if runs_node(node):
@@ -337,9 +337,9 @@ class PendingForward:
         return (self.before is not None and self.before.undo()) and gradients
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget in bytes, at least `needed`, with which nothing is recomputed and which has room for the other
-        waiting forwards or one more, and for held and newly computed gradients; with `retained` for a retained graph
-        instead."""
+        """A budget in bytes, at least `needed`, for a step with nothing recomputed, the other waiting forwards, and
+        both held and newly computed gradients. It has room for one more forward if no other waits; with `retained`,
+        instead for what a step holds that keeps its graph (`retain_graph=True`)."""
         account, peak = self.plan.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
@@ -440,7 +440,7 @@ def release_all(*_: object) -> None:
 
 @cache
 def _hook() -> object:
-    """Have every optimiser free them after its step; registered once, where something is held."""
+    """Have every optimizer call `release_all` after its step; registered once, when values are first held over."""
     return register_optimizer_step_post_hook(release_all)
 
 
@@ -479,8 +479,8 @@ class PlainForward:
 def retained_peak(plan: Plan, schedule: Schedule) -> int:
     """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
 
-    Values that are saved on the device and would be offloaded in the backward stay there, in addition to their fetched
-    copies."""
+    A value that is still on the device when the backward begins, and that the schedule offloads only then, stays there
+    too: it counts a second time beside its copy that is fetched back."""
     assert plan.joined is not None
     problem = plan.joined.problem
     boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1

@@ -57,7 +57,7 @@ class _StageFacts:
     and what was sent."""
 
     def example(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Tensors like those that it is given."""
+        """Tensors like those that the stage is given."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=has_gradient)
             for shape, dtype, has_gradient in self.given
@@ -65,8 +65,9 @@ class _StageFacts:
 
 
 def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[int, _StageFacts]:
-    """The facts of this rank's pipeline stages, by stage, if the first stage of all gets `args`. All ranks call it
-    together: what one stage returns is computed on fake tensors and sent to the rank of the next.
+    """The shapes and dtypes that each of this rank's pipeline stages is given and returns, and the bytes that the
+    schedule holds for it, by stage number, if the whole pipeline gets `args`. All ranks call it together: what one
+    stage returns is computed on fake tensors and sent to the rank of the next.
 
     Raises on all ranks where it raises on one of them."""
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
@@ -87,7 +88,7 @@ def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[
 
 
 def _returned(module: nn.Module, given: Sequence[_Kind], device: torch.device) -> tuple[_Kind, ...]:
-    """What a stage returns for tensors of these kinds."""
+    """The kinds of the tensors that a stage returns for tensors of these kinds."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, _ in given]
         for value, (_, _, has_gradient) in zip(values, given, strict=True):
@@ -96,7 +97,8 @@ def _returned(module: nn.Module, given: Sequence[_Kind], device: torch.device) -
 
 
 def _kinds(values: Any) -> tuple[_Kind, ...]:
-    """The kinds of the tensors in nested containers. Raises `TypeError` where there is anything else."""
+    """The shape, dtype and `requires_grad` of each tensor in nested containers. Raises `TypeError` where there is
+    anything else."""
     leaves = tree_leaves(values)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -203,8 +205,8 @@ class PlannedSchedule:
                 call.give_back()
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = True, **further: Any) -> Any:
-        """Run a step of the schedule, with the schedule's own arguments. The first training step is planned before
-        anything is sent. Raises planning errors on all ranks."""
+        """Run a step of the schedule, with the schedule's own arguments, and return its result. The first training step
+        is planned before anything is sent. Raises planning errors on all ranks."""
         if trains(self.schedule) and not self._planned:
             ranks = Ranks(ranks_of_pipeline(self.schedule))
             ranks.check_terms(self._terms())
@@ -228,7 +230,8 @@ class PlannedSchedule:
         """Raise `ValueError` for a step that cannot be planned."""
         if named := sorted(set(further) - {"losses"}):
             raise ValueError(
-                f"step is given {named[0]!r}, but the stages of a planned schedule take positional tensors"
+                f"step is given {named[0]!r}, but the stages of a planned schedule take positional tensors only; "
+                "pass it by position"
             )
         if return_outputs and any(stage.is_last for stage in self._stages.values()):
             raise ValueError(
@@ -306,7 +309,7 @@ def _check(schedule: Any, options: Options) -> None:
     if not is_schedule(schedule):
         raise TypeError(f"schedule must be one of torch.distributed.pipelining, not {kind}")
     if loss_of(schedule) is None:
-        raise ValueError(f"this {kind} has no loss_fn, so that there is no training step to plan")
+        raise ValueError(f"this {kind} has no loss_fn, so there is no training step to plan; give {kind} a loss_fn")
     if splits_backward(schedule):
         raise ValueError(
             f"{kind} computes gradients of inputs and of weights at different times, which memopt does not plan; use "

@@ -210,8 +210,8 @@ class PlainCalls:
 
     @contextmanager
     def only_way(self) -> Iterator[None]:
-        """A block in which no call can be planned, so that every call that fits runs plain, even where plans are wanted
-        for more than memory."""
+        """A block in which no call can be planned, so that every call that fits runs plain, even where the user wants
+        planned calls for other reasons than memory."""
         before = self.allowed, self._whatever_else
         self.allowed = self._whatever_else = True
         try:
@@ -371,9 +371,9 @@ class PlainCalls:
         return around is not None and around[1] and around[0] in self._checkpoints
 
     def _check_graph(self, fitting: CountedStep, situation: Situation, moment: Moment, graph: Retention) -> None:
-        """Raise `BudgetError` where the backward of a plain call exceeds the budget by leaving its graph; later calls
-        are counted as leaving theirs. A second derivative after the model's first backward is not refused but warned
-        of, once, and not counted in later calls."""
+        """Raise `BudgetError` where the backward of a plain call keeps its graph and thereby exceeds the budget; later
+        calls are counted with graphs that are kept. A second derivative after the model's first backward is not refused
+        but warned of, once, and not counted in later calls."""
         if fitting.step.graph >= graph or self._beside_budget >= graph:
             return
         before, self.entry.graph = self.entry.graph, max(graph, self.entry.graph)
@@ -396,7 +396,7 @@ class PlainCalls:
         if not self.entry.trained:
             raise refused
         self.entry.graph, self._beside_budget = before, graph
-        warnings.warn(f"{refused.sentence}; the loop goes on beside the budget", stacklevel=2)
+        warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
@@ -435,9 +435,9 @@ class PlainCalls:
         return self._kinds[key]
 
     def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
-        """The count made again with the workspaces of its kernels measured, for where it does not fit beside all else.
-        None where the count has no upper bounds of them, or its call is not known, and where the step exceeds the
-        budget."""
+        """The count made again with the workspaces of its kernels measured, for a step that does not fit beside all
+        else. None where the count has no upper bounds of workspaces, or its call is not known, and where the step
+        exceeds the budget."""
         if not fitting.step.is_bound or fitting.call is None:
             return None
         budget_bytes = self.planner.terms.options.budget_bytes
@@ -446,7 +446,8 @@ class PlainCalls:
         return None if step is None else self._fitting(step, fitting.call, situation)
 
     def _has_more_room(self, kind: _Kind, call: Call, situation: Situation, moment: Moment) -> bool:
-        """Whether so much less lies beside the step than where calls were too large that they are worth a count."""
+        """Whether so much less lies beside the step now than when calls were too large that counting this call is worth
+        the time."""
         freed = kind.beside - _there_beside(moment, self._account(call, situation))
         return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
 
@@ -557,7 +558,7 @@ class PlainCalls:
         self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
     ) -> tuple[int, Account]:
         """The bytes that a step needs by its count, with nothing elsewhere, and its account; `margin` is the factor for
-        what the count may miss, unless it is to be the usual one."""
+        what the count may miss, None for the usual one."""
         account = self._account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)

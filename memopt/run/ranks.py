@@ -113,14 +113,17 @@ def _all_there() -> Iterator[None]:
         yield
     except RuntimeError as lost:
         reason = str(lost).splitlines()[0]
-        raise RankError(f"a rank of this training has ended or does not answer: {reason}") from lost
+        raise RankError(
+            f"a rank of this training has ended or does not answer: {reason}; look for an error in the output of the "
+            "other ranks"
+        ) from lost
 
 
 _STOP = "so it is on rank {}, and all ranks stop"
 
 
 def _told(error: Exception) -> _Told:
-    """An error as data."""
+    """An error as data that can be sent to other ranks."""
     if isinstance(error, BudgetError):
         made_from = (error.budget_bytes, error.smallest_bytes, error.dominated_by)
         return (
@@ -132,7 +135,7 @@ def _told(error: Exception) -> _Told:
 
 
 def _error(told: _Told, number: int) -> Exception:
-    """The error that a rank raises for that of the rank with this number."""
+    """The error that this rank raises for `told`, the error of the rank with this number."""
     kind, made_from, further = told
     if kind == "budget":
         return BudgetError(*made_from, **further).adding(_STOP.format(number))

@@ -54,6 +54,7 @@ _ATTEMPTS = 8
 """How often a forward is begun that takes another path than planned: each time its regions are captured once more."""
 _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
+_UNPLANNED_BETWEEN = "what code between its regions holds beyond what was planned"
 
 
 def _no_limit() -> float:
@@ -65,8 +66,8 @@ class OtherPathTaken(CaptureError):
 
 
 class HoldsMore(OtherPathTaken):
-    """Eager code between the regions of a forward holds so much more than when it was captured that the step lacks
-    `nbytes`; sizes in it may depend on values."""
+    """Eager code between the regions of a forward holds so much more than when it was captured that the step exceeds
+    the budget by `nbytes`, for instance because sizes in that code depend on values."""
 
     def __init__(self, message: str, nbytes: int) -> None:
         super().__init__(message)
@@ -163,7 +164,7 @@ class RecordedCalls:
 
     def capture(self, call: Call, reason: str, most_bytes: float = math.inf) -> CapturedCall:
         """Capture the regions of a call by running it without gradients; changes to the model and to the call's tensors
-        are undone afterwards. Other ranks need not do the same.
+        are undone afterwards. Other ranks need not capture at the same time.
 
         `reason` says why the call is not one region. Raises `CaptureError` where eager code between the regions holds
         more than `most_bytes`, or the call cannot be captured."""
@@ -184,7 +185,7 @@ class RecordedCalls:
             self._dry_run = None
 
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
-        """Capture a call that runs next, on its values, so that it takes the regions that were captured."""
+        """Capture a call on its values right before it runs, so that its run takes the regions of the capture."""
         with stage("capturing"):
             return self.capture(call, reason, self._most_between())
 
@@ -202,8 +203,8 @@ class RecordedCalls:
         self._emitted.clear()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop the plans of calls in one region, with their code; and those of calls in several regions, except `but`
-        if given. The code of single regions of such calls stays."""
+        """Drop the plans of calls in one region, with their code, and the plans of calls in several regions, except
+        `but` if given. The code that was emitted for calls in several regions stays."""
         self.regions.forget()
         self.paths.forget(but)
 
@@ -217,8 +218,8 @@ class RecordedCalls:
         """Run a call by its plan, which is made first if there is none. `first` captures a call in several regions if
         it is the first of its kind.
 
-        Raises `BudgetError`, `CaptureError`, `GraphBreak` where a call is not one region, and `Insists` where the
-        captured graphs are not valid for its sizes."""
+        Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, `GraphBreak` where it
+        is not one region, and `Insists` where the captured graphs are not valid for its sizes."""
         if not self.whole:
             assert first is not None
             bring_back(self.model)
@@ -263,7 +264,7 @@ class RecordedCalls:
                 refused.undone = attempts > 1 and before.can_be_undone()
                 if isinstance(refused, HoldsMore) and not refused.undone:
                     budget = in_progress.moment.entry.budget_bytes
-                    raise BudgetError(budget, budget + refused.nbytes, str(refused), least=False) from None
+                    raise BudgetError(budget, budget + refused.nbytes, _UNPLANNED_BETWEEN, least=False) from None
                 if refused.undone:
                     before.undo()
                     refill(contents)
@@ -273,7 +274,7 @@ class RecordedCalls:
                 paths.add(self._captured_again(in_progress.call, paths.calls[0].break_reason), in_progress.call)
                 captured = True
             untried = untried or paths.calls[:1]
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("not reached: the last attempt returns or raises")
 
     def _run_path(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
         """Run a call along the first of these paths. `last`: there is no further attempt, so that the call may run
@@ -288,7 +289,11 @@ class RecordedCalls:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])
             lacking = paths.lacking(planned.plan, pending.note_made_between(result))
             if lacking > 0 and not gathered and self.road.accumulation.exchange is None:  # other ranks would go on
-                raise HoldsMore(f"code between its regions needs {size(lacking)} more than was planned", lacking)
+                raise HoldsMore(
+                    "code between the regions of the forward holds more than when it was captured, so that the step "
+                    f"exceeds the budget by {size(lacking)}",
+                    lacking,
+                )
             return result
         except CaptureError:
             pending.after_backward()  # it will have none
@@ -342,8 +347,8 @@ class RecordedCalls:
             if self.whole:
                 raise
             raise OtherPathTaken(
-                f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
-                "numbers"
+                f"a size that depends on data is larger than planned for ({outgrown}), though the forward began again "
+                "from the same inputs and random numbers: compute that size from these alone"
             ) from None
         return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 
@@ -357,7 +362,7 @@ class RecordedCalls:
         return "recompute" in terms.options.allow and alone and same
 
     def _plan_again(self) -> None:
-        """Have calls in one region planned again, after a change of what they were given."""
+        """Have calls in one region planned again, after their caller has changed an input in place."""
         self.regions.forget()
         self.road.planner.forget_sizes()
 

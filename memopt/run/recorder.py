@@ -48,7 +48,7 @@ class Recorder:
     """Captures the training calls of one model with Dynamo, and runs them by their plans.
 
     A call is tried as one region first. Where Dynamo breaks its graph, this call and all later ones of its signature
-    are captured as several regions; where it has no graph, such calls are refused without trying again.
+    are captured as several regions; where Dynamo captures nothing, later calls of that signature are refused at once.
 
     One capture with symbolic sizes serves all calls in one region, until the model turns out to need a size as a
     constant, for instance because it branches on it. From then on each value of that size gets a capture of its own."""
@@ -140,8 +140,8 @@ class Recorder:
 
     @property
     def may_run_twice(self) -> bool:
-        """Whether parts of the forward may run a second time in the backward: the captured code changes no Python
-        objects."""
+        """Whether parts of the forward may run a second time in the backward, because the captured code changes no
+        Python objects; False before a call was captured."""
         return self._terms is not None and self._first.changes_objects is False
 
     def forget_errors(self) -> None:
@@ -177,7 +177,8 @@ class Recorder:
             recorded.use_road(self.road)
 
     def run(self, in_progress: CallInProgress) -> Any:
-        """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
+        """Run a call by its plan, which is made if there is none. Raises `BudgetError` where no plan fits, and
+        `CaptureError` where the call cannot be captured."""
         try:
             return self._run(in_progress)
         except (BudgetError, CaptureError):
@@ -208,7 +209,7 @@ class Recorder:
             raise
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Make the first run of such a call in this situation use `plan`, which was made before that run."""
+        """Make the first run of a call like `call` in this situation use `plan`, which was made before that run."""
         recorded = self._recording_for(call) if captured.whole else self.broken
         recorded.planned(captured, call, situation, plan)
 
@@ -251,8 +252,8 @@ class Recorder:
         return not runs_later and not all(map(is_real, tensors_in(call)))
 
     def declared(self, call: Call) -> dict[Place, int | None]:
-        """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size
-        or None."""
+        """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size;
+        None where no largest size was declared."""
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
     def _in_regions(
@@ -293,7 +294,7 @@ class Recorder:
         name = type(self.model).__name__
         raise CaptureError(
             f"{name} was captured for exactly {_shapes(call)}, and yet the capture is not valid for them; "
-            "report it with these shapes"
+            "this is a fault of memopt: report it with these shapes"
         )
 
     def _recording_for(self, call: Call) -> RecordedCalls:

@@ -23,7 +23,7 @@ class _Exceeded(Protocol):
     """A forward whose backward has not run yet."""
 
     def held(self) -> Sequence[torch.Tensor]:
-        """The tensors that it has saved."""
+        """The tensors that the forward has saved."""
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
         """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
@@ -39,12 +39,12 @@ class _Exceeded(Protocol):
 
 class Replay:
     """Runs a second forward of one call, from the state `before` in which the first one began, for gradients that the
-    plan does not compute.
+    plan does not compute. Next to nothing is done before one is needed.
 
-    `weak` is what it keeps of the inputs until then, and `before` that state. `prevented` says in words why a second
-    forward cannot give the gradients, and is empty if it can. `only_read` has the numbers of inputs that the region
-    reads without autograd, so that they get no gradient. `noted` is called once it has given gradients that the
-    plan does not differentiate; `forward` is told of each second forward. Next to nothing is done before one is needed.
+    `weak` has the inputs of the region without keeping the caller's tensors alive. `prevented` says in words why a
+    second forward cannot give the gradients, and is empty if it can. `only_read` has the numbers of inputs that the
+    region reads without autograd, so that they get no gradient. `noted` is called when the gradients of outputs that
+    the plan does not differentiate were computed; `forward` is told of each second forward.
     """
 
     def __init__(
@@ -74,13 +74,15 @@ class Replay:
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def release(self) -> None:
-        """Free what the second forward needs, and let go of the model, which may keep an output whose node has this."""
+        """Free what the second forward needs, and drop the references to the model: a model that keeps an output keeps
+        this object through the output's autograd node, and the two would form a reference cycle."""
         self._inputs, self._present, self.leaves, self._copies = None, (), (), {}
         for name in ("region", "forward", "noted", "before"):
             vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of `leaves`, by position, for gradients `of` the outputs, given by output position.
+        """The gradients of the inputs that require one, in order (None for an input that no such output depends on).
+        `of` has the given gradients of outputs, by output position.
 
         Raises `UnplannedGradientError` where no second forward can give them."""
         shape = tuple(next(iter(of.values())).shape)
@@ -99,13 +101,14 @@ class Replay:
         return found
 
     def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """As `gradients`, with an autograd graph so that they can be differentiated again. Refused before the model's
-        first backward, when a refusal loses nothing; later only where it is impossible."""
+        """As `gradients`, with an autograd graph so that they can be differentiated again. Before the model's first
+        backward always raises `UnplannedGradientError` or `BudgetError`, as no training is lost then; later only
+        `UnplannedGradientError`, where no second forward can give them."""
         leaves, outputs = self._differentiable()
         return _gradients_of(outputs, of, leaves, differentiable=True)
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, but computed at once and with an autograd graph, as `derivatives`."""
+        """As `gradient_by`, but computed at once, with an autograd graph, and with the errors of `derivatives`."""
         _, outputs = self._differentiable()
         (found,) = _gradients_of(outputs, given, [outputs[position]], differentiable=True)
         assert found is not None
@@ -227,7 +230,7 @@ def _gradients_of(
 
 
 class _InnerGradient(Later):
-    """The gradient of an output from which others are computed."""
+    """The gradient of an output from which other outputs are computed."""
 
     def __init__(self, replay: Replay, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> None:
         super().__init__()

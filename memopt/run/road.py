@@ -91,7 +91,8 @@ class Road:
         """The plan of a captured call, made before its first run or read from disk.
 
         `plain` returns the row of the plain step for the beginning of the receipt, or None. `advise`: a refusal names
-        changes that would help. Raises `BudgetError`, `CaptureError`."""
+        changes that would help. Raises `BudgetError` where no plan fits, `CaptureError` where the graphs of the call
+        cannot be rewritten or priced."""
         recorded = Recorded(self.planner, captured, call, situation)
         with self._planning(call), self.planner.accounts.one_look(call, situation):
             self.plans += 1
@@ -111,8 +112,8 @@ class Road:
             return self.finished(plan, situation)
 
     def plan_regions(self, captured: CapturedCall, call: Call, situation: Situation) -> Plan:
-        """The plan by which a call in several regions runs: where these are compiled, one whose code fits. Raises
-        `BudgetError`, `CaptureError`."""
+        """The plan by which a call in several regions runs: where these are compiled, one whose compiled code fits the
+        budget. Errors as of `plan`."""
         if not self.planner.terms.fuses:
             return self.plan(captured, call, situation, advise=False)
         recorded = Recorded(self.planner, captured, call, situation)
@@ -137,8 +138,7 @@ class Road:
         """Plan a captured call so that it fits the budget, and emit its code; `planned` is its plan if there is one
         already.
 
-        What only planning needs is freed, as it would otherwise stay for the whole training. Raises `BudgetError`,
-        `CaptureError`."""
+        What only planning needs is freed, as it would otherwise stay for the whole training. Errors as of `plan`."""
         recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
         try:
@@ -166,9 +166,9 @@ class Road:
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions with the schedules of `plan`, which has most of its runs, found without
-        a search (see `extended`). `known` has for each run of the call the number of the same run in `plan`, None for a
-        new one. None where a search is needed. Raises `CaptureError`."""
+        """The plan of a call in several regions, found without a search: its runs have the schedules of `plan`, which
+        has most of them. `known` has for each run of the call the number of the same run in `plan`, None for a new one.
+        None where a search is needed. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
@@ -272,7 +272,7 @@ class Road:
             self._searched(recorded, search_for(recorded, advise=False), lowering_bytes=none_left)
         except BudgetError as refusal:
             return refusal.smallest_bytes - none_left
-        raise AssertionError("a step that needs no bytes")
+        raise AssertionError("a plan was found although no bytes of the budget were left for it")
 
     def _as_compiled(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
         """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""

@@ -19,8 +19,8 @@ from memopt.training_state import CallState, generator_states, set_generators
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """Runs a forward in one region a second time in its backward, to compute again what was saved and freed. Until it
-    is certain that it will run, it does not keep its inputs alive."""
+    """Runs a forward in one region a second time in its backward, to compute again what was saved and freed. The
+    caller's tensors among its inputs are kept alive only once something was freed."""
 
     run: Callable[..., Sequence[Any]]
     """The region as it was emitted, a function of its inputs."""
@@ -41,10 +41,10 @@ class SecondRun:
         run: Callable[..., Any],
         before: CallState | None,
     ) -> SecondRun | None:
-        """The second run of a region whose first one begins now, with these inputs, of which it keeps `weak`. `run` is
-        the region as it was emitted, `written` has the numbers of the inputs that it writes to, and `before` is the
-        state before the call. None where that was not saved, an input is sparse, nested or quantised, or one that is
-        written to has no copy in `before`."""
+        """The second run of a region whose first run begins now with `inputs`; `weak` are the same, as weak references.
+        `run` is the region's emitted function, `written` has the numbers of the inputs that it writes to, and `before`
+        is the state before the call. None where `before` is None or lacks a copy of an input that is written to, or
+        where an input is sparse, nested or quantised."""
         if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
             return None
         copied = before.values.copies()
@@ -53,8 +53,9 @@ class SecondRun:
         return cls(run, weak, written, before)
 
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
-        """Free what the autograd node of the first run has saved, but for what lies at the addresses `kept`, until it
-        is read; returns the bytes. 0 where an input is gone or was changed: then nothing is freed."""
+        """Free the tensors that the autograd node of the first run has saved, except at the addresses `kept`; reading
+        one of them makes the second run. Returns the bytes freed: 0, with nothing freed, where an input is gone or was
+        changed."""
         inputs = self.inputs.present(partial(saved_by, node))
         copies = self.before.values.copies()
         changed = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs, but=self.written)

@@ -107,8 +107,8 @@ class Session:
 
     @property
     def kinds(self) -> tuple[TrainingCalls, ...]:
-        """The kinds of training calls: of the model alone, and with the loss function in the region. Batches go to the
-        last one."""
+        """The kinds of training calls: of the model alone, and, if the model was optimised with a loss function, with
+        that in the region. `loss` uses the last one."""
         return (self.forward,) if self.with_loss is None else (self.forward, self.with_loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -486,7 +486,8 @@ class Session:
         """Plan a training call on fake tensors before its first run. `gradients_held`: the call adds to existing
         gradients; `advise`: a refusal names changes that would help. All ranks plan together.
 
-        Raises `BudgetError`, `CaptureError`, `RankError`."""
+        Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, and `RankError` where
+        another rank fails."""
         calls, call = self._ahead(example_inputs)
         together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
         with self._in_turn(), stage("planning"), together, on_device(self.model):
@@ -511,7 +512,7 @@ class Session:
 
     def estimated_bytes(self, example_inputs: Any) -> int:
         """An estimate of the smallest budget in bytes in which a training call can be planned, in a fraction of the
-        time that its plan takes. Raises `CaptureError`."""
+        time that its plan takes. Raises `CaptureError` where the call cannot be captured."""
         calls, call = self._ahead(example_inputs)
         return estimated_bytes(calls.planner, call)
 

@@ -111,7 +111,7 @@ class Settings:
         self._number = self._numbers[state]
 
     def _state(self, settings: list[Any]) -> tuple[Any, ...]:
-        """The settings as a key; a number that changes often is in it as whether it is zero."""
+        """The settings as a key; of a number that changes often, the key has only whether it is zero."""
         often = {position for position, changes in self._changes.items() if changes > _MOST_CHANGES}
         return tuple(
             bool(value) if position in often and type(value) in (int, float) else value

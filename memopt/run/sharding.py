@@ -32,8 +32,8 @@ class Sharded:
     """The ranks over which `fully_shard` or `parallelize_module` has spread a model's parameters; none for other
     models.
 
-    Every forward exchanges parameters or activations, which all ranks have to do together. So each of them plans first,
-    by itself, and the forward begins when all of them can take it."""
+    Every forward exchanges parameters or activations, which all ranks have to do together. So each rank plans first, by
+    itself, and the forward begins once all ranks have a plan that fits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -78,9 +78,9 @@ class Sharded:
             self._ranks.settle(failure)
 
     def agree(self, offer: Callable[[int], int]) -> None:
-        """Wait until all ranks can begin the forward and have chosen the same number. `offer(most)` returns the number
-        that this rank chooses, `most` at most; it is called again with the smallest number of all ranks until all
-        choose the same. Raises the error of the first rank that cannot begin."""
+        """Wait until all ranks can begin the forward and have chosen the same number, for instance of blocks that stay
+        gathered. `offer(most)` returns the number that this rank chooses, `most` at most; it is called again with the
+        smallest number of all ranks until all choose the same. Raises the error of the first rank that cannot begin."""
         offered = offer(ALL)
         if not self._open or self._ranks is None:
             return
@@ -220,8 +220,8 @@ def placements_in_words(model: nn.Module) -> str:
 
 
 def check_placements(model: nn.Module) -> None:
-    """Raise `ValueError` for a model split by tensor parallelism whose ranks are not one group, or that has no
-    values."""
+    """Raise `ValueError` for a model whose tensor parallelism uses a mesh of several dimensions, or different ranks for
+    different parameters, or that is still on the device "meta"."""
     name = type(model).__name__
     split = [value for value in model.parameters() if is_sharded(value)]
     if any(mesh_dimensions(value) > 1 for value in split):
@@ -249,7 +249,7 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
     if terms.rewriting.autocast is not None:
         raise ValueError(f"{name} is planned in fp32 only; give precision='fp32'")
     if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN.name}):
-        raise ValueError(f"{name} {further[0]!r} cannot be used for it; leave it out of allow")
+        raise ValueError(f"{name} the lever {further[0]!r} cannot be used there; leave that lever out of allow")
     if options.passes:
         raise ValueError(f"{name} passes of one's own cannot rewrite its graphs; leave out the argument passes")
     if options.outputs == "all":
@@ -274,7 +274,8 @@ def check_unbroken(model: nn.Module, reason: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise `TypeError` or `ValueError` for an object that cannot be trained as a model on one device."""
+    """Raise `TypeError` for an object that is no module, and `ValueError` for a model without trainable parameters,
+    with TorchScript modules, with parameters on several devices, or that `check_sharding` refuses."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -44,8 +44,8 @@ from memopt.units import size
 class Share:
     """What one optimised model reports to the ledger of its device, and reads from it.
 
-    With `Options.one_by_one` each backward is that of a single forward. Then all of them run by one plan, which adds
-    gradients in place and leaves room for the other forwards."""
+    With `Options.one_by_one` each backward is that of a single forward, even while several wait. All forwards then run
+    by one plan, which adds gradients in place and leaves room for the other forwards."""
 
     def __init__(self, model: nn.Module, options: Options, parallel: DataParallel) -> None:
         self.model, self.parallel, self.one_by_one = model, parallel, options.one_by_one
@@ -91,8 +91,8 @@ class Share:
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
         """The bytes that the caller's own code, such as a loss function, allocates between a forward and its backward;
-        and, where that is a guess, how many more it may need. `tangent_bytes` is the size of the gradients that the
-        backward begins with."""
+        and how many more it may need, where the first figure is a guess, else 0. `tangent_bytes` is the size of the
+        gradients that the backward begins with."""
         if (seen := self.entry.until_backward(tangent_bytes)) is not None:
             return seen, 0
         if not self.entry.found.looked:
@@ -123,8 +123,8 @@ class Share:
         self.entry.optimised = False
 
     def look(self, call: Call) -> Found:
-        """Search the device for what lies outside of a call that begins now, and add what other optimised models will
-        hold."""
+        """Search the device for what lies outside of a call that begins now. The result includes what other optimised
+        models will hold."""
         counted = self._counted(call)
         found = self.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
@@ -340,9 +340,9 @@ class Share:
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
-        """The refusal of a call that began while `waiting` others waited, with a budget that has room for it and for
-        those with nothing recomputed; it says so if fewer waiting forwards were expected. `plain` tells what the call
-        needs without a plan."""
+        """`refused`, of a call that began while `waiting` forwards waited, with a budget that has room for the call and
+        for these forwards with nothing recomputed. Its text says so if fewer waiting forwards were expected. `plain`
+        tells what the call needs without a plan."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)

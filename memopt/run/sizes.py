@@ -39,7 +39,7 @@ class SizeBounds:
 
     def changing(self, call: Call) -> Collection[Place]:
         """The dimensions of a call's tensors that are captured as symbols: those declared as `dynamic`; and, once
-        any size has changed, that one and the first dimension of every tensor, since the last batch of an epoch is
+        any size has changed, this dimension and the first one of every tensor, since the last batch of an epoch is
         smaller."""
         shapes = [tensor.shape for tensor in tensors_in(call)]
         seen = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
@@ -146,8 +146,8 @@ Shapes = tuple[Sizes, ...]
 
 @dataclass(frozen=True)
 class LargestSizes:
-    """The sizes of inputs up to which the bytes between regions are known: those captured, with a margin where sizes
-    have grown."""
+    """The sizes of inputs up to which it is known how many bytes eager code between regions holds: those captured, with
+    a margin where sizes have grown."""
 
     shapes: Shapes
 
@@ -263,7 +263,7 @@ def covers(ceiling: Sizes, sizes: Sizes) -> bool:
 
 
 def _smaller(ceiling: Sizes, sizes: Sizes) -> Sizes:
-    """The smallest of a few fractions of each of the ceiling's sizes that still covers the sizes."""
+    """The smallest sizes that still cover `sizes`, of those that are one of a few fractions of the ceiling's."""
     return tuple(
         min([most, *(shrunk for part in _SHRINKS if (shrunk := math.ceil(part * most)) >= size)])
         for size, most in zip(sizes, ceiling, strict=True)

@@ -45,8 +45,8 @@ from passes import PassError
 
 
 class TrainingCalls:
-    """The training calls of one kind of a session, which runs each of them by `run`; `recording` is called when the
-    planning of a call begins.
+    """The training calls of one kind of a session: of the model alone, or with the loss function in the region. The
+    session runs each of them by `run`; `recording` is called when the planning of a call begins.
 
     A call is captured by Dynamo once for all situations (whether gradients are held, the bytes of forwards whose
     backward is still to come, which parameters have hooks), and planned and emitted once for each situation."""
@@ -88,7 +88,8 @@ class TrainingCalls:
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
         """Run a call by its plan, making new plans where the existing ones do not serve its sizes. `before` is the
-        state before the call. Raises `BudgetError`, `CaptureError`."""
+        state before the call. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be
+        captured."""
         reason = ""
         for _ in range(2):
             try:
@@ -108,8 +109,8 @@ class TrainingCalls:
         self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
     ) -> CountedStep | None:
         """The counted step of a call made within the user's dispatch modes, called `names`: Dynamo captures nothing
-        there, so that the call runs plain. None where it exceeds the budget and `allow` has "plain". Logs this once.
-        Raises `BudgetError`, `CaptureError`."""
+        there, so that the call runs plain, with a warning, once. Where it exceeds the budget, None if `allow` has
+        "plain", else raises `BudgetError`. Raises `CaptureError` where the bytes of its step cannot be counted."""
         within = (
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )
@@ -121,7 +122,7 @@ class TrainingCalls:
         if fits is None and "plain" not in self.options.allow:
             if least is None:
                 raise CaptureError(
-                    f"{within}, and it cannot be counted what its plain step holds; call it outside of that mode"
+                    f"{within}, and the bytes of its plain step cannot be counted there; call it outside of that mode"
                 )
             further = (f"{within}; outside of that mode the step is planned",)
             raise BudgetError(self.options.budget_bytes, least, "the plain step", least=False, further=further)
@@ -133,7 +134,7 @@ class TrainingCalls:
     def plan(self, call: Call, situation: Situation, types: AutocastState, *, advise: bool) -> Plan:
         """The plan of a call before its first run, read from disk or made now; the first run then uses it. `types` is
         the caller's own autocast; `advise`: a refusal names changes that would help, and the receipt begins with the
-        plain step. Raises `BudgetError`, `CaptureError`."""
+        plain step. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured."""
 
         def plain() -> ReceiptRow | None:
             with types.restored():
@@ -215,9 +216,9 @@ class TrainingCalls:
         self.planner.forget_sizes()
 
     def forget_without_state(self, gradients: frozenset[int], parameters: frozenset[int], latest: Plan | None) -> None:
-        """Drop the plans, except `latest`, once parameters get gradients that earlier calls did not reach, from a call
-        or from code outside of the forward: the optimizer has state for them from then on. `parameters` has the `id`s
-        of the model's parameters, `gradients` those that have a gradient now."""
+        """Drop the plans, except `latest`, if parameters have got a gradient for the first time, from a call or from
+        code outside of the forward: the optimizer then makes state for them, which the plans do not count. `parameters`
+        has the `id`s of the model's parameters, `gradients` of those that have a gradient now."""
         accounts = self.planner.accounts
         accounts.note_reached(gradients)
         reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parameters

@@ -62,7 +62,7 @@ class UntilBackward:
     ) -> None:
         """Begin to observe when a forward returns `outputs`, which require gradients. `given` are the tensors of its
         call; like outputs and parameters, they are counted elsewhere. `tangent_bytes`: the size of the gradients that
-        its plan's backward begins with, also of values that only a hook keeps."""
+        the backward of its plan begins with; 0 without a plan."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -79,8 +79,8 @@ class UntilBackward:
             seen.end()
 
     def end(self) -> None:
-        """Mark in the meter's events where the caller's own code ends: its backward has reached what the forward
-        returned, which may come from code after the last region."""
+        """Mark in the meter's events where the caller's own code ends: the backward has reached the outputs that the
+        model returned, which code after its last region may have computed."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(_END)
@@ -112,7 +112,8 @@ class UntilBackward:
                 seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
-        """Read the measured bytes from the events of a meter whose block has ended."""
+        """Record the measured bytes when the block of a meter ends. `events` are its events in order: bytes allocated,
+        and bytes freed as negative numbers."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
@@ -159,8 +160,8 @@ def held_bytes(
 
 
 def staying(guessed_bytes: int) -> int:
-    """Of the bytes that a loss outside of the model is guessed to need beyond the least, those that may stay allocated
-    until the end of the backward."""
+    """How many of `guessed_bytes`, the further bytes that a loss function outside of the model may need, may stay
+    allocated until the end of the backward."""
     return guessed_bytes // _STAYING
 
 

@@ -13,7 +13,8 @@ from torch.utils.weak import TensorWeakRef
 
 @dataclass(frozen=True, eq=False)
 class WeakInputs:
-    """The inputs of a region, as they were when it ran."""
+    """The inputs with which a region ran. Tensors that only the caller holds are kept as weak references, so that the
+    caller can free them; versions tell whether a tensor was written to since."""
 
     references: Sequence[Any]
     """The inputs; of tensors that only the caller holds, weak references."""
@@ -24,7 +25,8 @@ class WeakInputs:
 
     @classmethod
     def of(cls, inputs: Sequence[Any], given: Iterable[torch.Tensor]) -> WeakInputs:
-        """`given` are the tensors of the call; the other inputs are the model's."""
+        """The `inputs` of a region that runs now. `given` are the tensors of the call, which the caller holds; the
+        other inputs are the model's."""
         ids = set(map(id, given))
         own = {number: one for number, one in enumerate(inputs) if id(one) in ids and type(one) is not nn.Parameter}
         references = list(inputs)
@@ -34,9 +36,9 @@ class WeakInputs:
         return cls(references, versions, {number: _place(one) for number, one in own.items()})
 
     def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
-        """The inputs, None for those that are gone. For a tensor that its caller has freed this is the one among
-        `saved`, what the forward's autograd nodes have saved, which lies where it lay: it was there until all that the
-        forward saves was made, so that no other tensor can."""
+        """The inputs in order. A tensor that the caller has freed is taken from those that the forward's autograd nodes
+        have saved, which `saved` returns: the one with the same address, shape, strides and dtype is the same tensor,
+        since the caller held it until all of them were saved. None where there is no such one."""
         found = [one() if isinstance(one, TensorWeakRef) else one for one in self.references]
         if self.are_gone(found):
             same = {_place(one): one.detach() for one in saved()}
@@ -46,11 +48,12 @@ class WeakInputs:
         return found
 
     def are_gone(self, present: Sequence[Any]) -> bool:
-        """Whether any of the tensors is gone."""
+        """Whether any tensor of the caller is None in `present`, which `present()` returned: it was freed."""
         return any(present[number] is None for number in self.places)
 
     def have_changed(self, present: Sequence[Any], but: Collection[int]) -> bool:
-        """Whether any of the tensors has been written to since, apart from those of the numbers `but`."""
+        """Whether any tensor in `present`, which `present()` returned, has been written to since the region ran, except
+        the inputs with the numbers `but`."""
         return any(
             isinstance(one, torch.Tensor) and number not in but and one._version != self.versions[number]
             for number, one in enumerate(present)

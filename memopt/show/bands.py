@@ -43,13 +43,13 @@ _STYLE = """
 
 
 def band_of(row: str) -> str:
-    """The name of the coloured band in which a row of the account is drawn."""
+    """The name of the coloured band of the memory chart in which `row`, a row of the account, is drawn."""
     return row if row in COLOURS else OTHER
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The seconds at which each moment of the step begins. The last two are the beginning of the optimizer's step, and
-    its end in the drawing."""
+    """The time at which each moment of the step begins, in seconds from the beginning of the step. The last two values
+    are the beginning of the optimizer's step, and its end in the drawing."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 

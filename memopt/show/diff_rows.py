@@ -117,8 +117,8 @@ def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry
 
 
 def rows(found: Iterable[Entry], level: int) -> list[Row]:
-    """The entries as rows, folded to a level (0 to `LEVELS` - 1): by section and module in the order of the entries,
-    and by kind within a module."""
+    """The entries as rows; each higher level (0 to `LEVELS` - 1) shows more entries in one row. Rows are sorted by
+    section and module in the order of the entries, and by kind of change within a module."""
     groups: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
     modules: dict[tuple[str, str], int] = {}
     for entry in found:
@@ -164,8 +164,8 @@ def _section(entry: Entry, level: int) -> str:
 
 
 def folded(found: Sequence[Entry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
-    """The rows at the finest level of folding at which `lines` counts at most `most` lines; at the last level if there
-    is none."""
+    """The rows (see `rows`) at the lowest level at which `lines(rows)`, the number of lines that they take, is at most
+    `most`; those of the highest level if there is none."""
     for level in range(LEVELS):
         made = rows(found, level)
         if lines(made) <= most:

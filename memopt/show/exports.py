@@ -43,8 +43,8 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
-    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` where there is
-    neither."""
+    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` for an unknown format,
+    and for a name that tells none."""
     if given is None:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
@@ -157,8 +157,8 @@ def _micros(seconds: float) -> float:
 
 
 def graphviz(graph: DiGraph) -> str:
-    """The text of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`; operator, module, fate,
-    bytes and time stand in each node, which is coloured by its fate.
+    """The text of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`. Each node shows its
+    operator, module, bytes, time and fate (saved, recomputed, …), by which it is coloured.
 
     Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
     the operator whose memory it sees.

@@ -104,8 +104,8 @@ def sizes(frontier: Frontier) -> Callable[[float], str]:
 
 
 def draw(frontier: Frontier, path: Path) -> None:
-    """Write the picture to a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError` without
-    matplotlib."""
+    """Draw the curve of a frontier into a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError`
+    without matplotlib."""
     write_figure(lambda: figure_of(frontier), path)
 
 

@@ -42,7 +42,7 @@ _ADVICE = {
     ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
     "(chunked_loss), and overwrites results that nothing reads any more (reinplace): all on by default",
     BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
-    'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; temporaries are part of every plan',
+    'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; every plan counts the temporaries of the backward',
     STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
     STEP: "fused=True in AdamW and its kin takes no temporaries for all parameters at once",
     PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
@@ -133,7 +133,9 @@ def read_history(path: str | Path) -> MemoryHistory:
             for device in sorted(devices)
         ]
         if not found:
-            raise SnapshotError("it has neither blocks nor events; torch.cuda.memory._record_memory_history records")
+            raise SnapshotError(
+                "it has neither blocks nor events; call torch.cuda.memory._record_memory_history() before the steps"
+            )
         return max(found, key=lambda one: (one.missing_bytes is not None, one.peak_bytes))
     except OSError:
         raise

@@ -57,14 +57,16 @@ def values_table(plan: Plan) -> Table:
 
 
 def story_of(plan: Plan, wanted: str) -> tuple[Any, list[Table]]:
-    """All that is known of the op named `wanted`, as figures for JSON and as tables. If the name fits several, such as
-    the ops of a module, the figures are a list of them, and the tables show that list and the op whose forward takes
-    longest. Raises `ValueError` if it fits none."""
+    """All that is known of the op named `wanted`, as a dict for JSON and as tables. If the name fits several, such as
+    the ops of a module, the first is a list of dicts, and the tables show that list and the op whose forward takes
+    longest. Raises `ValueError` if the name fits none."""
     graph = plan.networkx()
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
-        raise ValueError(f"no op is named {wanted!r}, nor a part of an operator or a module ({known}, …)")
+        raise ValueError(
+            f"no op is named {wanted!r}, and no operator or module has that in its name; modules are {known}, …"
+        )
     computed = [name for name in found if graph.nodes[name]["fate"] not in ("input", "alias", "fused")] or found
     main = max(computed, key=lambda name: (graph.nodes[name]["half"] == "forward", graph.nodes[name]["seconds"]))
     reads, readers = list(graph.predecessors(main)), list(graph.successors(main))

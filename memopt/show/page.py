@@ -224,8 +224,8 @@ def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None
 
 
 def short_source(source: str) -> str:
-    """The source line's path without the folders above site-packages or the working directory, so that a page can be
-    passed on without showing where its author's files are."""
+    """`source`, a path or "path:line", without the folders above site-packages or the working directory, so that a page
+    can be passed on without showing where its author's files are."""
     path = source.rpartition("site-packages/")[2]
     here = f"{Path.cwd()}/"
     return path.removeprefix(here)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
-    """Write the page of `Plan.report`. That of a plan without graphs has its figures and the `frontier` only."""
+    """Write the page of `Plan.report`. The page of a plan without graphs shows the budget and `frontier` only."""
     if plan.source is None:
         write_page(path, page(plan, frontier=frontier))
     else:
@@ -76,11 +76,12 @@ def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep
     def of_stage(stage: str) -> StageDiff:
         graphs = [stage_graphs(captured, schedules) for captured, schedules in pairs]
         if not all(stage in known for known in graphs):
-            raise ValueError(f"no stage {stage!r} in both plans; there is {', '.join(map(repr, graphs[0]))}")
+            raise ValueError(f"no stage {stage!r} in both plans; give one of {', '.join(map(repr, graphs[0]))}")
         before, after = (known[stage] for known in graphs)
         if len(before) != len(after):
             raise ValueError(
-                f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared as text"
+                f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared line by line; "
+                "print the diff itself instead"
             )
         return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
 

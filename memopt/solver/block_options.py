@@ -23,7 +23,8 @@ _MOST_OPTIONS = 12
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block. Bytes count movable storages and workspaces; the block's inputs are not counted."""
+    """One way to run a block. Bytes are those of workspaces and of storages that can be recomputed, without the block's
+    inputs."""
 
     forward: tuple[int, ...]
     """Ops of the block's forward, in order."""
@@ -47,7 +48,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of one block: none of them is at least as bad as another in every respect."""
+    """The options of one block, without those that another option equals or betters in every respect."""
 
     options: tuple[Option, ...]
     unsaved_bytes: int
@@ -59,7 +60,7 @@ class Choices:
 
 
 def choices_of(problem: RematProblem, chain: Chain) -> list[Choices]:
-    """The options of every block of the chain; blocks with equal numbers are solved once."""
+    """The options of every block of the chain; blocks with equal bytes and seconds are solved once."""
     movable = movable_storages(problem)
     known: dict[_Local, list[Option]] = {}
     choices = []

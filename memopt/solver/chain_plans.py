@@ -32,7 +32,8 @@ _MOST_BLOCKS = 512
 
 
 class NestedChain:
-    """Proposes the nested chain plans (see the module) for the budget and for a few multiples of it.
+    """Proposes schedules that recompute in several levels, optimal for the forward cut into a chain of blocks (rotor,
+    Beaumont et al., 2019), for the budget and for a few multiples of it.
 
     The portfolio repairs plans that exceed the budget, and polishes plans that leave memory unused."""
 
@@ -50,7 +51,7 @@ class NestedChain:
         return [to_schedule(plan) for plan in plans if plan is not None]
 
     def table(self, problem: RematProblem, cap_bytes: int) -> _ChainTable | None:
-        """The nested plans of `problem` for all caps up to `cap_bytes`; None if it cannot be cut into blocks."""
+        """The plans of `problem` for all caps on live bytes up to `cap_bytes`; None if it has too few blocks."""
         if self._tables is None or self._tables.problem is not problem:
             self._tables = _ChainTables(problem)
         return self._tables.up_to(cap_bytes)

@@ -56,7 +56,7 @@ class Held:
 
     @cached_property
     def own_bytes(self) -> Ints:
-        """Per op: held bytes plus its workspace and the storages it makes that are not movable."""
+        """Per op: bytes of held storages, of the op's workspace, and of the storages it makes that are not movable."""
         beside = [
             op.workspace_bytes + sum(int(self._size[s]) for s in op.makes if not self.movable[s])
             for op in self._problem.ops
@@ -99,9 +99,9 @@ class LowerBound:
 
     Consider the first evaluation of op o. Every value made before it and read by a later first evaluation is either
     live then or recomputed later. At most `budget − bytes held in any case at o` bytes of them are live, so the seconds
-    added after o are at least the height there of the lower hull of (bytes live, seconds recomputed). The bound is the
-    largest height over `positions` ops. It counts each recomputation once, so it is weak if a schedule must recompute
-    in several levels.
+    added after o are at least the height, at these bytes, of the lower convex hull of (bytes live, seconds recomputed).
+    The bound is the largest height over `positions` ops. It counts each recomputation once, so it is weak if a schedule
+    must recompute in several levels.
     """
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
@@ -124,9 +124,9 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
 
 
 class Position:
-    """The lower hull of bytes live and seconds recomputed at the first evaluation of op `index` (see `LowerBound`).
+    """The lower convex hull of bytes live and seconds recomputed (see `LowerBound`) at op `index`'s first evaluation.
 
-    It is computed in detail only near the bytes that the budgets in question leave there."""
+    Its vertices are computed only near the bytes that are asked for."""
 
     def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
         self.base_bytes = int(held.needs[index])

@@ -61,7 +61,8 @@ def kept_by_forward(problem: RematProblem) -> frozenset[int]:
 
 
 class CutNetwork:
-    """The network for one set of `needed` storages, built once and cut at many prices.
+    """A flow network each of whose cuts is a choice of forward storages to save, so that the backward has the `needed`
+    ones: all others are recomputed. Built once, cut at many prices of a saved byte.
 
     `held` storages are live in any case and cost nothing to save. By default, `needed` are the forward storages that
     the backward reads, and `held` those of `kept_by_forward`."""
@@ -97,7 +98,7 @@ class CutNetwork:
         return float(self._arc_seconds[np.isfinite(self._arc_seconds)].sum())
 
     def cut(self, price: float, offload_seconds: Floats | None = None) -> Cut:
-        """The cheapest cut at `price` seconds a byte.
+        """The cheapest cut where a saved byte costs `price` seconds and an op to recompute its own seconds.
 
         `offload_seconds` is the price in seconds of offloading each storage of the problem, infinite for a storage that
         cannot be offloaded. With None, no storage can.
@@ -180,7 +181,8 @@ _TOLERANCE = 1e-9
 
 
 def lower_hull(network: CutNetwork, limit: int = 40) -> tuple[Cut, ...]:
-    """The hull's vertices by rising saved bytes and falling recomputed seconds, from at most about `limit` cuts.
+    """The vertices of the lower convex hull of (saved bytes, recomputed seconds) of all cuts, by rising bytes and
+    falling seconds, found with about `limit` cuts at most.
 
     Recursion on slopes (Eisner and Severance, 1976): the network is cut at the price at which two neighbours cost the
     same; either no cut is cheaper, or a new vertex lies between them. The widest gaps go first, so that `limit` leaves
@@ -202,7 +204,7 @@ def lower_hull(network: CutNetwork, limit: int = 40) -> tuple[Cut, ...]:
 
 
 def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
-    """The two ends of the hull: the cut that saves the fewest bytes, and the cut that recomputes the least."""
+    """The two ends of the lower hull: the cut that saves the fewest bytes, and the cut that recomputes the least."""
     if network.total_bytes == 0 or network.total_seconds == 0:
         only = network.cut(1.0)
         return only, only
@@ -211,7 +213,7 @@ def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
 
 
 def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
-    """A vertex of the hull strictly between two of its points and below the line through them; None without one."""
+    """A vertex of the lower hull between the cuts `left` and `right`, below the line through them; None without one."""
     if right.saved_bytes <= left.saved_bytes or left.recompute_seconds <= right.recompute_seconds:
         return None
     price = (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
@@ -229,9 +231,9 @@ def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
 
 
 class MinimumCut:
-    """Proposes the just-in-time schedules of the cuts on the lower hull, by rising saved bytes.
+    """Proposes, for each cut of `lower_hull`, the schedule that saves its storages (`just_in_time`).
 
-    They are the same at every budget; the portfolio takes those that fit and repairs the next larger ones.
+    The schedules are the same at every budget; the portfolio takes those that fit and repairs the next larger ones.
     """
 
     name = "minimum cut"

@@ -37,11 +37,9 @@ _PRICES, _PRICE_BISECTIONS = 5, 6
 def offload_cuts(
     problem: RematProblem, network: CutNetwork, hull: Sequence[Cut], link: Link, capacity_seconds: float
 ) -> tuple[Cut, ...]:
-    """The cheapest cuts at several prices of a byte, each with its own shadow price of the link's time.
-
-    The prices are slopes of `hull`, the lower hull of the problem's `network`; `capacity_seconds` is the time for which
-    each direction of the link can be used.
-    """
+    """The cheapest cuts, with offloads, at several prices of a byte: slopes of `hull`, the lower hull of the problem's
+    `network`. The link's time has a price, too: for each cut the least, from 0 to that of compute, at which its
+    transfers take at most `capacity_seconds` in either direction."""
     slopes = [
         (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
         for left, right in itertools.pairwise(hull)
@@ -175,7 +173,7 @@ _BISECTIONS = 6
 
 
 def transient_floor(problem: RematProblem) -> tuple[int, int]:
-    """The largest need in bytes of one op if all other storages are offloaded, and that op (-1 without ops).
+    """The largest need in bytes of one op if all other storages are offloaded, and that op's index (-1 without ops).
 
     An op needs the storages it reads and makes, its workspace, and the results made so far, which are never offloaded.
     """
@@ -191,8 +189,7 @@ def transient_floor(problem: RematProblem) -> tuple[int, int]:
 
 
 class OffloadBound:
-    """A lower bound on the seconds that any schedule adds, offloads allowed, for one problem at any number of budgets
-    and links."""
+    """A lower bound on the seconds that any schedule, with or without offloads, adds, for any budgets and links."""
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._floor_bytes = transient_floor(problem)[0]

@@ -43,8 +43,8 @@ _SPENT_ON_SMALLEST = 150_000
 class Portfolio:
     """Solves one problem at any number of budgets; work that does not depend on the budget is done once.
 
-    A solution fits its budget, adds no more seconds than any baseline or plan of the hull that fits, and no more than
-    any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
+    A solution fits its budget, adds no more seconds than any baseline or schedule of `MinimumCut` that fits, and no
+    more than any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
     `solvers` are a user's own. Each `solve` calls them once after the built-in solvers, so they make no solution
     slower. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with

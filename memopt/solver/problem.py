@@ -105,7 +105,7 @@ class RematProblem:
 
     @cached_property
     def results(self) -> frozenset[int]:
-        """The storages of the forward's results."""
+        """The indices of the storages of the forward's results."""
         made = (op.makes for op in self.ops[: self.forward_ops] if not op.is_receipt)
         return frozenset(storage for makes in made for storage in makes if self.storages[storage].kept)
 
@@ -199,7 +199,7 @@ class Schedule:
         seen: set[int] = set()
         for position, index in enumerate(self.evaluations):
             if not 0 <= index < len(problem.ops):
-                raise ValueError(f"evaluation {position} is op {index} of a problem that has {len(problem.ops)}")
+                raise ValueError(f"evaluation {position} is op {index} of a problem with {len(problem.ops)} ops")
             op = problem.ops[index]
             if index in seen:
                 if index >= problem.forward_ops or not op.recomputable:

@@ -107,8 +107,7 @@ def checked_solvers(solvers: Sequence[Solver]) -> tuple[Solver, ...]:
 
 
 def proposed(solver: Solver, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-    """The first schedules, at most `MOST_CANDIDATES`, that a user's solver proposes, each checked with
-    `Schedule.check`.
+    """The first schedules that a user's solver proposes, at most `MOST_CANDIDATES`, checked with `Schedule.check`.
 
     Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules."""
     try:
@@ -167,7 +166,8 @@ SAVE_EVERYTHING = _Recipe("save all", Schedule.save_all)
 
 
 def baseline_solvers(problem: RematProblem) -> list[Solver]:
-    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), attention only."""
+    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), recompute only
+    attention."""
     solvers: list[Solver] = [SAVE_EVERYTHING]
     blocks = forward_blocks(problem)
     count = max(blocks, default=-1) + 1

@@ -43,7 +43,8 @@ def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
 
 
 class Search:
-    """The best schedule so far under one cap, and ways to improve it. Deterministic: its noise has a fixed seed.
+    """The best schedule so far under one cap on live bytes, and ways to improve it. Deterministic: its noise has a
+    fixed seed.
 
     Once the best schedule adds `enough_seconds` or less, the search stops."""
 
@@ -62,8 +63,8 @@ class Search:
         return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
-        """Make `plan` the best schedule if it fits the cap and is faster than the best so far; returns whether it
-        was."""
+        """Make `plan` the best if it fits the cap and is faster than the best so far; returns whether it has become the
+        best."""
         if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
@@ -72,7 +73,8 @@ class Search:
         return True
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
-        """Polish a plan that fits, once for each of `LENGTH_EXPONENTS`, and offer the results."""
+        """Remove recomputations from a plan that fits, by `polish` with each of `LENGTH_EXPONENTS`, and offer the
+        results."""
         for length_exponent in () if self.done or self._is_long(plan) else LENGTH_EXPONENTS:
             evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
             self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", evaluations))
@@ -84,14 +86,15 @@ class Search:
         self.repair(plan, powers)
 
     def repair(self, seed: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Repair the seed under the cap by each eviction rule (p, a) of `powers`, and polish the results."""
+        """Repair the seed under the cap by each eviction rule of `powers`, the exponents (of bytes, of distance) of
+        `repair`, and polish the results."""
         for rule in powers:
             plan = self.repaired(seed, rule)
             if plan is not None:
                 self.polish(plan, plan.method)
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
-        """The repair of the seed by one eviction rule (p, a); None if it does not fit or the search is done."""
+        """The seed repaired by one eviction rule, as in `repair`; None if it does not fit or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
@@ -101,7 +104,8 @@ class Search:
         )
 
     def explore(self, save_all: Candidate, seeds: Sequence[Candidate], evaluations: int) -> None:
-        """Local search: in each round, ruin the best plan or repair a plan with noise, then polish the result.
+        """Local search: in each round, recompute a few more values of the best plan (`ruin`), or repair a plan with
+        noise, then polish the result.
 
         The repaired plan is mostly the best one, else `save_all` or one of `seeds`, under a somewhat smaller cap. Ends
         when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
@@ -151,7 +155,7 @@ class Search:
 
 
 def root_of(method: str) -> str:
-    """The name of the solver that a plan comes from: its method without the improvements."""
+    """The name of the solver that a plan comes from: "minimum cut" for the method "minimum cut, polished"."""
     return method.split(",")[0]
 
 

@@ -147,8 +147,8 @@ class EffectiveBatch:
     The backward of microbatch i with n_i tokens and mean loss l_i is that of l_i · n_i / `reference`. Once all tokens
     are known, gradients and loss are multiplied by `reference` / `tokens`, which makes them exactly those of the mean
     over all tokens. The reference is the expected number of tokens: that of all microbatches where they come in one
-    call, else that of the first call times the number of calls. So no count is needed ahead, gradients have about their
-    final size in fp16, and with equal counts the weights are exactly 1 / k.
+    call, else that of the first call times the number of calls. So the number of tokens need not be known ahead,
+    gradients have about their final size in fp16, and k microbatches of equal counts have weights of exactly 1 / k.
     """
 
     calls: int
@@ -166,7 +166,7 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The sums as a further call begins, whose microbatches have these token `counts`.
+        """These sums at the beginning of a further call, whose microbatches have the token `counts`.
 
         The first call with any token sets the reference: its tokens times `calls`, the number of calls in an effective
         batch."""
@@ -174,7 +174,8 @@ class EffectiveBatch:
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
     def weighted(self, loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a microbatch of `count` tokens, weighted for its backward; 0 where it has none (0/0)."""
+        """Returns the mean loss of a microbatch of `count` tokens times its weight `count` / `reference`; 0 for one
+        without tokens, whose mean loss is NaN."""
         weight = count / torch.where(self.reference > 0, self.reference, 1)
         weight = weight if loss.dtype is torch.float64 else weight.float()
         return torch.where(count > 0, loss * weight, 0)
@@ -190,8 +191,8 @@ class EffectiveBatch:
 
     @property
     def correction(self) -> torch.Tensor:
-        """The factor by which gradients and loss are multiplied at the end of the effective batch: exactly 1 where the
-        reference was right, and infinite without tokens."""
+        """The factor `reference` / `tokens` by which gradients and loss are multiplied at the end of the effective
+        batch: exactly 1 where the reference is the number of tokens, and infinite without tokens."""
         return self.reference / self.tokens
 
     @property
@@ -218,8 +219,8 @@ again."""
 
 
 class Splitting:
-    """The number of equal pieces into which batches of each signature (shapes and dtypes) are split: 1 until a plan is
-    refused, or `microbatches` if that is not None."""
+    """The number of equal pieces into which batches of each signature (shapes and dtypes) are split: `microbatches`;
+    where that is None, 1 until a batch of that signature is refused."""
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
@@ -235,8 +236,8 @@ class Splitting:
         remembered.
 
         Raises `refused` where the user has set the number, passes microbatches or does not allow the lever
-        "microbatch". Raises `BudgetError` where the model has batch statistics, which would be those of each piece, and
-        the refusal with the smallest budget where not even single samples fit."""
+        "microbatch"; a `BudgetError` that says so where the model has batch statistics, which would be computed of each
+        piece by itself; and, where not even single samples fit, the refusal that names the smallest budget."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused
@@ -256,7 +257,7 @@ class Splitting:
             warnings.warn(
                 f"a batch of {samples} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
                 f"{number} microbatches, weighted by their tokens; a loss that compares samples with each other would "
-                "differ: give TrainStep microbatches=1 to be refused instead",
+                "differ: give TrainStep microbatches=1 to get a BudgetError instead",
                 stacklevel=4,
             )
             return number

@@ -36,7 +36,7 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
         if not isinstance(given, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, not {given!r}")
         if isinstance(given, torch.optim.LBFGS):
-            raise ValueError("LBFGS evaluates the loss several times a step, which TrainStep does not; use another")
+            raise ValueError("TrainStep evaluates the loss once a step, and LBFGS several times; use another optimizer")
         if isinstance(given, OptimizerInBackward):
             raise ValueError(
                 "OptimizerInBackward steps within the backward, before TrainStep could clip or skip: train in a loop "
@@ -77,7 +77,10 @@ def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
         if not all(callable(getattr(given, name, None)) for name in ("step", "state_dict", "load_state_dict")):
             raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler or a list of them, not {given!r}")
         if getattr(given, "optimizer", optimizers[0]) not in optimizers:
-            raise ValueError(f"the {type(given).__name__} is of another optimizer than those given; give that too")
+            raise ValueError(
+                f"the {type(given).__name__} is of another optimizer than those given to TrainStep; give that "
+                "optimizer too"
+            )
     return schedulers
 
 
@@ -88,7 +91,8 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 
 
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Raise `ValueError` where the model's plan assumes levers on the optimizer that these optimizers do not have."""
+    """Raise `ValueError` where the model's plan assumes levers on the optimizer, such as "offload_optimizer", whose
+    wrappers these optimizers do not have."""
     planned = session_of(model)
     chosen = [lever.name for lever in planned.chosen] if planned is not None else []
     if OPTIMIZER_IN_BACKWARD.name in chosen:
@@ -141,8 +145,8 @@ def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
-    """Clip the total norm of all gradients to `limit`, in place, unless it is None. Returns the norm before that; for
-    sharded gradients it is that over all ranks."""
+    """Clip the total norm of all gradients to `limit`, in place; None clips nothing. Returns the norm before clipping,
+    that over all ranks for sharded gradients."""
     if limit is None:
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     else:

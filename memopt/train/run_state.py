@@ -61,7 +61,10 @@ class RunState:
 
         saved = state[LOOP]
         if not isinstance(saved, bytes):
-            raise ValueError(f"the checkpoint has no state of a TrainStep, but a {type(saved).__name__} in its place")
+            raise ValueError(
+                f"the checkpoint has a {type(saved).__name__} in place of the state of a TrainStep; load one that was "
+                "saved with RunState"
+            )
         loop = torch.load(io.BytesIO(saved), weights_only=True)
         generators = loop.pop("generators")
         set_state_dict(

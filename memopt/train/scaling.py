@@ -123,7 +123,8 @@ class Scaling:
         return skipped
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> _Verdict:
-        """Step all optimizers, or none if `skipped`, the result of `unscale`, is 1.0."""
+        """Step all optimizers, or none if `skipped`, the result of `unscale`, is 1.0. The result says whether they were
+        skipped, once the device has computed that."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
             return _Verdict(skipped)

@@ -86,7 +86,8 @@ def state_of(step: _Stateful) -> StateDict:
 
 
 def loop_state(step: _Stateful) -> StateDict:
-    """The part of the state that is the same on all ranks and belongs to no parameter."""
+    """The part of a `TrainStep`'s state that is the same on all ranks and belongs to no parameter: the number of steps,
+    and the states of schedulers, scaler and fp8 scales."""
     return {
         "number": step.number,
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
@@ -96,7 +97,7 @@ def loop_state(step: _Stateful) -> StateDict:
 
 
 def generators_of(step: _Stateful) -> StateDict:
-    """The states of the random generators that a step on this rank may use."""
+    """The states of the random generators that a step on this rank may use, as `random_state` returns them."""
     return random_state({parameter.device for parameter in step.parameters})
 
 
@@ -169,7 +170,7 @@ def _check(step: _Stateful, state: StateDict) -> None:
         raise ValueError(_DAMAGED.format(f"it is a {type(state).__name__}"))
     missing = KEYS - state.keys()
     if missing:
-        raise ValueError(f"this is no state of a TrainStep: {', '.join(sorted(missing))} is missing")
+        raise ValueError(_DAMAGED.format(f"it has no {', '.join(sorted(missing))}"))
     _check_built_alike(step, state, ("optimizers", "schedulers"))
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(

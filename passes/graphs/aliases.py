@@ -50,7 +50,8 @@ _SILENT_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._
 
 
 def storages(node: Node) -> frozenset[Hashable]:
-    """Returns the storages behind a node's stored value; nodes that share one are views of the same memory."""
+    """Returns a key for each storage behind the fake tensors in `node.meta["val"]`; two nodes that have a key in common
+    are views of the same memory."""
     return frozenset(
         StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
         for value in tensors(node.meta.get("val"))
@@ -59,8 +60,7 @@ def storages(node: Node) -> frozenset[Hashable]:
 
 
 def viewed_argument(node: Node) -> Node | None:
-    """Returns the argument whose memory the node's result shares, by the operator's schema; None if the result has its
-    own.
+    """Returns the argument whose memory the node's result shares, by the operator's schema; None without one.
 
     For in-place operators it is the argument that they write to."""
     target: Any = node.target
@@ -77,7 +77,7 @@ def viewed_argument(node: Node) -> Node | None:
 
 
 def results_of(node: Node) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a node returns, one level of tuple or list deep, as fake tensors."""
+    """Yields the tensors that a node returns, as fake tensors: the value itself, or the elements of a tuple or list."""
     value = node.meta.get("val")
     for element in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(element, torch.Tensor):
@@ -94,8 +94,8 @@ class _Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered from 0 in the order in which they are made, and which nodes' values are
-    in them."""
+    """The blocks of memory of a graph, numbered from 0 in the order of their making, and which nodes' values they
+    hold."""
 
     graph: Graph
     blocks: list[_Block] = field(default_factory=list)
@@ -108,16 +108,16 @@ class Aliases:
     """The blocks in which a call writes its result over an operand (see `find_aliases`)."""
 
     def read_by(self, node: Node) -> tuple[int, ...]:
-        """Returns the blocks that a node reads, through views, each once, in the order of its arguments."""
+        """Returns the numbers of the blocks that a node reads, also through views, in the order of its arguments."""
         return tuple(dict.fromkeys(block for source in node.all_input_nodes for block in self.of.get(source, ())))
 
     def made_by(self, node: Node) -> tuple[int, ...]:
-        """Returns the blocks that a node allocates."""
+        """Returns the numbers of the blocks that a node allocates."""
         return tuple(block for block in dict.fromkeys(self.of.get(node, ())) if self.blocks[block].maker is node)
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[Node, ...]]:
-        """Per block: the nodes that read it, also through views, in the graph's order. The output counts as one."""
+        """Block number → the nodes that read the block, also through views, in the graph's order, output included."""
         found: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             for block in self.read_by(node):
@@ -126,14 +126,15 @@ class Aliases:
 
     @cached_property
     def last_reader(self) -> Mapping[int, Node]:
-        """Per block: the last node that may read it. Taking an element out of a tuple reads no memory."""
+        """Block number → the last node that may read the block. Taking an element out of a tuple counts as no read; a
+        block that nothing reads is absent."""
         calls = {block: [node for node in nodes if not _takes_element(node)] for block, nodes in self.readers.items()}
         return {block: nodes[-1] for block, nodes in calls.items() if nodes}
 
     def own_block(self, node: Node) -> int | None:
-        """Returns the only block that holds a node's value, if a call of the graph made it; else None.
+        """Returns the number of the one block that holds a node's value, if a call of the graph made it.
 
-        It is None where the value may be in several blocks, or in memory that exists before the graph runs."""
+        None where the value may be in several blocks, or in memory that exists before the graph runs."""
         blocks = self.of.get(node, ())
         single = len(blocks) == 1 and self.blocks[blocks[0]].maker.op == "call_function"
         return blocks[0] if single else None
@@ -147,15 +148,15 @@ class Aliases:
 def find_aliases(
     graph: Graph, fused: Iterable[Node] = (), written_over: Mapping[str, str] = MappingProxyType({})
 ) -> Aliases:
-    """Follows every tensor of a functional ATen graph to the memory that holds it.
+    """Returns which block of memory holds each tensor of a functional ATen graph.
 
     Views and aliases, by their schema, lie in the memory of their argument. Every other tensor is a block of its own.
 
     Args:
         graph: nodes carry fake tensors in `meta["val"]`; sizes may be symbolic.
-        fused: nodes whose values are never held, since whatever reads one computes it: their readers read all that
-            they are computed from.
-        written_over: names of calls that write their result over an operand, each with that operand's name.
+        fused: nodes whose values are never in memory, since each kernel that reads one computes it. A reader of such a
+            node counts as a reader of that node's inputs.
+        written_over: name of a call that writes its result over an operand → name of that operand.
     """
     found, recomputed = Aliases(graph), set(fused)
     named = {node.name: node for node in graph.nodes} if written_over else {}
@@ -185,7 +186,7 @@ def find_aliases(
 
 
 def find_cautious_aliases(graph: Graph) -> Aliases:
-    """Follows every tensor of any ATen graph to all blocks of memory that may hold it.
+    """Returns all blocks of memory that may hold each tensor of an ATen graph, functional or not.
 
     Only operators that are known to make new memory for their results (`makes_memory`), and calls that read no tensor,
     are assumed to do so. The result of any other call may share the memory of everything that it reads."""

@@ -21,16 +21,16 @@ from passes.graphs.node_facts import binds_new_symbols, is_pure, tensors
 
 
 def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that runs operators on the graph's fake tensors, without autograd, autocast or guards."""
+    """Returns a context for running operators on the graph's fake tensors (those in `node.meta["val"]`), without
+    autograd, autocast or guards."""
     values = (tensor for node in graph.nodes for tensor in tensors(node.meta.get("val")))
     return propagating(next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None))
 
 
 @contextlib.contextmanager
 def propagating(mode: Any) -> Iterator[None]:
-    """Runs operators in the fake mode `mode`, if any, without autograd or autocast.
-
-    No guards and no pending symbols are left behind.
+    """Context for running operators in the fake tensor mode `mode` (None: on the tensors as they are), without autograd
+    or autocast. No guards and no pending symbols are left behind.
 
     With symbolic sizes, operators run by torch's Python implementations where there are any, as in tracing, since some
     kernels do not take such sizes.
@@ -49,17 +49,18 @@ def propagating(mode: Any) -> Iterator[None]:
 
 
 def refresh(node: Node) -> None:
-    """Sets a call's stored value to what its operator returns for its arguments' stored values; needs
+    """Sets a call's `meta["val"]` to what its operator returns for its arguments' `meta["val"]`. To be called within
     `on_stored_values`.
 
-    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument."""
+    A result whose sizes depend on data keeps its symbols; only its dtype is set, to that of the first argument."""
     if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
         return
     node.meta["val"] = result_of(node)
 
 
 def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) -> Any:
-    """Returns what a call returns for the stored values of its arguments, or those `instead` of them; see `refresh`."""
+    """Returns what a call returns for its arguments' `meta["val"]`, or for the value in `instead` of an argument that
+    has one there; sizes that depend on data are treated as in `refresh`."""
     if binds_new_symbols(node):
         first = node.all_input_nodes[0]
         return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
@@ -81,11 +82,11 @@ def _of(node: Node) -> Any:
 
 
 def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
-    """Returns the stored values that a graph would have if the nodes in `changes` had the values given there, which may
-    differ in strides: these, and those of all nodes that follow from them and whose strides would change.
+    """Returns what `meta["val"]` would be if the nodes in `changes` had the values given there, which may have other
+    strides than now: the values in `changes`, and those of all nodes after them whose strides would change.
 
     None where an operator does not take the new strides, as a view may not, where a value cannot be computed, or where
-    an output of the graph would change. Needs `on_stored_values`."""
+    an output of the graph would change. To be called within `on_stored_values`."""
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
     if not changed:
         return dict(changes)
@@ -106,13 +107,13 @@ def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
 
 
 def store(values: Mapping[Node, Any]) -> None:
-    """Sets the stored values of nodes."""
+    """Sets the `meta["val"]` of nodes."""
     for node, value in values.items():
         node.meta["val"] = value
 
 
 def strides(value: Any) -> list[str]:
-    """Returns the strides of each tensor in a stored value, as text, so that symbols in them leave no guards."""
+    """Returns the strides of each tensor in a node's `meta["val"]`, as text: comparing symbols would add guards."""
     return [str(tensor.stride()) for tensor in tensors(value)]
 
 
@@ -131,9 +132,9 @@ _ORIGIN = (
 def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs: Any) -> Node:
     """Returns a new call of an operator, made at the insertion point of `like`'s graph.
 
-    Module, line of code and the tag of forward or backward in its metadata are copied from `like`. Its stored value is
-    computed from its arguments' stored values, so it must be called within `on_stored_values`. It gets a name like
-    `node_name`, by default that of the operator without its overload."""
+    Module, line of code and the tag of forward or backward in its metadata are copied from `like`. Its `meta["val"]` is
+    computed from that of its arguments, so `new_call` must run within `on_stored_values`. Its name begins with
+    `node_name`, by default with the operator's name without overload."""
     name = node_name or target.__name__.partition(".")[0]
     node = like.graph.create_node("call_function", target, args, kwargs, name=name)
     node.meta.update({key: like.meta[key] for key in _ORIGIN if key in like.meta})

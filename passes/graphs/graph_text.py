@@ -105,8 +105,7 @@ def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node:
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """The difference between two graphs: node names, and the text. Its truth value is False, and its text empty, if
-    there is none.
+    """The difference between two graphs: node names, and a text. If there is none, its truth value is False.
 
     A node is matched with the one of its name, failing that with one that makes the same call (`renamed`, as pairs of
     old and new name). Names are those of the later graph, except in `removed`."""

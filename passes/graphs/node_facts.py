@@ -56,7 +56,8 @@ _PURE_PYTHON = frozenset(
 
 
 def is_random(node: Node) -> bool:
-    """True if the operator draws from a random generator. Attention does so with dropout only, whatever its tags."""
+    """True if the operator draws from a random generator. Attention counts as random only if it has dropout, although
+    torch always tags it so."""
     target: Any = node.target
     if not (isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags):
         return False
@@ -78,7 +79,8 @@ def is_tangent(node: Node) -> bool:
 def is_pure(node: Node) -> bool:
     """True if the node may be removed when unused: it writes nothing, is not random, and asserts nothing.
 
-    Collectives, custom operators (but for our own that are known to be) and higher-order operators count as impure.
+    Collectives, higher-order operators and custom operators count as impure, except those of memopt that are known to
+    be pure.
     """
     if node.op == "get_attr":
         return True
@@ -99,7 +101,7 @@ def may_write(node: Node) -> bool:
 
 
 def binds_new_symbols(node: Node) -> bool:
-    """True if the result's sizes or value depend on data, so that every call has symbols of its own."""
+    """True if the result's sizes or value depend on data, so that each run of the call makes new symbols."""
     found = _unbacked_symbols(node.meta.get("val"))
     if not found:
         return False
@@ -139,18 +141,19 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def is_float(node: Node) -> bool:
-    """Returns whether a node's stored value is one tensor of a floating-point dtype."""
+    """Returns whether `node.meta["val"]` is one tensor of a floating-point dtype."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def has_floats(node: Node) -> bool:
-    """Returns whether a node's stored value is, or has in it, a tensor of a floating-point dtype."""
+    """Returns whether `node.meta["val"]` is a tensor of a floating-point dtype, or a tuple or list with one in it."""
     return any(tensor.is_floating_point() for tensor in tensors(node.meta.get("val")))
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Returns whether two shapes, strides or other sequences of sizes are known to be equal."""
+    """Returns whether two shapes, strides or other sequences of sizes are known to be equal, whatever values their
+    symbols have."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
@@ -212,7 +215,7 @@ def argument_kind(argument: Any) -> Hashable:
 
 
 def value_kind(value: Any) -> Hashable:
-    """The kind of a stored value: equal for strided tensors of equal type, dtype, device, `requires_grad`, shape,
+    """A key for a node's `meta["val"]`: equal for strided tensors of equal type, dtype, device, `requires_grad`, shape,
     strides and storage offset."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:

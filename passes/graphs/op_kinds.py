@@ -78,7 +78,7 @@ _FILLS = frozenset(
 
 
 def op_name(node: Node) -> str:
-    """Returns `layer_norm` for a call of `aten.layer_norm.default`; "" for anything but an operator of aten."""
+    """Returns a call's ATen operator without overload, `layer_norm` for `aten.layer_norm.default`; "" for all else."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace != "aten":
         return ""
@@ -101,7 +101,7 @@ def moves_data(node: Node) -> bool:
 
 
 def follows_input(node: Node) -> bool:
-    """True for a call that copies, rearranges or selects elements of its first argument, and so rounds nothing in 16
+    """True for a call that copies, moves or selects elements of its first argument, and so rounds nothing in 16
     bits."""
     return moves_data(node) or op_name(node) in _SELECTS
 
@@ -158,8 +158,8 @@ def mutated_arguments(node: Node) -> tuple[Node, ...]:
 
 
 def fills_with(node: Node) -> tuple[tuple[int | str, float], ...]:
-    """Returns the numbers with which a call may fill its result: for each the position (or keyword) of the argument,
-    and its value."""
+    """Returns the numbers with which a call may fill its result, as pairs (position or keyword of the argument,
+    number)."""
     if op_name(node) not in _FILLS:
         return ()
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
@@ -229,8 +229,7 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
 
 
 def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
-    """Yields the variants of an operator that write the result over an operand; none for an operator that is not
-    listed."""
+    """Yields the variants of an operator that write the result over an operand and are known to do so safely."""
     if target in _OVER_FIRST:
         yield InplaceVariant(_OVER_FIRST[target])
     if target in _OVER_ANY:

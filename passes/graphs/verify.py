@@ -46,7 +46,8 @@ class VerifyError(ValueError):
 
 
 def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thorough: bool = True) -> None:
-    """Raises `VerifyError` unless the graph is well formed and every stored value is what its operator returns.
+    """Raises `VerifyError` unless the graph is well formed and the `meta["val"]` of every node is what its operator
+    returns.
 
     Shape, dtype, device, layout and stride are compared; sizes that depend on data are not, nor are the strides of
     dimensions of size 1. No random number is drawn and no guard is added to the shape environment.
@@ -104,7 +105,7 @@ def named_nodes(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def check_structure(graph: Graph) -> None:
-    """Raises `VerifyError` unless `graph.lint()` holds and every value that is used has its metadata."""
+    """Raises `VerifyError` unless `graph.lint()` passes and every node that is read has a `meta["val"]`."""
     try:
         graph.lint()
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
@@ -144,7 +145,8 @@ def _flat(argument: Any) -> Iterator[Any]:
 
 
 def changed_nodes(before: Graph, after: Graph) -> list[Node]:
-    """The nodes of `after` that are new, or whose call, stored value or argument values differ from `before`.
+    """The nodes of `after` that have no namesake in `before`, or whose call, `meta["val"]` or arguments' `meta["val"]`
+    differ from their namesake's.
 
     Values are compared by identity: a copied node keeps its value, a pass that sets one sets a new one.
     """
@@ -173,7 +175,7 @@ def _fake_mode(graph: Graph) -> Any:
             if found is None:
                 continue
             if mode is not None and found is not mode:
-                raise VerifyError(node.name, "its value is of another fake mode", "trace the graph under one mode")
+                raise VerifyError(node.name, "its meta['val'] has another FakeTensorMode", "trace the graph under one")
             mode = found
     return mode
 

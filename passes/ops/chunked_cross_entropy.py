@@ -48,12 +48,13 @@ class _Result:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a gradient is held until the backward: fp32 for fp16, in which sums overflow."""
+    """Returns the dtype in which the gradient of an input of dtype `dtype` is held from the forward to the backward:
+    fp32 for fp16, in which sums overflow, else `dtype`."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 class ChunkedCrossEntropy:
-    """One forward of a cross entropy with its gradients, chunk by chunk.
+    """A linear layer's cross entropy and its gradients, both computed in the forward, one chunk of rows after another.
 
     Args:
         hidden: [rows, width].

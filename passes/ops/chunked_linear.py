@@ -22,7 +22,7 @@ def chunk_rows(rows: int, width: int) -> int:
 
 
 class ChunkedLinear:
-    """A layer and the rows that it is given.
+    """A linear layer and its input, for computing logits and gradients for some rows at a time.
 
     Args:
         hidden: [rows, width].
@@ -43,7 +43,8 @@ class ChunkedLinear:
         self.bias = None if bias is None else self.padded(bias)
 
     def padded(self, given: Tensor) -> Tensor:
-        """Returns `given`, a weight or bias, in the dtype of `hidden`, with `padding` classes of zeros appended."""
+        """Returns `given`, a weight or bias, in the dtype of `hidden`, with `self.padding` classes of zeros
+        appended."""
         if not self.padding:
             return given.to(self.hidden.dtype)
         padded = self.hidden.new_empty(self.classes + self.padding, *given.shape[1:])
@@ -60,8 +61,10 @@ class ChunkedLinear:
     ) -> None:
         """Computes the gradients of the layer from that of a chunk's logits, `gradient`, [chunk, classes].
 
-        Writes the chunk's rows of `of_hidden`, and adds to `of_weight`, in the wide dtype; None is left out. `lift`
-        multiplies the logits' gradient only while it is in the dtype of `hidden`, so that small values are not lost.
+        Writes the rows `part` of `of_hidden`, [rows, width], and adds to `of_weight`, [classes, width], which is in
+        fp32, or in fp64 for fp64 input; where one is None, that gradient is not computed. The logits' gradient is
+        multiplied with `lift` while it is in the dtype of `hidden`, so that small values do not become 0, and the
+        results are divided by `lift`.
         """
         hidden, low = self.hidden[part], self.hidden.dtype
         narrow = gradient * lift if lift != 1.0 and low != self.wide else gradient

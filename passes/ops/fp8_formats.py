@@ -55,31 +55,37 @@ TILES = {
 
 
 def turned(tile: str) -> str:
-    """Returns the name of the tile that the transposed matrix has ("128x1" for "1x128")."""
+    """Returns the tile of the transposed matrix: "128x1" for "1x128". A tile is the size, rows by columns, of the
+    blocks of a matrix that have one scale each; "" is the whole matrix."""
     return "x".join(reversed(tile.split("x")))
 
 
 def tile_of(values: Tensor, scale: Tensor) -> str:
-    """Returns the tile by which a matrix was quantised, found from the shape of its scales. Raises `ValueError` if no
-    tile has such scales."""
+    """Returns the tile by which a matrix was quantised ("1x128": one scale for each 128 values of a row; "": one for
+    all), found from shape and dtype of its scales. Raises `ValueError` if no tile has such scales."""
     if not scale.dim():
         return WHOLE
     rows, columns = values.shape
     for name, tile in TILES.items():
         if tile.scale_dtype == scale.dtype and tuple(scale.shape) == scale_shape(rows, columns, name):
             return name
-    raise ValueError(f"scales of {list(scale.shape)} in {scale.dtype} do not fit a matrix of {list(values.shape)}")
+    raise ValueError(
+        f"scales of {list(scale.shape)} in {scale.dtype} do not fit a matrix of {list(values.shape)}; pass those that "
+        "quantize returned with it"
+    )
 
 
 def scale_shape(rows: int, columns: int, tile: str) -> tuple[int, ...]:
-    """Returns the shape of a matrix's scales: () for one scale, else one for each tile."""
+    """Returns the shape of a matrix's scales for a tile such as "1x128": [rows, columns / 128], rounded up; () for "",
+    one scale for the whole matrix."""
     return (-(-rows // TILES[tile].rows), -(-columns // TILES[tile].columns)) if tile else ()
 
 
 def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    """Returns a matrix in the 8-bit `dtype`, contiguous, and its scales: in fp32, or in e8m0 for tiles of 32.
+    """Returns a matrix divided by its scales, in the 8-bit `dtype` and contiguous, and the scales: in fp32, or in e8m0
+    for tiles of 32. There is one scale for each block of the size `tile` ("1x128"), or one in all for "".
 
-    A value that is not finite makes its whole tensor or tile NaN, so that the check of a loss scale finds it."""
+    A value that is not finite makes its whole block NaN, so that the check of a loss scale finds it."""
     scale = scale_of(_amax(x, tile), dtype)
     if tile and TILES[tile].scale_dtype == E8M0:
         scale = _power_of_two(scale)
@@ -88,13 +94,13 @@ def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, 
 
 
 def quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a matrix in the 8-bit `dtype`, quantised by a given scale; magnitudes above the format's largest are
-    clamped to it."""
+    """Returns a matrix divided by `scale`, clamped to the range of the 8-bit `dtype`, in that dtype."""
     return _by_parts(_round, x, scale, WHOLE, dtype, torch.finfo(dtype).max)
 
 
 def scale_of(largest_magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scale that maps a magnitude to the largest number of a format; never 0, also for zeros."""
+    """Returns the scale, by which values are divided, that makes a magnitude the largest number of the 8-bit `dtype`;
+    never 0, also for zeros."""
     return (largest_magnitude / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
@@ -106,7 +112,7 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 
 def dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a quantised matrix in `dtype`, contiguous."""
+    """Returns the matrix `narrow` multiplied with its scales (see `quantize`), in `dtype`, contiguous."""
     return _by_parts(_widen, narrow, scale.float(), tile_of(narrow, scale), dtype)
 
 
@@ -190,10 +196,10 @@ _numbers = itertools.count()
 
 
 class Histories:
-    """The largest magnitudes that tensors of one model's 8-bit layers had in the latest 16 steps, by name: for each an
-    fp32 tensor [16], latest first.
+    """The largest magnitudes that tensors in one model's 8-bit layers had in the latest 16 steps: for each name that a
+    layer gave a tensor, an fp32 tensor [16], latest step first.
 
-    Operators refer to them by strings that begin with `prefix`, which is unique in this process."""
+    Operators refer to one by a string: `prefix`, which is unique in this process, followed by the tensor's name."""
 
     def __init__(self) -> None:
         self.prefix = f"{next(_numbers)}/"
@@ -201,8 +207,8 @@ class Histories:
         _by_prefix[self.prefix] = self
 
     def scale(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, from the magnitudes stored under `name`, and
-        stores the magnitude of `x`.
+        """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, from the largest of the magnitudes stored
+        under `name`, and stores the largest magnitude of `x` with them.
 
         Where nothing is stored under that name yet, it is the scale for `x` itself. Where `x` is not finite, the scale
         is NaN and nothing is stored."""
@@ -218,7 +224,8 @@ class Histories:
 
     @property
     def magnitudes(self) -> dict[str, Tensor]:
-        """A copy of the histories by name. The names are the same for another copy of the model, in any process."""
+        """A copy of the stored magnitudes: name of a tensor → fp32 tensor [16]. The names are the same for another copy
+        of the model, in any process."""
         return dict(self._magnitudes)
 
     @magnitudes.setter

@@ -26,7 +26,8 @@ _TRUST_ERROR = 1e-2
 
 
 class Operand(NamedTuple):
-    """A quantised operand of a product; it may be the transpose of a matrix that is stored by rows."""
+    """A quantised operand of a matrix product: its 8-bit values, its scales, and the tile ("1x128") that has one scale.
+    The values may be the transpose of a matrix that is stored by rows."""
 
     values: Tensor
     scale: Tensor
@@ -34,7 +35,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, scale: Tensor, turn: bool) -> Operand:
-        """Returns the operand for a matrix, or, if `turn`, for its transpose."""
+        """Returns the operand for a quantised matrix with its scales, or, if `turn`, for its transpose."""
         tile = tile_of(values, scale)
         return cls(values.t(), scale.t(), turned(tile)) if turn else cls(values, scale, tile)
 
@@ -49,7 +50,8 @@ Kernel = Callable[[Operand, Operand, torch.dtype], Tensor]
 
 
 def kernel_for(a: Operand, b: Operand, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel that multiplies such operands on the device's 8-bit units, tested there; None without one."""
+    """Returns a kernel that computes `a @ b` in `dtype` on the device's 8-bit matrix units, and has been tested on the
+    device; None if there is none for operands of these sizes, tiles and dtypes."""
     (rows, inner), columns = a.values.shape, b.values.shape[1]
     dtypes = a.values.dtype, b.values.dtype
     if not has_units(a.values.device) or why_not(rows, inner, columns, a.tile, b.tile, *dtypes):
@@ -75,7 +77,8 @@ def has_units(device: torch.device) -> bool:
 
 
 def alignment(tile: str) -> int:
-    """Returns the number that 8-bit units require a matrix's sizes to be multiples of."""
+    """Returns the number of which a matrix's sizes must be multiples for 8-bit matrix units, given its tile ("1x128";
+    "": one scale for the whole matrix)."""
     return max(TILES[tile].rows, TILES[tile].columns) if tile else 16
 
 
@@ -83,11 +86,11 @@ def why_not(
     rows: Any, inner: Any, columns: Any, a_tile: str = WHOLE, b_tile: str = WHOLE, a: torch.dtype = E4M3,
     b: torch.dtype = E4M3,
 ) -> str:  # fmt: skip
-    """Returns why [rows, inner] · [inner, columns], and the products that compute its gradients, cannot run on 8-bit
-    units.
+    """Returns why `a @ b`, [rows, inner] · [inner, columns], and the two products that compute its gradients, cannot
+    run on 8-bit matrix units; "" if they can.
 
-    Returns "" if they can. Each of the three sizes is the rows, the columns and the summed dimension of one of the
-    products."""
+    The operands have the tiles `a_tile` and `b_tile` and the 8-bit dtypes `a` and `b`. Each of the three products sums
+    over another of the three sizes."""
     if a == b == E5M2:
         return "e5m2 by e5m2 has no kernel"
     if (a_tile, b_tile) not in _KERNELS:
@@ -102,17 +105,17 @@ def why_not(
 
 
 def whole(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies operands with one scale each; with fast accumulation unless a gradient is among them."""
+    """Returns `a @ b` in `dtype` for operands with one scale each; with fast accumulation unless one is in e5m2."""
     fast = a.values.dtype == b.values.dtype == E4M3 and a.values.is_cuda
     recipe = functional.ScalingType.TensorWise
     return _multiply(a, b, dtype, a.scale, b.scale, (recipe, recipe), use_fast_accum=fast)
 
 
 def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies operands with tiles of 128 by torch, on compute capability 9.0 with CUDA 12.9.
+    """Returns `a @ b` in `dtype` for operands with tiles of 128, by torch, on compute capability 9.0 with CUDA 12.9.
 
-    Scales of 1 by 128 tiles are stored by columns. Those of 128 by 128 tiles are contiguous along the summed dimension,
-    padded to a multiple of four."""
+    The scales of 1 by 128 tiles are passed in column-major order. Those of 128 by 128 tiles are contiguous along the
+    summed dimension, which is padded to a multiple of four."""
     recipes: Any = functional.ScalingType
     if b.tile == "128x128":
         b_scale = _by_columns(functional.pad(b.scale, (0, 0, 0, -b.scale.shape[0] % 4), value=1.0))
@@ -123,9 +126,8 @@ def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """The product `a @ b`, in `dtype`, of fp8 operands in which each block of 128 values, or 128 × 128, has a scale of
-    its own, by torchao's Triton kernels. These are tuned at the first use of a size; the card needs fp8 tensor
-    cores."""
+    """Returns `a @ b` in `dtype` for operands with tiles of 128, by torchao's Triton kernels. These are tuned at the
+    first use of a size; the card needs 8-bit matrix units."""
     kernels: Any = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
     left, right, a_scale = a.values.contiguous(), _by_columns(b.values), _by_columns(a.scale)
     if b.tile == "128x128":
@@ -134,7 +136,7 @@ def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tenso
 
 
 def tiles_of_32(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiplies operands with tiles of 32 (MXFP8) by torch, from compute capability 10.0 on."""
+    """Returns `a @ b` in `dtype` for operands with tiles of 32 (MXFP8), by torch, from compute capability 10.0 on."""
     recipe = functional.ScalingType.BlockWise1x32
     swizzle: Any = functional.SwizzleType.SWIZZLE_32_4_4
     scales = swizzled(a.scale), swizzled(b.scale.t())

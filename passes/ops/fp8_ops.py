@@ -31,7 +31,8 @@ from passes.ops.fp8_kernels import scaled_matmul
 
 @dataclass(frozen=True)
 class Scaling:
-    """The tiles by which a layer's values and weights are scaled, and the 8-bit format of its gradients.
+    """How finely an 8-bit linear layer scales its operands: the tile, rows by columns of a block with one scale of its
+    own, of values and of weights, and the 8-bit format of gradients.
 
     Both operands of a product are quantised by tiles along the dimension that it sums over, so that a matrix which is
     read by rows and by columns is quantised twice."""
@@ -44,7 +45,7 @@ class Scaling:
 
     @property
     def product(self) -> tuple[str, str]:
-        """The tiles of the two operands of the layer's products."""
+        """The tiles of the two operands of `input @ weight.T`."""
         return self.values, turned(self.weights)
 
 
@@ -76,7 +77,7 @@ def _(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("memopt::fp8_quantize_by", mutates_args=())
 def fp8_quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x`, [rows, columns], in the 8-bit `dtype`, quantised by a given scale."""
+    """Returns `x`, [rows, columns], in the 8-bit `dtype`, divided by `scale`, one number."""
     return quantize_by(x, scale, dtype)
 
 
@@ -87,7 +88,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
 def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the quantised matrix `narrow`, [rows, columns], in `dtype`."""
+    """Returns the quantised matrix `narrow`, [rows, columns], multiplied with its scales, in `dtype`."""
     return dequantize(narrow, scale, dtype)
 
 

@@ -102,7 +102,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, of_loss: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(gradient is not None for gradient in of_gradients):
-        raise NotImplementedError("linear_cross_entropy has no gradients of gradients; leave ChunkLoss out")
+        raise NotImplementedError(
+            "the chunked loss (ChunkLoss, operator linear_cross_entropy) has no gradients of gradients; leave "
+            "'chunked_loss' out of allow, or ChunkLoss out of passes"
+        )
     nothing = (None,) * 12
     if of_loss is None:
         return (None, None, None, *nothing)

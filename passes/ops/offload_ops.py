@@ -94,7 +94,8 @@ class _HostMemory:
         if block is None:
             raise RuntimeError(
                 "a value that was offloaded did not come back as it was saved: hooks on saved tensors "
-                "(torch.autograd.graph.saved_tensors_hooks, save_on_cpu) do not go together with offload_activations"
+                "(torch.autograd.graph.saved_tensors_hooks, save_on_cpu) do not go together with offload_activations; "
+                "remove the hooks, or leave 'offload_activations' out of allow"
             )
         return block
 

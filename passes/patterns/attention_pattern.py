@@ -19,21 +19,21 @@ PASS_ON = frozenset({"alias", "contiguous", "clone"})
 
 @dataclass(frozen=True)
 class Scale:
-    """The scores are multiplied by a number."""
+    """A step from Q Kᵀ to the softmax: the scores are multiplied with the number `by`."""
 
     by: float
 
 
 @dataclass(frozen=True)
 class Add:
-    """A tensor is added to the scores."""
+    """A step from Q Kᵀ to the softmax: the tensor `mask` is added to the scores."""
 
     mask: Node
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Scores are replaced by `number` at the positions where the bool `mask` equals `where`."""
+    """A step from Q Kᵀ to the softmax: scores are replaced by `number` where the bool `mask` equals `where`."""
 
     mask: Node
     where: bool
@@ -53,7 +53,8 @@ def only_reader(node: Node) -> Node:
 
 
 def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
-    """Returns the node of Q Kᵀ, and the steps from there to the softmax, last first.
+    """Returns the node of Q Kᵀ that the scores `node` are computed from, and the steps from there, last first. `reader`
+    is the call that reads `node`: the softmax, or a step.
 
     Raises `NoMatch` if the scores come from anything else, or if anything but the next step reads a value in
     between."""
@@ -126,12 +127,12 @@ class AttentionMatch:
 
 
 def softmaxes(graph: Graph) -> Iterator[Node]:
-    """Yields the softmaxes whose result is multiplied with a matrix, in order."""
+    """Yields the softmaxes whose result is multiplied with a matrix, in the graph's order."""
     return (node for node in graph.nodes if op_name(node) in ("softmax", "_softmax") and _reaches_product(node))
 
 
 def match_attention(softmax: Node, rows: MaskRows) -> AttentionMatch:
-    """Returns the attention that a softmax is part of.
+    """Returns the attention that a softmax is part of. `rows` tells whether masks leave a score in every row.
 
     Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else.
     """
@@ -185,7 +186,7 @@ def _downwards(node: Node) -> Node:
         if op_name(user) in PRODUCTS and user.args[0] is node:
             return user
         if not _passes_on(user):
-            raise NoMatch(f"its probabilities are read by {user.name}")
+            raise NoMatch(f"its probabilities are read by {user.name}, not by a product with values")
         if op_name(user) == "dropout" and user.args[1] and user.args[2]:
             raise NoMatch("its dropout would draw other random numbers")
         node = user

@@ -25,11 +25,12 @@ _EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 
 
 class Unknown(Exception):
-    """An argument or a call is no polynomial of the given nodes."""
+    """An argument or a call cannot be read as a polynomial of the given nodes."""
 
 
 class Reader:
-    """Reads nodes as polynomials of `given` nodes; `inner` lists the calls on them that it has read."""
+    """Called with a node, returns the polynomial of the `given` nodes that it computes; `inner` lists the calls that it
+    has read so far."""
 
     def __init__(self, graph_module: GraphModule, given: Mapping[Node, Polynomial]) -> None:
         self.module, self.given = graph_module, given
@@ -37,7 +38,7 @@ class Reader:
 
     @property
     def inner(self) -> list[Node]:
-        """The calls that were read, in the graph's order, without constants."""
+        """The calls that were read as parts of polynomials, in the graph's order, without constants."""
         return sorted(node for node, value in self.read.items() if not is_constant(value))
 
     def __call__(self, value: Any) -> Polynomial:
@@ -96,7 +97,7 @@ def is_constant(value: Polynomial) -> bool:
 
 
 def constant(graph_module: GraphModule, value: Any) -> float | None:
-    """Returns a number, given as such or as a constant tensor of one element; None for anything else."""
+    """Returns a number, given as a Python number or as a constant tensor of one element; None for anything else."""
     if type(value) in (int, float):
         return float(value)
     if not isinstance(value, Node) or any(
@@ -152,8 +153,7 @@ class Variance:
 
 
 def find_variance(node: Node) -> Variance | None:
-    """Returns the mean of squares or the variance that a node computes, with its dimensions kept; None if it computes
-    neither."""
+    """Returns the variance, or the mean of squares, that a node computes with `keepdim`; None for any other node."""
     source: Any = node.args[0] if node.args else None
     if is_element(node, 0) and op_name(source) == "var_mean":
         return of_statistics(source)
@@ -170,8 +170,7 @@ def find_variance(node: Node) -> Variance | None:
 
 
 def of_statistics(node: Node) -> Variance | None:
-    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None unless it names dimensions and
-    keeps them."""
+    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes; None without `dim` or `keepdim`."""
     given = arguments_of(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None
@@ -181,7 +180,7 @@ def of_statistics(node: Node) -> Variance | None:
 
 
 def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
-    """Returns x if a node is x - mean(x) over `dims`, else None."""
+    """Returns the node x if `node` computes x - mean(x, dims), else None."""
     if not isinstance(node, Node) or op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
         return None
     value, mean = (same_value(argument) for argument in node.args)
@@ -219,8 +218,7 @@ def power_of(node: Node) -> float | None:
 
 
 def same_value(node: Any) -> Any:
-    """Returns the node whose value `node` has unchanged, followed back through calls such as a cast to the dtype that
-    it already has."""
+    """Returns the node whose value `node` returns unchanged, as through a cast to the dtype that the value has."""
     while isinstance(node, Node) and is_idle(node):
         node = node.args[0]
     return node

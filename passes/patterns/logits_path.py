@@ -46,7 +46,7 @@ class _Formula:
         factor = _factor(node)
         if name == "log_softmax":
             if replace(self, normalised=False) != _Formula():
-                raise NoMatch("something is computed from its log probabilities")
+                raise NoMatch("its log probabilities are changed before the loss reads them")
             return _Formula(normalised=True)
         if factor is None and name not in ("tanh", "add"):
             return self
@@ -63,7 +63,7 @@ class _Formula:
 
 @dataclass(frozen=True)
 class Path:
-    """The calls from a linear layer to a loss, and what they compute."""
+    """The calls from a linear layer to a loss, and the function of the logits that they compute together."""
 
     nodes: tuple[Step, ...]
     """In order: the first is the linear layer, the last is the loss's input."""
@@ -77,11 +77,12 @@ class Path:
 
 
 def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
-    """Returns the path from a loss's input, `value`, back to the first call that cannot be a step of such a path.
+    """Returns the path from the loss's input, `value`, back to the call that computes the logits: the first that
+    neither moves rows nor is a cast, a scaling, a bias, tanh or log_softmax.
 
     `class_dim` is the dimension of the classes in `value`, and `reader` the call that reads `value` for the loss.
-    Raises `NoMatch` where a step splits or picks classes, where the operator has no such formula, or where something
-    else reads a value of the path."""
+    Raises `NoMatch` where a call splits the classes or picks among them, where the calls together are no formula that
+    `memopt::linear_cross_entropy` has, or where something else reads a value of the path."""
     steps: list[Step] = []
     returned: list[Node] = []
     formula = _Formula()
@@ -166,8 +167,8 @@ def keeps_order(step: Step) -> bool:
 
 
 def moved(step: Step, source: Node, width: int) -> Node:
-    """Returns the call of a step that moves rows, repeated on `source`, which has `width` in place of the classes. It
-    is inserted at the graph's insertion point."""
+    """Returns a new call that does to `source` what the call of `step` does to rows of classes; `source` has `width`
+    columns in place of the classes. It is inserted at the graph's insertion point."""
     node = step.node
     arguments: list[Any] = [source, *node.args[1:]]
     target: Any = node.target
@@ -206,7 +207,7 @@ def _selected(node: Node) -> int:
 
 
 def takes_all(node: Node, class_dim: int) -> bool:
-    """Whether a call that `row_move` accepts is a slice of all classes that moves no row."""
+    """Whether a call that `row_move` accepts is a slice that takes all classes of all rows."""
     return op_name(node) == "slice" and _selected(node) == class_dim
 
 

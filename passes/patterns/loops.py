@@ -24,8 +24,9 @@ _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unsa
 
 
 def roll_loops(graph: Graph) -> list[Node]:
-    """Rewrites each loop whose results are joined along the first dimension, by `stack` or `cat`, if its body computes
-    from rows of logits; returns the calls that took the place of the bodies. Needs `on_stored_values`."""
+    """Replaces each unrolled loop over rows of logits, whose results `stack` or `cat` joins along dimension 0, by one
+    computation for all rows. Returns the calls that took the place of the loops' bodies. To be called within
+    `on_stored_values`."""
     made: list[Node] = []
     for node in ends_of_loops(graph):
         given: Any = node.args[0]

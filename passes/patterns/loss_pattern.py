@@ -29,8 +29,8 @@ class _Picked:
 
 
 def find_picked(loss: Node) -> _Picked | None:
-    """Returns the match of a mean or sum of picked log probabilities, which is a cross entropy written out; None for
-    any other call."""
+    """Returns the match of a mean or sum of log probabilities that are picked at the targets (by `gather` or an index),
+    which is a cross entropy written out; None for any other call."""
     if op_name(loss) not in ("mean", "sum") or len(loss.args) != 1 or loss.kwargs:
         return None
     negative = False
@@ -52,7 +52,7 @@ def check_readers(picked: _Picked, loss: Node) -> None:
     node: Any = loss.args[0]
     while node is not picked.log_probabilities:
         if len(node.users) > 1:
-            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}")
+            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}, not the loss alone")
         node = node.args[0]
 
 
@@ -66,7 +66,7 @@ def _gathered(pick: Node, source: Node) -> Node | None:
 
 
 def picked_by_index(pick: Node) -> Node | None:
-    """Returns the targets of `source[arange(rows), targets]`, or None."""
+    """Returns `targets` if `pick` computes `source[arange(rows), targets]`, else None."""
     source: Any = pick.args[0]
     indices: Any = pick.args[1]
     value = source.meta["val"]
@@ -119,13 +119,13 @@ class LossMatch:
 
 
 def losses(graph: Graph) -> Iterator[Node]:
-    """Yields the calls that may be the cross entropy of a linear layer, in order."""
+    """Yields the calls that may be the cross entropy of a linear layer, in the graph's order."""
     return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
 
 
 def match_loss(loss: Node) -> LossMatch:
-    """Returns the operands and options of a loss. Raises `NoMatch`, with the reason, if it cannot be computed in
-    chunks."""
+    """Returns the operands and options of a cross entropy of a linear layer. Raises `NoMatch`, with the reason, if it
+    cannot be computed in chunks."""
     picked = find_picked(loss)
     if picked is not None:
         return _match_picked(loss, picked)
@@ -216,17 +216,17 @@ def _check_shapes(match: LossMatch) -> None:
     if top.class_dim != top.node.meta["val"].dim() - 1:
         raise NoMatch(f"the classes of its loss are not the last dimension of the logits {top.node.name}")
     if not hidden.is_floating_point() or hidden.dim() < 1:
-        raise NoMatch("its hidden values are no floating-point rows")
+        raise NoMatch("its linear layer is not applied to floating-point rows")
     bias = match.bias
     classes = weight.shape[1 if match.linear.transposed else 0]
     if bias is not None and tuple(bias.meta["val"].shape) != (classes,):
-        raise NoMatch("its bias has not one number for each class")
+        raise NoMatch("its bias is not a vector with one number for each class")
     if match.path.formula.bias is not None and match.linear.bias is not None:
         raise NoMatch("it has two biases")
 
 
 def bytes_in_fp32(logits: Node) -> int | None:
-    """Returns the bytes of logits in fp32, or None if a size is symbolic."""
+    """Returns the bytes that logits of any dtype take in fp32, or None if a size is symbolic."""
     value = logits.meta["val"]
     sizes = [size for size in value.shape if isinstance(size, int)]
     return 4 * torch.Size(sizes).numel() if len(sizes) == value.dim() else None

@@ -37,18 +37,18 @@ class _Rows:
 
 
 class MaskRows:
-    """Tells of the masks in one graph whether they may mask every score of a row; answers are cached."""
+    """Answers, with a cache, whether attention masks of one graph may mask every score of a query."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.module = graph_module
         self.masking: dict[Node, int | None] = {}
 
     def masking_terms(self, mask: Node) -> int | None:
-        """Returns how many terms of the sum `mask` mask some score with a finite number; None if a term may mask every
-        score of a row.
+        """Returns, for a mask that is added to scores and is itself a sum, how many of its terms mask some score by a
+        finite number (not -inf); None if a term may mask every score of a row.
 
-        Masks that depend on no input are computed. A term that is looked up in a table, or is a product of matrices, is
-        a learned bias and masks nothing."""
+        Terms that depend on no input of the graph are evaluated. A term that is looked up in a table, or is a product
+        of matrices, is a learned bias and masks nothing."""
         if mask not in self.masking:
             self.masking[mask] = self._terms(mask)
         return self.masking[mask]

@@ -17,8 +17,8 @@ _SIZED = RESHAPES - {"flatten"} | {"expand"}
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The dimension of a tensor that holds the rows. Its size is `outer` · rows · `inner`: a view may have merged
-    dimensions on either side into it, whose sizes may be symbols."""
+    """Where a tensor has its rows: in the dimension `dim`, whose size is `outer` · rows · `inner`, since a view may
+    have merged dimensions on either side into it. The sizes may be symbols."""
 
     dim: int
     outer: Any = 1
@@ -34,9 +34,9 @@ class Place:
 
 
 def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of a call, whose result has the rows at a place, changed for another number of rows.
+    """Returns the arguments of the call `node` for another number of rows; `place` is where its result has them.
 
-    `resize` returns the new size of the dimension with the rows, given its current size and the place."""
+    `resize` returns the new size of the dimension with the rows, given its current size and `place`."""
     if op_name(node) not in _SIZED:
         return node.args
     sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
@@ -54,7 +54,7 @@ def _is_inferred(size: Any) -> bool:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
-    """Returns the shape of a node's stored value, or of the first tensor in it."""
+    """Returns the shape of a node's `meta["val"]`, or of the first tensor in it."""
     return tuple(next(tensors(node.meta["val"])).shape)
 
 
@@ -79,8 +79,8 @@ def _quotient(size: Any, by: Any) -> Any:
 
 
 def aligned_place(node: Node, source: Node, place: Place) -> Place | None:
-    """Returns the place of the rows in an operand that is broadcast to the result; None where it has one row for all
-    of them."""
+    """Returns the place of the rows in the operand `source`, which is broadcast to the result of `node`; None where the
+    operand has size 1 there, one row for all. `place` is that of the rows in the result."""
     shape = shape_of(source)
     dim = place.dim - (len(shape_of(node)) - len(shape))
     return None if dim < 0 or statically_known_true(shape[dim] == 1) else replace(place, dim=dim)

@@ -23,7 +23,7 @@ from passes.rewrite_pattern import NoMatch, check_unwritten
 
 @dataclass(frozen=True)
 class Operand:
-    """A value of the graph that a program reads, and the calls that are applied to it before."""
+    """A value of the graph that a `RowProgram` reads, and the calls that move its rows before the program reads it."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -38,7 +38,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class RowResult:
-    """A result of the region, and how it is made from the value that the program returns for it."""
+    """A result of a `Region`, and how it is made from the value that the program returns for it."""
 
     node: Node
     value: Node
@@ -51,7 +51,8 @@ class RowResult:
 
 @dataclass
 class RowProgram:
-    """A program being written for `memopt::linear_rows`, with its operands and results."""
+    """The text of a program for `memopt::linear_rows`, which computes results of a `Region` from one chunk of rows of
+    logits, with its operands and results; it is written line by line."""
 
     region: Region
     layers: list[Operand] = field(default_factory=list)
@@ -77,7 +78,7 @@ class RowProgram:
         return f"{', '.join(parameters)}: {'; '.join(reversed(body))}"
 
     def learned(self) -> frozenset[str]:
-        """Returns the names of the operands that the results have derivatives with respect to."""
+        """Returns the names in the program of the operands with respect to which its results have derivatives."""
         by_name: dict[str, frozenset[str]] = {}
         for name, expression in self.lines.items():
             stops = expression.startswith(_STOPS)
@@ -89,8 +90,8 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Adds a result of the region to the program. Raises `NoMatch` if one of its calls cannot be written in a
-        program."""
+        """Adds the result `node` of the `Region` to the program. Raises `NoMatch` if a call that computes it cannot be
+        written in a program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))
@@ -138,7 +139,7 @@ class RowProgram:
         packet = name.removesuffix("_") if mutated_arguments(node) else name
         overload = overload_name(node.target)
         if not hasattr(getattr(torch.ops.aten, packet, None), overload):
-            raise NoMatch(f"{node.name} has no variant that makes new memory")
+            raise NoMatch(f"{node.name} writes in place, and its operator has no variant that does not")
         return self._line(f"aten.{packet}.{overload}({', '.join(values)})")
 
     def _argument(self, argument: Any, like: Node, steps: tuple[Step, ...]) -> str:
@@ -239,8 +240,8 @@ def _without_views(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def programs(region: Region) -> list[RowProgram]:
-    """Returns the programs that compute the results of a region: one for all results computed from the same rows of a
-    layer, unless one of them depends on another.
+    """Returns the programs that compute the results of a region. Results that are computed from the same rows of a
+    linear layer share one, unless one of them depends on another.
 
     Raises `NoMatch` if a call cannot be written in a program, or an operand is not available where the program runs."""
     found: list[tuple[set[Any], RowProgram]] = []
@@ -261,12 +262,12 @@ def programs(region: Region) -> list[RowProgram]:
 
 
 def place_of(program: RowProgram) -> Node:
-    """Returns the first result of a program in the graph; the program is inserted before it."""
+    """Returns the node before which a program is inserted: the first of its results in the graph."""
     return min(result.node for result in program.results)
 
 
 def late_operands(program: RowProgram) -> list[Node]:
-    """Returns, in order, the nodes that a program needs and that come after `place_of` it in the graph."""
+    """Returns the nodes that a program needs and that come after `place_of(program)`, in the graph's order."""
     place, inside = place_of(program), program.region.inside
     pending, late = [node for node, _ in _reads(program)], set[Node]()
     while pending:

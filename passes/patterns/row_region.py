@@ -30,7 +30,8 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 @dataclass
 class Region:
-    """The part of a graph that treats each row alone; it is filled while it is searched."""
+    """A part of a graph that computes from each row of logits alone: its values with a dimension of classes, and the
+    results that it computes from them. It is filled while it is searched."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
@@ -40,7 +41,8 @@ class Region:
     """Per result: the value with classes that it is computed from."""
 
     def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
-        """Returns a linear layer that a value comes from, and the calls in between that move rows."""
+        """Returns a linear layer that `node` is computed from, and the calls in between that move rows of its logits,
+        in order."""
         steps: tuple[Step, ...] = ()
         while node not in self.layers:
             moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])
@@ -50,13 +52,13 @@ class Region:
 
 
 class NoLayer(NoMatch):
-    """A value with classes is not computed from a linear layer."""
+    """The classes of a value are not the outputs of a linear layer."""
 
 
 def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
-    """Yields the calls of `log_softmax` and `logsumexp` that are likely to be part of a loss, if their input is logits.
+    """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
-    Left out are those in `taken`, and those that one of `TOKEN_LOSSES` reads.
+    Left out are calls in `taken`, and those that one of `TOKEN_LOSSES` reads.
     """
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
@@ -65,10 +67,10 @@ def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
 
 
 def region_of(seed: Node) -> Region:
-    """Returns the region that a call belongs to, which is or reads a value with classes.
+    """Returns the region (see `Region`) around `seed`, a call such as `log_softmax` of logits.
 
-    Raises `NoLayer` if the classes are not those of a linear layer. Raises `NoMatch` if anything else reads one of its
-    values, or if one is written over and read later under another name.
+    Raises `NoLayer` if the classes are not the outputs of a linear layer. Raises `NoMatch` if anything else reads one
+    of the region's values, or if one is written over and read later under another name.
     """
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
@@ -104,9 +106,9 @@ def _layer(node: Node) -> Linear:
     if not all(isinstance(size, int) for size in linear.weight.meta["val"].shape):
         raise NoMatch("its weight has symbolic sizes")
     if node.meta["val"].dim() < 1 or not node.meta["val"].is_floating_point():
-        raise NoMatch("its hidden values are no floating-point rows")
+        raise NoMatch("its linear layer is not applied to floating-point rows")
     if linear.bias is not None and linear.bias.meta["val"].dim() != 1:
-        raise NoMatch("its bias has not one number for each class")
+        raise NoMatch("its bias is not a vector with one number for each class")
     return linear
 
 

@@ -29,8 +29,8 @@ _LEAST_GAIN = 2
 
 @dataclass(frozen=True)
 class RowSegment:
-    """A part of a graph that can run on some rows at a time: each row of its results depends on the same row of its
-    inputs only."""
+    """A part of a graph that can run on some rows at a time: a row of its results depends only on that row of its
+    inputs."""
 
     members: tuple[tuple[str, Place], ...]
     """The names of the calls, in order, with the place of the rows in the value of each."""
@@ -55,10 +55,10 @@ class RowSegment:
 
 
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
-    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in order; none overlap.
+    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in its order; none overlap.
 
-    Only calls that depend on a parameter are considered; `parameters` has the numbers of these among the graph's
-    inputs."""
+    Only calls that depend on a parameter are considered; `parameters` holds the positions of parameters among the
+    graph's inputs."""
     finder = _Finder(graph_module.graph, tiles, parameters)
     found = list(finder.segments())
     largest = max((segment.inside_bytes for segment in found), default=0)
@@ -238,8 +238,8 @@ def _bytes(node: Node) -> int:
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor, from the outermost to the innermost in memory; None for a tensor with
-    gaps."""
+    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps between its
+    elements."""
     strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
     expected: Any = 1

@@ -26,8 +26,9 @@ Operands: TypeAlias = tuple[tuple[Node, Place | None], ...]
 
 
 def row_operands(node: Node, place: Place) -> Operands | None:
-    """Returns the operands of a call whose result has the rows at a place; None where the call is not known to compute
-    each row from the same rows of its operands."""
+    """Returns the operands of a call, each with the place where it has the rows (None: every row reads all of it),
+    given where the result has them. None where the call is not known to compute each row from the same row of its
+    operands."""
     if node.target is operator.getitem:
         return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
     name = op_name(node)
@@ -40,8 +41,8 @@ def row_operands(node: Node, place: Place) -> Operands | None:
 
 
 def row_result(node: Node, operand: Node, place: Place) -> tuple[Place, Operands] | None:
-    """Returns the place of the rows in a call's result, with all operands, where one operand has them at `place`; None
-    where the call mixes rows."""
+    """Returns where the result of a call has the rows, and all its operands as `row_operands` does, given where the
+    operand `operand` has the rows; None where the call mixes rows."""
     value = next(tensors(node.meta.get("val")), None)
     if value is None:
         return None

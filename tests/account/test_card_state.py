@@ -42,7 +42,7 @@ def test_a_replay_uses_the_gaps_that_are_there_and_cannot_return_them() -> None:
 
 def test_a_state_above_the_limit_is_refused() -> None:
     assert CachingAllocator(limit_bytes=80 * MB, state=HOLES).reserved_bytes == 80 * MB
-    with pytest.raises(CardFullError, match="held already"):
+    with pytest.raises(CardFullError, match="reserved already"):
         CachingAllocator(limit_bytes=79 * MB, state=HOLES)
 
 
@@ -83,7 +83,7 @@ def test_the_pages_between_mapped_ones_are_mapped_first() -> None:
 
 @pytest.mark.parametrize("blocks", [(), (("other", 0),), (("other", 100),), (("free", -512),)])
 def test_segments_that_no_allocator_has_are_refused(blocks: tuple[tuple[Kind, int], ...]) -> None:
-    with pytest.raises(ValueError, match="blocks of multiples of 512 bytes"):
+    with pytest.raises(ValueError, match="blocks whose bytes are multiples of 512"):
         HeldSegment(False, blocks)
 
 

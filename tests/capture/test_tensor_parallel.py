@@ -141,5 +141,5 @@ def test_hidden_states_are_what_is_exchanged() -> None:
         ]
         assert after[first].shape == (2, 8, 8)
         assert list(named) == list(kwargs)
-    with pytest.raises(ValueError, match="that Called is given, and its call has no floating-point tensor"):
+    with pytest.raises(ValueError, match="that Called is called with, but no argument is a floating-point tensor"):
         _with_first(Called(), (ids, mask), {}, double)

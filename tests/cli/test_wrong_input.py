@@ -137,7 +137,7 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 OTHER = {
     ("explain", "--op", "nothing"): "no op is named 'nothing'",
-    ("diff", "--stage", "nothing"): "no stage 'nothing' to show; there is 'scheduled'",
+    ("diff", "--stage", "nothing"): "no stage 'nothing' to show; give one of 'scheduled'",
     ("diff", "--against-budget-gb", "lots"): "--against-budget-gb takes a number of gigabytes",
     ("frontier", "--points", "1"): "points",
     ("frontier", "--points", "many"): "Invalid value for '--points'",

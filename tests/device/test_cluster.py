@@ -67,9 +67,9 @@ def test_one_card_exchanges_nothing() -> None:
         ({"dp_shard": 8}, "nvlink9", ValueError, "unknown interconnect 'nvlink9' within a node"),
         ({"dp_shard": 16}, "nvlink4+ethernet", ValueError, "unknown interconnect 'ethernet' between nodes"),
         ({"dp_shard": 8}, 4, TypeError, "interconnect must be a name"),
-        ({"dp_shard": 16}, "nvlink4", ValueError, "mesh has 16 cards and a node 8: name the network"),
-        ({"dp_shard": 8, "tp": 3}, NETWORK, ValueError, "3 cards up to 'tp' in mesh neither divide"),
-        ({"dp_shard": 12}, NETWORK, ValueError, "12 cards up to 'dp_shard' in mesh neither divide"),
+        ({"dp_shard": 16}, "nvlink4", ValueError, "mesh has 16 cards, more than the 8 of a node: name the network"),
+        ({"dp_shard": 8, "tp": 3}, NETWORK, ValueError, "up to 'tp' make groups of 3 cards, which neither divide"),
+        ({"dp_shard": 12}, NETWORK, ValueError, "up to 'dp_shard' make groups of 12 cards, which neither divide"),
     ],
 )
 def test_what_a_cluster_cannot_be_is_refused(mesh: Any, interconnect: Any, kind: type, text: str) -> None:

@@ -210,7 +210,7 @@ def test_writes_are_scheduled_once() -> None:
     assert "copy_: " in format_graph(ApplySchedule(("neg", "copy_"), 2, 1)(written))
     with pytest.raises(PassError, match="node copy_: the schedule leaves it out"):
         ApplySchedule(("neg",), 1, 1)(written)
-    with pytest.raises(PassError, match="node copy_: its effects must not be repeated"):
+    with pytest.raises(PassError, match="node copy_: the schedule repeats it"):
         ApplySchedule(("neg", "copy_", "copy_"), 3, 1)(written)
 
 

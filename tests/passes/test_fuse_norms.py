@@ -14,7 +14,7 @@ from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
 WIDTH = 12
-RMS = "it is an RMSNorm: torch's operator is traced into the same calls, and saves as much"
+RMS = "it is an RMSNorm: torch traces `rms_norm` into the same calls, so that it would save nothing"
 
 
 def sketch(*, returned: bool = False) -> GraphModule:
@@ -198,10 +198,10 @@ def channels_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "RMSNorm": (rms, [RMS]),
-    "over others": (channels_first, ["it is over dimension 1 of 3, not the last"]),
+    "over others": (channels_first, ["it normalises dimension 1 of 3, not the last"]),
     "annotated transformer": (
         lambda x, w, b: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b,
-        ["its variance is divided by n - 1"],
+        ["its variance is divided by n - 1, not by n"],
     ),
     "eps outside": (
         lambda x, w, b: (
@@ -216,7 +216,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     ),
     "weight of another shape first": (
         lambda x, w, b: x[:1, :1] * (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
-        ["its weight differs in shape or dtype from the normalised dimensions"],
+        ["its weight differs in shape from the normalised dimensions, or in dtype from its input"],
     ),
     "cast between": (cast_between, ["it casts between its steps"]),
     "centred by another": (

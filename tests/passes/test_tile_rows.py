@@ -157,7 +157,7 @@ def test_little_inside_stays() -> None:
 def test_wrong_segments_are_refused() -> None:
     before = captured(mlp).graph_module
     (segment,) = segments(before, 2)
-    with pytest.raises(PassError, match="2 rows make no 14 tiles"):
+    with pytest.raises(PassError, match="2 rows cannot make 14 tiles"):
         TileRows((segment,), 14)(before)
     (name, _), *others = segment.members
     wrong = replace(segment, members=((name, Place(2)), *others))

@@ -206,7 +206,7 @@ def test_diff(roomy: Plan, tight: Plan) -> None:
     assert diff.summary() == f"{diff.recomputed} recomputed"
     assert roomy.diff().summary() == "no change"
     assert not roomy.diff()
-    with pytest.raises(ValueError, match="no stage 'captured' to show; there is 'scheduled', against 'captured'"):
+    with pytest.raises(ValueError, match="no stage 'captured' to show; give one of 'scheduled', 'forward'"):
         tight.diff("captured")
 
 

@@ -188,7 +188,7 @@ def test_two_budgets() -> None:
         (change.op, "-" if change.sign == "+" else "+") for change in diff.changes
     }
     assert diff.text() == "\n".join(map(str, diff.of_stage("scheduled").regions))
-    with pytest.raises(ValueError, match="no stage 'precision' in both plans; there is 'operators', "):
+    with pytest.raises(ValueError, match="no stage 'precision' in both plans; give one of 'operators', "):
         diff.text("precision")
 
 
