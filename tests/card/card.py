@@ -12,6 +12,8 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.initialization import no_init_weights
 
+from memopt.compat import card_allocator
+
 MB = 1024**2
 STAND_IN = hasattr(ctypes.CDLL(None), "memopt_card_stand_in")
 """Whether CUDA's libraries are those of `tests/card/stand_in`."""
@@ -26,8 +28,12 @@ def without_values() -> AbstractContextManager[None]:
 
 
 def forget() -> None:
-    """Free what is not referred to, and give the memory back to the card."""
+    """Free what is not referred to, give the memory back to the card, and have torch's allocator use ordinary segments
+    again."""
     torch._dynamo.reset()
+    if card_allocator._turned_on:
+        card_allocator._set_settings("expandable_segments:False")
+        card_allocator._turned_on.clear()
     gc.collect()
     torch.cuda.empty_cache()
 

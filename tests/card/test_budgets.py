@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
+from memopt.compat.card_allocator import expandable_segments
 from memopt.errors import GIB
 from tests.card.card import cap, vision_job
 
@@ -94,6 +95,25 @@ def check_budgets(
         torch.cuda.set_per_process_memory_fraction(1.0)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def test_expandable_segments_are_turned_on_by_the_plan_that_needs_them() -> None:
+    model, batch = vision_job(layers=2, width=256, images=128)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ordinary: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "backend": "aten", "allow": {"recompute"}}
+    options = ordinary | {"allow": {"recompute", "expandable_segments"}}
+    _, most = plain_and_smallest_gb(model, batch, **ordinary)
+    _, least = plain_and_smallest_gb(model, batch, **options)
+    assert least < 0.99 * most
+    with pytest.raises(memopt.BudgetError) as refusal:
+        memopt.optimize(model, least, example_inputs=batch, **ordinary)
+    assert any("'expandable_segments'" in str(way) for way in refusal.value.ways)
+    memopt.optimize(model, least, example_inputs=batch, **options)
+    assert "expandable_segments" in memopt.plan_of(model).levers
+    assert not expandable_segments(), "not before the first planned step"
+    cap(least * GIB - memopt.plan_of(model).account.context)
+    allocated_by_steps(model, batch, optimizer)
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 def allocated_by_steps(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> float:
