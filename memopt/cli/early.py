@@ -38,6 +38,7 @@ LEVERS = (
     "chunked_loss",
     "tiles",
     "microbatch",
+    "expandable_segments",
     "offload_activations",
     "offload_parameters",
     "fp8",
