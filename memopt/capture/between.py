@@ -49,7 +49,8 @@ class EagerCodeTooLargeError(CaptureError):
 
 
 class CrossedByDerivative(CaptureError):
-    """Eager code between regions takes a derivative through a region, whose backward cannot be differentiated again."""
+    """Raised where eager code between regions takes a derivative through a region that the region's backward does not
+    give: of gradients (`create_graph=True`), or by an output from which the region computes others."""
 
 
 CROSSED = "takes a derivative through that break"

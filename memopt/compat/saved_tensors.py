@@ -24,10 +24,11 @@ PRIVATE_NAMES = (
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:
-    """The tensors that an autograd node has saved; none if they are freed, or if `note_packed` has found hooks.
+    """The tensors that an autograd node holds for its backward; none once they are freed.
 
-    No hooks on saved tensors are called, except for an `autograd.Function` none of whose saved tensors was changed in
-    place. For values that a hook has packed, these are the tensors in the packed value."""
+    Saved-tensor hooks are not called: of a value that a hook has packed, these are the tensors in what the hook
+    returned. Only the node of an `autograd.Function` is read as in its backward, through the hooks, unless a saved
+    tensor was changed in place; nothing is read where `note_packed` has recorded hooks."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved
