@@ -45,7 +45,7 @@ class EagerBytes:
 
 
 class EagerCodeTooLargeError(CaptureError):
-    """Eager code between regions holds more bytes than the budget leaves for it."""
+    """Raised where eager code between regions holds more bytes than the budget leaves for it."""
 
 
 class CrossedByDerivative(CaptureError):

@@ -102,7 +102,7 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """A rewriting was to change a region (`Rewriting.needed`) and found nothing to change; `notes` say why."""
+    """Raised where a rewriting finds nothing to change in a region (`Rewriting.needed`); `notes` say why."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))

@@ -28,8 +28,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """The leaves among these that have hooks. It is called for all parameters at every step, and takes half the time
-    that `has_hooks` would for each."""
+    """The `leaves` that have hooks. It is called for all parameters at every step, and takes half the time that
+    `has_hooks` would for each."""
     return [
         leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]  # fmt: skip
@@ -90,8 +90,7 @@ _FIRST = -1
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
-    `first`, and the functions of hooks added later are called by whoever has the table. It does not keep the tensor
-    alive."""
+    `first`, and whoever has the table the functions of hooks added later. It does not keep the tensor alive."""
     table = DeferredHooks(first)
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table

@@ -61,7 +61,7 @@ def replace_saved(
     node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
 ) -> int:
     """Free the tensors on a device that an `autograd.Function`'s node has saved, except those at the addresses `kept`.
-    In their place, the node's backward reads what `values` returns at the same positions. Returns the bytes freed."""
+    Its backward then reads what `values` returns, one for each saved tensor in order. Returns the bytes freed."""
     later, freed = _Later(values), dict[int, int]()
     saved: list[torch.Tensor | None] = list(node.saved_tensors)
     for number, raw in enumerate(node._raw_saved_tensors):

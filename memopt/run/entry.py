@@ -123,7 +123,7 @@ class LatestLooks:
 
     @property
     def lowest(self) -> int:
-        """The smallest number of bytes allocated at any of these searches, less those that memopt accounts for."""
+        """The smallest number of bytes allocated at any of the latest searches, less those that memopt accounts for."""
         return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:

@@ -96,8 +96,8 @@ class UntilBackward:
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
         """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
-        forward, estimate from the graph the bytes that the caller's code holds between them, and record the most in the
-        model's entry (`Entry.meanwhile`)."""
+        forward, estimate from the graph the bytes that the caller's code holds between the two, and record the most in
+        the model's entry (`Entry.meanwhile`)."""
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:

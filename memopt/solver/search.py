@@ -94,9 +94,9 @@ class Search:
                 self.polish(plan, plan.method)
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
-        """The seed made to fit the cap: a replay of it that evicts values when memory is full, and recomputes them when
-        they are read. It evicts first what has the fewest seconds per bytes^p · distance to the next read^a; `rule` is
-        (p, a). None if this does not fit or the search is done."""
+        """The seed made to fit the cap by a replay that evicts values when memory is full, and recomputes them when
+        read: first the one of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is (p, a). None
+        if that does not fit or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)

@@ -167,8 +167,8 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The effective batch at the beginning of a further call, whose microbatches have `counts` tokens each; `plus`
-        adds them later.
+        """The effective batch at the beginning of a further call. `counts` has the tokens of each of its microbatches,
+        which `plus` adds when they have run.
 
         The first call with any token sets `reference`, by which losses are divided: its tokens, as the mean over the
         ranks that train `model`, times `calls`, the number of calls in an effective batch."""
@@ -183,13 +183,11 @@ class EffectiveBatch:
         return torch.where(count > 0, loss * weight, 0)
 
     def plus(self, weighted_loss: torch.Tensor, count: torch.Tensor) -> EffectiveBatch:
-        """Returns the effective batch with a further microbatch: its `count` tokens, and its loss as `weighted`
-        returned it."""
+        """The effective batch with a further microbatch: its `count` tokens, and its loss as from `weighted`."""
         return replace(self, tokens=self.tokens + count, loss=self.loss + weighted_loss.detach())
 
     def over_ranks(self, model: nn.Module) -> EffectiveBatch:
-        """The effective batch with its tokens and its loss averaged over the ranks that train `model`, as gradients
-        are."""
+        """The effective batch with tokens and loss averaged over the ranks that train `model`, as gradients are."""
         tokens, loss = mean_over_ranks(torch.stack((self.tokens, self.loss)), model)
         return replace(self, tokens=tokens, loss=loss)
 

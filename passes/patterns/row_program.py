@@ -159,7 +159,7 @@ class RowProgram:
         return self._operand("r", Operand(argument, steps, like, dim))
 
     def _reduced(self, node: Node, class_dim: int, steps: tuple[Step, ...]) -> str | None:
-        """Returns the name of a value [rows, 1] for a result that other values of the `RowRegion` read, such as a maximum.
+        """Returns the name of a value [rows, 1] for a result that other values of the region read, such as a maximum.
 
         None for any other node.
         """
