@@ -102,7 +102,7 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """Raised where a rewriting finds nothing to change in a region (`Rewriting.needed`); `notes` say why."""
+    """Raised where a rewriting finds nothing to change though it must (`Rewriting.needed`); `notes` say why."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))

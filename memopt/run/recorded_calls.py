@@ -62,7 +62,7 @@ def _no_limit() -> float:
 
 
 class OtherPathTaken(CaptureError):
-    """Raised where a forward runs through other regions than planned, though it began again from the same state."""
+    """Raised where a forward runs other regions or sizes than planned, though it began again from the same state."""
 
 
 class HoldsMore(OtherPathTaken):

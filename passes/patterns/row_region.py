@@ -30,9 +30,9 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 @dataclass
 class RowRegion:
-    """The calls of a graph between one or several linear layers and the numbers that are computed from each row of
-    their logits: the values with a dimension of classes, and the results, which have none. A row of logits is what a
-    layer computes from one row of its input, as of one token. It is filled while it is searched."""
+    """The calls of a graph from one or several linear layers to the numbers that are computed from each row of their
+    logits: the values with a dimension of classes, and the results, a few numbers for each row. A row of logits is what
+    a layer computes from one row of its input, as of one token. It is filled while it is searched."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
