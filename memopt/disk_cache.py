@@ -107,7 +107,7 @@ ValueT = TypeVar("ValueT")
 
 
 def as_json(value: DataclassInstance) -> dict[str, Any]:
-    """The fields of a frozen dataclass as values for JSON, without fields that are marked `LIVE` (objects of this
+    """The fields of a frozen dataclass as values for JSON, without those whose metadata is `LIVE` (objects of this
     process)."""
     return {field.name: _plain(getattr(value, field.name)) for field in _saved(type(value))}
 

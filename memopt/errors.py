@@ -38,7 +38,7 @@ class Way:
 
 
 class BudgetError(ValueError):
-    """No plan keeps the training step within the budget, so no step is taken.
+    """Raised where no plan keeps the training step within the budget, so that no step is taken.
 
     The first line of the text names the budget given, the smallest one that works, and what dominates the memory; then
     come the gigabytes that are missing, sentences that explain more, and a table of the ways out.
@@ -138,35 +138,35 @@ def _row(peak: str, time: str, *texts: str) -> list[str]:
 
 
 class TorchNamesError(ImportError):
-    """This version of torch lacks private names that memopt needs."""
+    """Raised where this version of torch lacks private names that memopt needs."""
 
 
 class RankError(ValueError):
-    """Another rank of the same training cannot take the step, so no rank does."""
+    """Raised where another rank of the same training cannot take the step, so that no rank does."""
 
 
 class CaptureError(ValueError):
-    """The model's forward, or a part of it, cannot be captured as a graph."""
+    """Raised where the model's forward, or a part of it, cannot be captured as a graph."""
 
     undone = True
     """Whether the model, its inputs and the random generators are again as they were before the call."""
 
 
 class PlanFileError(ValueError):
-    """A file is no plan or frontier that this version of memopt wrote, or it was changed or cut off after that."""
+    """Raised for a file that is no plan or frontier of this version of memopt, or was changed or cut off."""
 
 
 class UnplannedGradientError(ValueError):
-    """A gradient flows into an output for which the plan has no backward, and no second forward can give it one."""
+    """Raised where a backward needs a gradient that neither the plan nor a second forward can give."""
 
 
 class GradientMismatchError(ValueError):
-    """The planned step gave other gradients, another loss or other buffers than the plain step does."""
+    """Raised where the planned step gives other gradients, another loss or other buffers than the plain step does."""
 
 
 class StaleOutputError(ValueError):
-    """An output that is computed when it is first read was read too late: what it is computed from has changed, as
-    parameters do in `optimizer.step()`."""
+    """Raised where an output that is computed when it is first read is read too late: what it is computed from has
+    changed, as parameters do in `optimizer.step()`."""
 
 
 def without_frames(error: Refusal) -> Refusal:

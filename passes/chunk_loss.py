@@ -19,7 +19,7 @@ from passes.patterns.logits_path import Step, moved
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
-from passes.patterns.row_region import NoLayer, Region, region_of, row_seeds
+from passes.patterns.row_region import NoLayer, RowRegion, row_region_of, row_seeds
 from passes.rewrite_pattern import NoMatch, check_named, erase_up_to, judged
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def _rolled(graph_module: GraphModule) -> GraphModule:
     return graph_module if made & {*row_seeds(rolled.graph, ())} else rolled
 
 
-_Match: TypeAlias = LossMatch | tuple[Region, list[RowProgram]]
+_Match: TypeAlias = LossMatch | tuple[RowRegion, list[RowProgram]]
 
 
 def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tuple[Node, _Match | None, str]]:
@@ -94,7 +94,7 @@ def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tup
         if seed in known or (names is not None and seed.name not in names):
             continue
         try:
-            region = region_of(seed)
+            region = row_region_of(seed)
             known.update(region.inside, region.results)
             found, reason = programs(region), ""
         except NoLayer as mismatch:

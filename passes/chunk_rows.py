@@ -15,15 +15,15 @@ from passes.ops.linear_rows import LINEAR_ROWS
 from passes.patterns.logits_path import moved
 from passes.patterns.loss_pattern import Linear
 from passes.patterns.row_program import Operand, RowProgram, RowResult, late_operands, place_of
-from passes.patterns.row_region import Region
+from passes.patterns.row_region import RowRegion
 
 aten = torch.ops.aten
 
 
-def rewrite_rows(region: Region, programs: Collection[RowProgram], rows: int) -> None:
-    """Replaces the results of a region, a part of a graph that computes from each row of logits alone, by calls of
-    `memopt::linear_rows`: one for each program, run on chunks of `rows` rows (0: a number chosen for the layer). Calls
-    that nothing reads any more are erased."""
+def rewrite_rows(region: RowRegion, programs: Collection[RowProgram], rows: int) -> None:
+    """Replaces the results of a `RowRegion`, the calls of a graph that compute from each row of logits alone, by calls
+    of `memopt::linear_rows`: one for each program, run on chunks of `rows` rows (0: a number chosen for the layer).
+    Calls that nothing reads any more are erased."""
     for node, class_dim in region.inside.items():
         for reader in [user for user in node.users if op_name(user) == "sym_size"]:
             _measure(region, node, class_dim, reader)
@@ -37,7 +37,7 @@ def rewrite_rows(region: Region, programs: Collection[RowProgram], rows: int) ->
     erase_unread(source for source in sources if source not in region.results)
 
 
-def _measure(region: Region, node: Node, class_dim: int, reader: Node) -> None:
+def _measure(region: RowRegion, node: Node, class_dim: int, reader: Node) -> None:
     """Has a call that reads a size of a value with classes read it from the layer's input."""
     value = node.meta["val"]
     dim: Any = reader.args[1]
@@ -50,7 +50,7 @@ def _measure(region: Region, node: Node, class_dim: int, reader: Node) -> None:
     reader.graph.erase_node(reader)
 
 
-def _like(region: Region, node: Node) -> Node:
+def _like(region: RowRegion, node: Node) -> Node:
     """Returns the input of a layer with its rows moved as those of a value of the region, at the insertion point."""
     layer, steps = region.path(node)
     source = region.layers[layer].hidden

@@ -28,8 +28,8 @@ decided which values are saved and which are recomputed.
 
 
 class PassError(ValueError):
-    """A pass cannot take a graph, or has made an inconsistent one; the message names the pass, the node, and what to
-    do."""
+    """Raised where a pass cannot take a graph, or has made an inconsistent one; the message names the pass, the node,
+    and what to do."""
 
     def __init__(self, pass_name: str, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""

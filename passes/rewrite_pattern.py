@@ -24,8 +24,8 @@ Match = TypeVar("Match")
 
 
 class NoMatch(Exception):
-    """A part of a graph is not the pattern that a pass looks for. The message is the reason, and follows the name of a
-    node: "softmax: its softmax is not over the keys"."""
+    """Raised where a part of a graph is not the pattern that a pass looks for. The message is the reason, and follows
+    the name of a node: "softmax: its softmax is not over the keys"."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def rounded_bytes(nbytes: int) -> int:
 
 
 class CardFullError(MemoryError):
-    """The allocator would have to hold more than its limit, even after it returned what it could."""
+    """Raised where the allocator needs more than its limit, even after it has returned what it could."""
 
 
 class _Addresses:

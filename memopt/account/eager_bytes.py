@@ -123,8 +123,8 @@ _BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 
 
 class ValueIsRead(Exception):
-    """Code that runs on fake tensors depends on a value, or a kernel allocates bytes that do not follow from its fake
-    results."""
+    """Raised where code that runs on fake tensors depends on a value, or a kernel allocates bytes that do not follow
+    from its fake results."""
 
 
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
@@ -307,16 +307,16 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 
 class _TooManyBytes(Exception):
-    """Operators hold more than they may, by the upper bounds of their kernels' workspaces."""
+    """Raised where operators hold more than `most_bytes`, by the upper bounds of their kernels' workspaces."""
 
 
 class WorkspaceUnknown(Exception):
-    """Whether an operator may run depends on the workspace of its kernel, which is not measured yet. The only argument
-    is the operator's `OpCall`."""
+    """Raised where the workspace of an operator's kernel, which is not measured yet, decides whether the operator may
+    run. The only argument is the operator's `OpCall`."""
 
 
 class TensorsTooLarge(_TooManyBytes):
-    """The tensors of a step exceed `most_bytes` even without any workspace."""
+    """Raised where tensors alone, without any workspace, exceed the most bytes that a step may hold."""
 
 
 def _sizes_of_special(values: Any) -> set[tuple[int, ...]]:

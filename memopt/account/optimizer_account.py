@@ -206,7 +206,7 @@ def _between(low: OptimizerAccount, high: OptimizerAccount, part: float) -> Opti
 
 
 class _TrialError(ValueError):
-    """A step does not run on fake tensors: the name of the optimiser, and why."""
+    """Raised where a step does not run on fake tensors, with the name of the optimizer, and why."""
 
 
 def _tried(

@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 
 class Untraceable(Exception):
-    """A region cannot be traced as an operator graph without changing what it computes. Dynamo's graph is then used in
-    its place, and no passes rewrite it. The message is the reason, as a clause that can follow "since"."""
+    """Raised where a region cannot be traced as an operator graph without changing what it computes. Dynamo's graph is
+    then used in its place, and no passes rewrite it. The message is the reason, as a clause that can follow "since"."""
 
 
 class AuthorModes:

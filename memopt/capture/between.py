@@ -45,11 +45,12 @@ class EagerBytes:
 
 
 class EagerCodeTooLargeError(CaptureError):
-    """Eager code between regions holds more bytes than the budget leaves for it."""
+    """Raised where eager code between regions holds more bytes than the budget leaves for it."""
 
 
 class CrossedByDerivative(CaptureError):
-    """Eager code between regions takes a derivative through a region, whose backward cannot be differentiated again."""
+    """Raised where eager code between regions takes a derivative through a region that the region's backward does not
+    give: of gradients (`create_graph=True`), or by an output from which the region computes others."""
 
 
 CROSSED = "takes a derivative through that break"

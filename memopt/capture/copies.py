@@ -37,7 +37,7 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
     """The joint graph of `standing`, completed with copies of its standing blocks in place of the blocks that were not
-    traced. With `marked`, its nodes keep the marks that `traced_from` reads."""
+    traced. With `marked`, its nodes keep the names that `traced_from` reads, of what they were traced from."""
     return _Copier(standing, marked).copied()
 
 

@@ -88,7 +88,7 @@ class DataSizes:
 
 
 class SizeOutgrown(Exception):
-    """A batch has a data-dependent size above the plan's limit; raised before memory for it is allocated."""
+    """Raised where a batch has a data-dependent size above the plan's limit, before memory for it is allocated."""
 
 
 def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Observed, ...]:

@@ -112,11 +112,11 @@ _BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is cal
 
 
 class GraphBreak(CaptureError):
-    """The call cannot be captured as one graph; the message is Dynamo's reason."""
+    """Raised where a call cannot be captured as one graph; the message is Dynamo's reason."""
 
 
 class TooManyShapes(CaptureError):
-    """Dynamo has reached its maximal number of compilations of the call."""
+    """Raised where Dynamo has compiled a call as many times as it compiles it at most, once for each set of shapes."""
 
 
 class _Compilations:

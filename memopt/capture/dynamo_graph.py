@@ -204,8 +204,8 @@ def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
 
 
 def mark_checkpoints(graph_module: fx.GraphModule) -> None:
-    """Mark the nodes that the author runs under `torch.utils.checkpoint`; tracers copy the mark to everything traced
-    from them."""
+    """Set the entry `AUTHOR_CHECKPOINT` in the metadata of the nodes that the author runs under
+    `torch.utils.checkpoint`; tracers copy it to everything traced from them."""
     for node in _checkpointed(graph_module):
         node.meta["custom"] = {**node.meta.get("custom", {}), AUTHOR_CHECKPOINT: True}
 

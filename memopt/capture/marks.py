@@ -9,18 +9,20 @@ _OPERATOR = "memopt_operator"
 
 
 def mark_operators(graph: fx.Graph) -> None:
-    """Mark each node with its name, which `traced_from` then finds on every node that is traced from it."""
+    """Write into the metadata of each node its own name. Tracers copy it to every node that they make of this one,
+    where `traced_from` reads it."""
     for node in graph.nodes:
         # Tracers copy this entry to every node that they create for this one, in the backward too.
         node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
 
 
 def without_mark(node: fx.Node) -> None:
-    """Remove from a traced node the mark that `mark_operators` left."""
+    """Remove from a traced node the name that `mark_operators` wrote and tracing copied."""
     custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != _OPERATOR}
     node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
 
 
 def traced_from(node: fx.Node) -> str:
-    """The name of the marked node that this node was traced from; "" where there is none."""
+    """The name of the node that `node` was traced from, which `mark_operators` wrote into that graph's metadata before
+    it was traced; "" where there is none."""
     return str(node.meta.get("custom", {}).get(_OPERATOR, ""))

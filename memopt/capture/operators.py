@@ -102,7 +102,7 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """A rewriting was to change a region (`Rewriting.needed`) and found nothing to change; `notes` say why."""
+    """Raised where a rewriting finds nothing to change though it must (`Rewriting.needed`); `notes` say why."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))
@@ -221,7 +221,7 @@ def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:
     """A copy of the rewritten graph for AOTAutograd, with constants as plain attributes, since buffers would become
-    inputs and renumber the others. Its nodes are marked for `traced_from`."""
+    inputs and renumber the others. Each node has its name in its metadata (`mark_operators`)."""
     module = copy_graph_module(operators.stages[-1])
     mark_operators(module.graph)
     return constants_as_attributes(module)

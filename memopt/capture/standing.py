@@ -64,8 +64,8 @@ class Standing:
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
-        """The first node whose value shares the storage of `tensor`, and the number of the tensor within that node's
-        value."""
+        """The first node in the graph whose value shares the storage of `tensor`, and the number of the tensor within
+        that value."""
         return self.makers[storage_key(tensor)]
 
 

@@ -170,12 +170,13 @@ def backend_of(region: RecordedRegion, wanted: str, *, whole: bool) -> str:
 def differentiate(
     traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
 ) -> JointGraph:
-    """The joint graph of a region, traced from its module in `traced`; for a region without gradients only the forward
+    """The joint graph of a region, traced from the module in `traced`; for a region without gradients only the forward
     (`JointGraph.differentiated` is False).
 
-    `operators` are the rewriting's stages where that module is an operator graph, else None; `decide` and `reinplace`
-    are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where the traced graph lacks metadata, and
-    where a region that reads parameters split over ranks returns several losses. Raises `PassError` where a pass fails.
+    `operators` has the region's operator graph before and after each pass; None if neither passes nor autocast need
+    that graph. `decide` and `reinplace` are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where
+    the traced graph lacks metadata, and where a region that reads parameters split over ranks returns several losses.
+    Raises `PassError` where a pass fails.
     """
     region = traced.region
     with traced.active():

@@ -76,8 +76,9 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step in which the model is planned and compiled; peak and seconds are not measured. With fp16 as `low`, the
-    largest loss scale is used, and None is returned if gradients are not finite with it."""
+    """Run a step in which the model is planned and compiled; peak and seconds are not measured. If `low`, the 16-bit
+    dtype that it computes in, is fp16, the loss scale is the largest; None is returned if gradients are not finite
+    then."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(Run(train(call, scale), 0, 0.0, scale), start)
@@ -99,8 +100,8 @@ def scaled(
     low: torch.dtype | None,
     context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run and measure a step as `measured` does. With fp16 as `low`, it is repeated with smaller loss scales until all
-    gradients are finite; with other dtypes the scale is 1."""
+    """Run and measure a step as `measured` does. If `low`, the 16-bit dtype that it computes in, is fp16, it is
+    repeated with smaller loss scales until all gradients are finite; else the scale is 1."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale, context)
@@ -116,8 +117,8 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A measured step of the plain model under autocast in the dtype `low`. None where `low` is None, or where the
-    model does not run so; the reason is then added to `notes`."""
+    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan; None where that is
+    None, or where the model does not run so; the reason is then added to `notes`."""
     if low is None:
         return None
     try:

@@ -17,7 +17,7 @@ FAILED, BAD_USAGE, DOES_NOT_FIT = 1, 2, 3
 
 
 class UsageError(ValueError):
-    """An argument of the command that cannot be used; the message says which one and what is expected."""
+    """Raised for an argument of the command that cannot be used; the message says which one and what is expected."""
 
 
 def described(error: Exception) -> tuple[int, str]:

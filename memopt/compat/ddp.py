@@ -160,7 +160,7 @@ class ReducerHooks:
             accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
 
     def after_accumulation(self, number: int) -> None:
-        """Notify the reducer that parameter `number` has its gradient, unless `ready` has done so in this backward."""
+        """Notify the reducer that its parameter `number` has its gradient, unless `ready` did so in this backward."""
         if self._ready.pop(number, None) != current_backward():
             self._tell(number)
 
@@ -171,8 +171,8 @@ class ReducerHooks:
             self._note(number)
 
     def note_at_end(self) -> None:
-        """Look up the addresses of buckets when the running backward ends. In the first backward of a static graph, all
-        gradients become views only then, by a callback that DDP has queued before."""
+        """Record the addresses of the buckets (`addresses`) when the running backward ends. In the first backward of a
+        static graph, all gradients become views only then, by a callback that DDP has queued before."""
         if self.views and self._noted != current_backward():
             self._noted = current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._note_all)

@@ -224,7 +224,7 @@ class SeenSizes:
 @contextmanager
 def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
     """Context in which Dynamo, where it captures a call, makes symbols of the sizes of these dimensions of tensors,
-    unless the code requires one value. Afterwards the tensors have the marks that they had before."""
+    unless the code requires one value. Then the tensors have their marks (`mark_dynamic`) from before again."""
     from torch._dynamo import maybe_mark_dynamic
 
     chosen = list(places)

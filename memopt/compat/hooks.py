@@ -28,8 +28,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """The leaves among these that have hooks. It is called for all parameters at every step, and takes half the time
-    that `has_hooks` would for each."""
+    """The `leaves` that have hooks. It is called for all parameters at every step, and takes half the time that
+    `has_hooks` would for each."""
     return [
         leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]  # fmt: skip
@@ -51,8 +51,8 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 class DeferredHook:
-    """A hook on a tensor. When autograd calls it, it does nothing unless its table is `at_once`; instead memopt calls
-    the user's function, `own`, later."""
+    """A hook that the user has added to a tensor of `DeferredHooks`, with the user's function as `own`. When autograd
+    calls it, it calls that function only while the attribute `at_once` of that table is true."""
 
     def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
         self.own, self._table = own, weakref.ref(table)
@@ -64,8 +64,9 @@ class DeferredHook:
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """The table of the hooks that `Tensor.register_hook` adds to a tensor. The hooks do nothing when autograd calls
-    them, unless `at_once` is true."""
+    """The table in which `Tensor.register_hook` puts the hooks of a tensor. While its attribute `at_once` is false, as
+    it is at first, autograd's calls of them do nothing: memopt (`InnerOutputs`) calls the user's functions, `own`, once
+    the whole gradient of the tensor is known."""
 
     at_once = False
 
@@ -88,8 +89,8 @@ _FIRST = -1
 
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
-    """Defer the hooks that will be added to a tensor, which is no leaf and has none yet; autograd calls `first` in
-    their place. The table of the hooks, which is returned, does not keep the tensor alive."""
+    """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
+    `first`, and whoever has the table the functions of hooks added later. It does not keep the tensor alive."""
     table = DeferredHooks(first)
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table

@@ -33,7 +33,7 @@ PRIVATE_NAMES = (
 
 
 class InductorFailed(Exception):
-    """Inductor, or a compiler that it calls, failed to compile a graph."""
+    """Raised where inductor, or a compiler that it calls, fails to compile a graph."""
 
 
 def compile_by_inductor(

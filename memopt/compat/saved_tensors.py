@@ -24,10 +24,11 @@ PRIVATE_NAMES = (
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:
-    """The tensors that an autograd node has saved; none if they are freed, or if `note_packed` has found hooks.
+    """The tensors that an autograd node holds for its backward; none once they are freed.
 
-    No hooks on saved tensors are called, except for an `autograd.Function` none of whose saved tensors was changed in
-    place. For values that a hook has packed, these are the tensors in the packed value."""
+    Saved-tensor hooks are not called: of a value that a hook has packed, these are the tensors in what the hook
+    returned. Only the node of an `autograd.Function` is read as in its backward, through the hooks, unless a saved
+    tensor was changed in place; nothing is read where `note_packed` has recorded hooks."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved
@@ -60,7 +61,7 @@ def replace_saved(
     node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
 ) -> int:
     """Free the tensors on a device that an `autograd.Function`'s node has saved, except those at the addresses `kept`.
-    In their place, the node's backward reads what `values` returns at the same positions. Returns the bytes freed."""
+    Its backward then reads what `values` returns, one for each saved tensor in order. Returns the bytes freed."""
     later, freed = _Later(values), dict[int, int]()
     saved: list[torch.Tensor | None] = list(node.saved_tensors)
     for number, raw in enumerate(node._raw_saved_tensors):

@@ -175,7 +175,8 @@ def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) 
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with the first's."""
+    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with the first
+    run's."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)

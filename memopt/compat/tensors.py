@@ -60,7 +60,7 @@ def is_wrapper(value: object) -> bool:
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of these tensors, without copies: those inside a wrapper (a quantised weight of
+    """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight of
     torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and a plain
     tensor itself."""
     for tensor in tensors:

@@ -68,7 +68,7 @@ class AccumulateGradient(nn.Module):
     the gradient for autograd to use: the first one, one that a hook reads, one for `torch.autograd.grad`. Under DDP the
     first one also becomes `.grad`, and is exchanged while the backward continues.
 
-    The parameter is input `position` (counted among tensors) of the call whose backward runs, because one region serves
+    The parameter is number `position` of the tensor inputs of the call whose backward runs, because one region serves
     calls with different parameters. With `own_memory`, no other result of the backward shares memory with the gradient.
     The gradient is dropped also where `reached`, if given, returns False in the running backward."""
 
@@ -211,11 +211,11 @@ def accumulate_in_place(
 ) -> None:
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
-    All keys and `own_memory` are positions among the backward's results. `inputs` gives the position, among tensors, of
-    the input whose gradient a result is. Results in `steps` get a `_StepParameter` instead, after all nodes that
-    `steps` names: those that read the parameter, which has its new value from then on. Results in `own_memory` share
-    memory with no other result. `reached` gives functions that return False where the running backward drops the
-    gradient.
+    All keys and `own_memory` are positions among the backward's results. `inputs` gives for each the parameter whose
+    gradient it is, by position among the region's tensor inputs. Results in `steps` get a `_StepParameter` instead,
+    after all nodes that `steps` names: those that read the parameter, which has its new value from then on. Results in
+    `own_memory` share memory with no other result. `reached` gives functions that return False where the running
+    backward drops the gradient.
     """
     graph = backward.graph
     output = graph.output_node()

@@ -106,7 +106,7 @@ def lever_sets(
 
     In each rewriting `needed` names the lever added last, which must find something to rewrite. Raises `ValueError` for
     levers that exclude each other, and for one that needs a step in 16 bits where this one is in fp32. `histories` is
-    the prefix that `GraphChange.deciders` takes.
+    the prefix of the names of 8-bit layers' scale histories.
     """
     changes = [(lever, lever.graph) for lever in levers if lever.graph is not None]
     _check_exclusive(changes)

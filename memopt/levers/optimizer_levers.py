@@ -35,8 +35,8 @@ class PricedLevers:
 
     @classmethod
     def of(cls, facts: TrainingFacts, levers: Sequence[Lever], known: Known | None = None) -> PricedLevers:
-        """The price of `levers`, the innermost first. A lever that steps parameters in the backward is moved to the
-        outermost place. `known` caches prices.
+        """The combination of `levers`, the innermost first, with its bytes and seconds. A lever that steps parameters
+        in the backward is moved to the outermost place. `known` is a cache of bytes and seconds.
 
         Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit."""
         known = {} if known is None else known
@@ -144,7 +144,7 @@ def combinations_of(
     allowed: Collection[str],
     wanted: Wanted = lambda levers: True,
 ) -> Iterator[PricedLevers]:
-    """The combinations of `levers` that fit the optimizer, each with its price.
+    """The combinations of `levers` that fit the optimizer, each with its bytes and seconds.
 
     First come those of `allowed` levers alone, the least added time first. Then those with others, the smallest
     combinations first, and among equally many levers the least added time first; of these only those are priced for

@@ -97,8 +97,8 @@ class _Trial:
 def optimizer_step_price(
     optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
 ) -> OptimizerStepPrice:
-    """The price of stepping all trained `parameters` by the plain optimizer; their values are not read, so they may be
-    on "meta".
+    """The bytes and seconds of stepping all trained `parameters` by the plain optimizer; their values are not read, so
+    they may be on "meta".
 
     Raises `ValueError` as `optimizer_account` does, and for an optimizer whose steps cannot be tried.
     """
@@ -116,7 +116,7 @@ def prices_of_each(
     wraps: Wraps = (),
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The prices of stepping each parameter alone, in the dtype given for it, with the optimizer wrapped by `wraps`.
+    """The bytes and seconds of stepping each parameter alone, in its dtype, with the optimizer wrapped by `wraps`.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     with equal group, shape, strides and dtype, only one is tried. `device` is the type of device on which the step

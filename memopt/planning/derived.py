@@ -208,7 +208,7 @@ class StepBytes:
         return cls(
             lasting_bytes(account),
             least.held_bytes,
-            backward_bytes(least),
+            peak_above_lasting(least),
             held_after_forward(problem, plain),
             max(0, breakdown(problem, plain, account).peak_bytes - with_gradients),
         )
@@ -226,15 +226,16 @@ class StepBytes:
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
     """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like. With
-    `beside`, what other forwards hold and what lies elsewhere on the device counts too."""
+    `beside`, what the account counts beside the step is included: what other forwards hold and what lies elsewhere on
+    the device."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others
 
 
-def backward_bytes(plan: Plan) -> int:
-    """The peak of a planned step in bytes, less what stays from step to step (`lasting_bytes` with `beside`) and what
-    the caller's code allocates between forward and backward."""
+def peak_above_lasting(plan: Plan) -> int:
+    """The peak in bytes of a whole planned step, of which `lasting_bytes(account, beside=True)`, what does not come and
+    go with this step, and what the caller's code allocates between forward and backward are subtracted."""
     alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
     return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
 

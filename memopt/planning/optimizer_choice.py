@@ -112,8 +112,8 @@ class OptimizerChoice:
 
     @property
     def facts(self) -> TrainingFacts:
-        """The parameters that the optimizer trains, their device, and what else the prices of levers on the optimizer
-        depend on."""
+        """The parameters that the optimizer trains, their device, and what else the bytes and seconds of levers on the
+        optimizer depend on."""
         return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:

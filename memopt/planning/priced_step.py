@@ -44,8 +44,8 @@ _MOST_PRICED = 32
 
 @dataclass(frozen=True)
 class PriceSettings:
-    """What prices of a step depend on: the hardware, and which of recomputation, offloading and stepping in the
-    backward are allowed."""
+    """What the bytes and seconds of a step's operators depend on: the hardware, and which of recomputation, offloading
+    and stepping in the backward are allowed."""
 
     hardware: Hardware = field(hash=False)
     timed: bool = False
@@ -70,15 +70,15 @@ class PriceSettings:
     """Bytes that other code takes between the forward and the backward."""
 
     def under(self, account: Account) -> PriceSettings:
-        """These settings with those that follow from an account: whether gradients exist before the step, and the bytes
+        """A copy with the settings that follow from an account: whether gradients exist before the step, and the bytes
         that other code allocates between forward and backward."""
         return replace(self, accumulating=account.gradients_held, meanwhile=account.meanwhile)
 
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """The joint graphs of one training call, in the order of their forwards, rewritten by one set of levers. It caches
-    its prices for the latest settings."""
+    """The joint graphs of one training call, in the order of their forwards, rewritten by one set of levers. Their
+    bytes and seconds under the latest settings are cached."""
 
     model_name: str
     regions: tuple[JointGraph, ...]
@@ -104,7 +104,7 @@ class TracedStep:
     """The prices of nodes, by the device, their graph and the sizes that they are for."""
 
     def price(self, settings: PriceSettings) -> PricedStep:
-        """The step priced by these settings; cached for the latest settings."""
+        """The step in bytes and seconds by these settings; cached for the latest settings."""
         if settings not in self._priced:
             self._priced[settings] = PricedStep.of(self, settings)
         return self._priced[settings]

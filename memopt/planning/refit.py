@@ -165,16 +165,17 @@ class Refit(Generic[Made]):
     _tried: set[object] = field(default_factory=set)
 
     def is_new(self, planned: Plan) -> bool:
-        """Whether no plan with these schedules was compiled in an earlier round: where the search finds the same plan
-        for another reserve, the round would compile the same code again."""
+        """Whether no plan with these schedules was compiled in an earlier round. The search may find the same plan
+        although it leaves other bytes free for compilation; the round would compile the same code again."""
         return planned.regions not in self._tried
 
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
         """Record a round: the step as `planned`, the same with the peak of its `compiled` code, and that code, `made`.
 
-        The next plan keeps in reserve what this code holds beyond its plan. Each further round over budget doubles what
-        is added to the reserve, since a plan for a few bytes less often has the same peak once it is compiled. Once one
-        reserve was too small and another one enough, the next is taken between them, by bisection.
+        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. Each further round over
+        budget doubles what is added to that, since a plan for a few bytes less often has the same peak once it is
+        compiled. Once too few bytes were left in one round and enough in another, the next number is between them, by
+        bisection.
         """
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering

@@ -36,7 +36,7 @@ class Saved(Enum):
 
 @dataclass(frozen=True)
 class OpPrice:
-    """The seconds of one call in one dtype, forward and backward, and what it saves."""
+    """The price of one call in one dtype: its seconds, forward and backward, and what it saves for the backward."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -49,7 +49,8 @@ class OpPrice:
 
 @dataclass
 class OpPrices:
-    """Prices calls for a device. Each kind of call is differentiated once, on fake tensors; nothing runs.
+    """Finds the price of calls on a device: seconds, forward and backward, and what is saved. Each kind of call is
+    differentiated once, on fake tensors; nothing runs.
 
     With `narrows`, fp32 values that the backward may read in bf16 are priced as saved in bf16, since
     `memopt.rewrite.narrow` will rewrite the joint graph so."""
@@ -59,8 +60,8 @@ class OpPrices:
     _known: dict[Hashable, OpPrice | None] = field(default_factory=dict, repr=False)
 
     def price(self, node: fx.Node, dtype: torch.dtype, differentiated: Collection[fx.Node]) -> OpPrice | None:
-        """Returns the price of the call `node` with floating-point operands in `dtype`; None if it cannot be traced
-        alone.
+        """Returns the seconds of the call `node`, forward and backward, with floating-point operands in `dtype`, and
+        what it saves for the backward; None if it cannot be traced alone.
 
         Operands that are `differentiated` get gradients.
         """

@@ -33,7 +33,7 @@ WITHIN = "all values are within range"
 
 
 class _NotRun(Exception):
-    """A graph must not be run on the sample batch; the message is the reason, after "since" in the plan's note."""
+    """Raised where a graph must not be run on the sample batch; the reason follows "since" in a note of the plan."""
 
 
 class Screenings:

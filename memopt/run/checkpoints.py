@@ -32,7 +32,7 @@ magnitudes: kernels on a GPU may add in another order each time."""
 
 
 class RecomputedOtherwiseError(RuntimeError):
-    """A module that ran a second time returned other values than the first time."""
+    """Raised where a module's second run, in the backward, returns other values than its first."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ _MOST = 4
 
 @dataclass
 class ControlPaths:
-    """The control-flow paths that calls of one kind have taken, most recent first, each as a captured call.
+    """The control-flow paths that calls of one kind have taken, each as a captured call. The first path, `calls[0]`, is
+    the one that the next forward is run by.
 
     One path serves all forwards that run some or all of its regions, in its order. Two sequences of regions that cannot
     be merged into one path, such as other regions on the same parameters, are separate paths."""
@@ -53,8 +54,8 @@ class ControlPaths:
 
     @classmethod
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
-        """The paths of calls of one kind when only one is known: `captured`, the capture of `call`. `new`: `call` runs
-        right after its capture, on the same values."""
+        """The paths of calls of one kind of which one call was captured: `captured`, the capture of `call`. `new`:
+        `call` runs right after its capture, on the same values."""
         return cls([captured], LargestSizes.of(call), new=new)
 
     def move_to_front(self, path: CapturedCall) -> None:
@@ -62,8 +63,8 @@ class ControlPaths:
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
-        """Merge the capture of a call into the first path. If the merged path lacks regions of the old one, the old
-        path is kept too, behind it."""
+        """Merge the capture of a call into the first path, `calls[0]`. If the merged path lacks regions of the old one,
+        the old path is kept too, behind it."""
         self.sizes, self.new = self.sizes.covering(call), True
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
@@ -76,9 +77,9 @@ class ControlPaths:
         self.calls = [both, *others][:_MOST]
 
     def separate(self) -> CapturedCall | None:
-        """Put the latest capture, which was merged into the first path, in front of it as a path of its own: the merged
-        path does not serve the call, since regions with equal operators can have different graphs for other sizes.
-        Returns the capture; None where nothing was merged into the first path."""
+        """Put the latest capture, which was merged into the first path (`calls[0]`), in front of it as a path of its
+        own: the merged path does not serve the call, since regions with equal operators can have different graphs for
+        other sizes. Returns the capture; None where nothing was merged into the first path."""
         first = self.calls[0]
         if first not in self._joins or self._joins[first][1] is first:
             return None
@@ -92,9 +93,10 @@ class ControlPaths:
         return self._joins[path][0] if path in self._joins else None
 
     def lacking(self, plan: Plan, between_bytes: int) -> int:
-        """The bytes by which a step of the first path exceeds the budget of `plan` if code between its regions holds
-        `between_bytes` after the forward; 0 or less where the step fits. If this code held fewer bytes when it was
-        captured, what it holds during the step is assumed to have grown in proportion."""
+        """The bytes by which the step of a forward that has just run by `plan`, that of the first path (`calls[0]`),
+        exceeds the plan's budget, if code between its regions holds `between_bytes` after the forward; 0 or less where
+        the step fits. If this code held fewer bytes when it was captured, what it holds during the step is assumed to
+        have grown in proportion."""
         if self.new:
             self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
         captured = self.calls[0]
@@ -106,9 +108,9 @@ class ControlPaths:
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """Yields captured calls to plan for, from the one that serves most forwards to the smallest: the first path;
-        and, if a capture was merged into it, the same path without a margin above the sizes seen, then the latest
-        capture alone. Once a path without a margin was asked for, paths merged later get none either."""
+        """Yields captured calls to plan for, from the one that serves most forwards to the smallest: the first path
+        (`calls[0]`); and, if a capture was merged into it, the same path without a margin above the sizes seen, then
+        the latest capture alone. Once a path without a margin was asked for, paths merged later get none either."""
         first = self.calls[0]
         yield first
         if first in self._joins:
@@ -122,7 +124,7 @@ class ControlPaths:
             yield captured
 
     def take(self, path: CapturedCall) -> None:
-        """Replace the first path by `path`."""
+        """Replace the first path, `calls[0]`, by `path`."""
         self.calls[0] = path
 
 

@@ -23,7 +23,7 @@ from memopt.compat.autograd import Retention
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
-from memopt.planning.derived import StepBytes, backward_bytes, returned_bytes
+from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
@@ -123,7 +123,7 @@ class LatestLooks:
 
     @property
     def lowest(self) -> int:
-        """The smallest number of bytes allocated at any of these searches, less those that memopt accounts for."""
+        """The smallest number of bytes allocated at any of the latest searches, less those that memopt accounts for."""
         return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
@@ -341,10 +341,10 @@ class Entry:
         grown = max(1.0, tangent_bytes / self.returned_bytes) if self.returned_bytes else 1.0
         return max(0, int(grown * self.meanwhile) - tangent_bytes)
 
-    def in_backward_bytes(self, plan: Plan) -> int:
-        """The peak in bytes of a step under a plan, less what stays from step to step, without the caller's own
-        code."""
-        return self.figure("backward", plan, lambda: backward_bytes(plan))
+    def peak_above_lasting(self, plan: Plan) -> int:
+        """The figure `peak_above_lasting` of a plan, in bytes, cached: the peak of its step less what stays from step
+        to step and what the caller's own code allocates."""
+        return self.figure("peak", plan, lambda: peak_above_lasting(plan))
 
     @property
     def step_bytes(self) -> StepBytes | None:

@@ -159,7 +159,7 @@ class Moment:
             beside = plan.account.other_forwards + plan.account.elsewhere
             until_backward = plan.held_bytes + tangent_bytes(plan) + self.callers_code(plan)
             in_forward = forward_bytes(plan) + self.kept_outputs if self.kept_outputs or dropped else 0
-            in_step = self.entry.in_backward_bytes(plan) + lasting_bytes(plan.account, beside=True) - dropped
+            in_step = self.entry.peak_above_lasting(plan) + lasting_bytes(plan.account, beside=True) - dropped
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
         dropped = self.entry.dropped_outputs(plan)

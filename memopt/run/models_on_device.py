@@ -112,7 +112,7 @@ class ModelsOnDevice:
         seen = frozenset().union(*entry.seen.meanwhile)
         before = [overlap.runs() for overlap in seen if overlap.begun_before and overlap.runs]
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
-        return max((other.in_backward_bytes(one.plan) - one.held_bytes for other, one in found), default=0)
+        return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def _waiting(self) -> list[Waiting]:
         """The forwards of all models that wait for their backward, in the order in which they began; none where there

@@ -115,8 +115,8 @@ class Later(ABC):
     def on_demand(
         self, number: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A stand-in with these sizes, strides, dtype and device for the result with this number, which is not computed
-        yet."""
+        """A stand-in with these sizes, strides, dtype and device for result `number` (from 0) of the computation, which
+        has not run yet."""
         return OnDemand(_Value(self, number), sizes, strides, dtype, device)
 
     def hand_over(self, results: Sequence[torch.Tensor]) -> None:

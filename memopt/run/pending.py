@@ -206,7 +206,7 @@ class PendingForward:
         waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
         if self.plan.account.meanwhile:
-            peak = self.entry.in_backward_bytes(self.plan) + lasting_bytes(self.plan.account, beside=True)
+            peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.plan.account, beside=True)
         if keeps_graph():
             self.entry.graph = max(self.entry.graph, Retention.KEPT)
             assert self.plan.schedule is not None

@@ -82,7 +82,7 @@ NOT_SHOWN = (
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step without a plan that fits the budget, with the count of its bytes."""
+    """A step that fits the budget without a plan, with the bytes that it was counted to hold."""
 
     step: PlainStep
     room_bytes: int
@@ -229,7 +229,8 @@ class PlainCalls:
         plans_serve_all: bool,
         lacks_smaller: bool = False,
     ) -> CountedStep | None:
-        """The counted step of a call that may run plain; None for a call that has to be planned.
+        """The step of a call, with its counted bytes (`CountedStep`), if the call may run plain; None for a call that
+        has to be planned.
 
         `parts` are the model's modules and tensors, if the caller has them already. `plans_serve_all`: a captured graph
         serves calls of all sizes; `lacks_smaller`: none serves this one, though it is smaller than one that was
@@ -321,7 +322,8 @@ class PlainCalls:
         return needed if needed <= most_bytes else None
 
     def seen_beside(self, call: Call) -> list[Call]:
-        """The latest counted calls, without their values: one for each kind of inputs other than that of `call`."""
+        """The latest calls, as "meta" tensors, for which it was counted how many bytes their step holds without a plan:
+        one for each kind of inputs other than that of `call`."""
         own = _kind_of_inputs(call)[0]
         return [other for inputs, other in self._seen.items() if inputs != own]
 
@@ -332,7 +334,7 @@ class PlainCalls:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all counts, so that calls are counted again."""
+        """Drop the bytes that were counted for the steps of calls, so that they are counted again."""
         self._kinds.clear()
 
     def run(self, call: Call, fitting: CountedStep, situation: Situation, moment: Moment) -> Any:

@@ -71,7 +71,8 @@ class Ranks:
 
     def settle(self, failure: Exception | None, offered: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the numbers `offered` by the ranks, the same on all ranks. Where any rank
-        passes a `failure`, all raise: that rank its own error, the others one with the message of the first."""
+        passes a `failure`, all raise: that rank its own error, the others one with the message of the first such
+        rank."""
         failed, least, most = self._over_all(failed=failure is not None, offered=offered)
         if not failed:
             return least, most
@@ -168,7 +169,7 @@ class DataParallel:
             self._take(wrapper)
 
     def look(self) -> None:
-        """Find the wrapper whose forward is running. Raises `ValueError` where it cannot be planned for."""
+        """Keep the DDP wrapper whose forward is running. Raises `ValueError` where it cannot be planned for."""
         found = active_wrapper()
         if found is not None and found is not self.wrapper and any(part is self.model for part in found.modules()):
             self._take(found)
@@ -228,7 +229,7 @@ class DataParallel:
         return hooks.nbytes, hooks.addresses
 
     def note_buckets(self) -> None:
-        """When the running backward ends, look up the addresses of the wrapper's buckets, which gradients are views
+        """When the running backward ends, record the addresses of the wrapper's buckets, which gradients are views
         of."""
         wrapper = self.wrapper
         if wrapper is not None:

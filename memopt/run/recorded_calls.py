@@ -62,12 +62,12 @@ def _no_limit() -> float:
 
 
 class OtherPathTaken(CaptureError):
-    """A forward ran through other regions than planned, repeatedly, though it began from the same state each time."""
+    """Raised where a forward runs other regions or sizes than planned, though it began again from the same state."""
 
 
 class HoldsMore(OtherPathTaken):
-    """Eager code between the regions of a forward holds so much more than when it was captured that the step exceeds
-    the budget by `nbytes`, for instance because sizes in that code depend on values."""
+    """Raised where eager code between the regions of a forward holds so much more than when it was captured that the
+    step exceeds the budget by `nbytes`, for instance because sizes in that code depend on values."""
 
     def __init__(self, message: str, nbytes: int) -> None:
         super().__init__(message)

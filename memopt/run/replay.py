@@ -122,7 +122,7 @@ class Replay:
         self.forward.replaced()
         warnings.warn(
             f"{DIFFERENTIATED}: a second run of the plain forward computes them, in memory outside of the budget, in "
-            f"each step that needs them; to plan for them, {TAKEN_WITHIN}",
+            f"each step that needs them; to avoid that, {TAKEN_WITHIN}",
             stacklevel=2,
         )
         return found

@@ -22,7 +22,7 @@ from memopt.units import size
 
 
 class StepMemoryError(torch.OutOfMemoryError):
-    """The device had no memory left in a step that was planned to fit; also a `torch.OutOfMemoryError`.
+    """Raised where the device has no memory left in a step that was planned to fit; a `torch.OutOfMemoryError`.
 
     Attributes:
         undone: whether gradients, buffers and random generators are as they were before the call.

@@ -97,8 +97,8 @@ def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], 
 
 
 def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: Collection[Place]) -> dict[Place, str]:
-    """The dimensions among `marked` whose sizes turned out to be constants in a region, each with the line of the model
-    that makes it one."""
+    """The dimensions of the call's tensors, of those that were `marked` for Dynamo to make symbols of, whose sizes the
+    region needs as constants; each with the line of the model that makes it one."""
     numbers = tensor_numbers(call)
     found: dict[Place, str] = {}
     for value, fake in zip(inputs, region.inputs, strict=True):

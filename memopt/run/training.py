@@ -108,9 +108,9 @@ class TrainingCalls:
     def fitting_within_modes(
         self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
     ) -> CountedStep | None:
-        """The counted step of a call made within the user's dispatch modes, called `names`: Dynamo captures nothing
-        there, so that the call runs plain, with a warning, once. Where it exceeds the budget, None if `allow` has
-        "plain", else raises `BudgetError`. Raises `CaptureError` where the bytes of its step cannot be counted."""
+        """The step (`CountedStep`) of a call made within the user's dispatch modes, called `names`: Dynamo captures
+        nothing there, so that the call runs plain, with a warning, once. Where it exceeds the budget, None if `allow`
+        has "plain", else raises `BudgetError`. Raises `CaptureError` where the bytes of its step cannot be counted."""
         within = (
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )

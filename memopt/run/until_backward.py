@@ -95,7 +95,9 @@ class UntilBackward:
 
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
-        """Measure the autograd graph of a backward that starts at these tensors, if it leads to the latest forward."""
+        """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
+        forward, estimate from the graph the bytes that the caller's code holds between the two, and record the most in
+        the model's entry (`Entry.meanwhile`)."""
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:
@@ -112,8 +114,8 @@ class UntilBackward:
                 seen._note(entry, max(in_forward, in_backward - freed))
 
     def read(self, events: Sequence[int]) -> None:
-        """Record the measured bytes when the block of a meter ends. `events` are its events in order: bytes allocated,
-        and bytes freed as negative numbers."""
+        """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
+        `events` in order (bytes allocated, and bytes freed as negative numbers), in the model's entry."""
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:

@@ -53,7 +53,7 @@ _ADVICE = {
 
 
 class SnapshotError(ValueError):
-    """A file is no snapshot of torch's memory history."""
+    """Raised for a file that is no snapshot of torch's memory history."""
 
 
 @dataclass(frozen=True)

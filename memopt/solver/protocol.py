@@ -23,7 +23,7 @@ from memopt.solver.simulator import simulate
 
 
 class Infeasible(Exception):
-    """No schedule with a peak within the budget was found.
+    """Raised where no schedule with a peak within the budget was found.
 
     `smallest_peak_bytes` is the smallest budget known to work, `floor_bytes` a lower bound on the peak of every
     schedule, and `dominating_op` the index of the op that sets this bound.
@@ -68,7 +68,7 @@ class Baseline:
 
 
 class SolverError(ValueError):
-    """A user's solver raised, or proposed something other than a valid schedule; the message names the solver."""
+    """Raised where a user's solver fails, or proposes an invalid schedule; the message names the solver."""
 
 
 # At most this many candidates are read from one solver, so that an endless generator ends.

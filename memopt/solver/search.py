@@ -80,21 +80,23 @@ class Search:
             self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", evaluations))
 
     def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Offer the plan, polish it if it fits, and repair it in any case, as better plans may be near it."""
+        """Offer the plan, polish it if it fits, and in any case repair it by the eviction rules of `powers` (see
+        `repair`), as better plans may be near it."""
         if self.offer(plan) or plan.peak_bytes <= self.cap_bytes:
             self.polish(plan)
         self.repair(plan, powers)
 
     def repair(self, seed: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Repair the seed under the cap by each eviction rule of `powers`, the exponents (of bytes, of distance) of
-        `repair`, and polish the results."""
+        """Repair the seed under the cap by each eviction rule of `powers` (see `repaired`), and polish the results."""
         for rule in powers:
             plan = self.repaired(seed, rule)
             if plan is not None:
                 self.polish(plan, plan.method)
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
-        """The seed repaired by one eviction rule, as in `repair`; None if it does not fit or the search is done."""
+        """The seed made to fit the cap by a replay that evicts values when memory is full, and recomputes them when
+        read: first the one of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is (p, a). None
+        if that does not fit or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)

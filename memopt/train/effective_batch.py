@@ -142,7 +142,8 @@ def _checked(value: Any) -> int | float | torch.Tensor:
 
 @dataclass(frozen=True)
 class EffectiveBatch:
-    """Sums over the calls since the last optimizer step. All tensors are 0-dimensional and on one device.
+    """The sums of tokens and of weighted losses over the calls since the last optimizer step. All tensors are
+    0-dimensional and on one device.
 
     The backward of microbatch i with n_i tokens and mean loss l_i is that of l_i · n_i / `reference`. Once all tokens
     are known, gradients and loss are multiplied by `reference` / `tokens`, which makes them exactly those of the mean
@@ -159,17 +160,18 @@ class EffectiveBatch:
 
     @classmethod
     def empty(cls, device: torch.device) -> EffectiveBatch:
-        """An effective batch without any microbatch yet: all sums are 0."""
+        """An effective batch without any microbatch yet: the sums of tokens and losses are 0."""
         # Apple's GPU has no float64; float32 counts exactly up to 16 million.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         nothing = torch.zeros((), dtype=dtype, device=device)
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """These sums at the beginning of a further call, whose microbatches have the token `counts`.
+        """The effective batch at the beginning of a further call. `counts` has the tokens of each of its microbatches,
+        which `plus` adds when they have run.
 
-        The first call with any token sets the reference: its tokens times `calls`, the number of calls in an effective
-        batch."""
+        The first call with any token sets `reference`, by which losses are divided: its tokens, as the mean over the
+        ranks that train `model`, times `calls`, the number of calls in an effective batch."""
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
@@ -181,11 +183,11 @@ class EffectiveBatch:
         return torch.where(count > 0, loss * weight, 0)
 
     def plus(self, weighted_loss: torch.Tensor, count: torch.Tensor) -> EffectiveBatch:
-        """Returns the sums after a further microbatch of `count` tokens with this loss, which `weighted` returned."""
+        """The effective batch with a further microbatch: its `count` tokens, and its loss as from `weighted`."""
         return replace(self, tokens=self.tokens + count, loss=self.loss + weighted_loss.detach())
 
     def over_ranks(self, model: nn.Module) -> EffectiveBatch:
-        """These sums averaged over the ranks that train `model`, as gradients are."""
+        """The effective batch with tokens and loss averaged over the ranks that train `model`, as gradients are."""
         tokens, loss = mean_over_ranks(torch.stack((self.tokens, self.loss)), model)
         return replace(self, tokens=tokens, loss=loss)
 

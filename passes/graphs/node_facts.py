@@ -120,7 +120,7 @@ def _unbacked_symbols(value: object) -> set[Any]:
 
 
 def backward_nodes(graph: Graph) -> frozenset[Node]:
-    """Returns the nodes of a joint graph's backward: those that AOTAutograd marked or that depend on a tangent."""
+    """Returns the nodes of a joint graph's backward: those that AOTAutograd tagged so, or that depend on a tangent."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "output":

@@ -32,7 +32,7 @@ _OUT_ARGUMENTS = ("out", "grad_input")
 
 
 class VerifyError(ValueError):
-    """A graph is inconsistent; the message names the node, what is wrong, and what to do."""
+    """Raised where a graph is inconsistent; the message names the node, what is wrong, and what to do."""
 
     def __init__(self, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""

@@ -25,7 +25,7 @@ _EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 
 
 class Unknown(Exception):
-    """An argument or a call cannot be read as a polynomial of the given nodes."""
+    """Raised where an argument or a call cannot be read as a polynomial of the nodes that a `Reader` is given."""
 
 
 class Reader:

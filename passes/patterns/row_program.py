@@ -1,4 +1,4 @@
-"""Writes the part of a graph that treats each row of logits alone (`Region`) as programs of `memopt::linear_rows`.
+"""Writes the part of a graph that treats each row of logits alone (`RowRegion`) as programs of `memopt::linear_rows`.
 
 In a program every value with classes is [rows, classes]. Calls that move rows are made on what the program is given
 instead: a layer's input, targets, masks.
@@ -17,7 +17,7 @@ from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_s
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import Step, keeps_order, row_move, takes_all
 from passes.patterns.loss_pattern import picked_by_index
-from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, TOKEN_LOSSES, Region, reduced
+from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, TOKEN_LOSSES, RowRegion, reduced
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
 
@@ -38,7 +38,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class RowResult:
-    """A result of a `Region`, and how it is made from the value that the program returns for it."""
+    """A result of a `RowRegion`, and how it is made from the value that the program returns for it."""
 
     node: Node
     value: Node
@@ -51,10 +51,10 @@ class RowResult:
 
 @dataclass
 class RowProgram:
-    """The text of a program for `memopt::linear_rows`, which computes results of a `Region` from one chunk of rows of
-    logits, with its operands and results; it is written line by line."""
+    """A program that `memopt::linear_rows` runs for one chunk of rows of logits after another, to compute results of a
+    `RowRegion`: its text, which is written line by line, with the nodes of its operands and results."""
 
-    region: Region
+    region: RowRegion
     layers: list[Operand] = field(default_factory=list)
     """The linear layers; `node` is that of the layer."""
     rows: list[Operand] = field(default_factory=list)
@@ -90,8 +90,8 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Adds the result `node` of the `Region` to the program. Raises `NoMatch` if a call that computes it cannot be
-        written in a program."""
+        """Adds lines that compute the result `node` of the `RowRegion` to the program. Raises `NoMatch` if a call that
+        it is computed by cannot be written in a program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))
@@ -239,9 +239,9 @@ def _without_views(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return steps
 
 
-def programs(region: Region) -> list[RowProgram]:
-    """Returns the programs that compute the results of a region. Results that are computed from the same rows of a
-    linear layer share one, unless one of them depends on another.
+def programs(region: RowRegion) -> list[RowProgram]:
+    """Returns the programs that compute the results of a `RowRegion`. Results that are computed from the same rows of
+    one layer's logits share a program, unless one of them depends on another.
 
     Raises `NoMatch` if a call cannot be written in a program, or an operand is not available where the program runs."""
     found: list[tuple[set[Any], RowProgram]] = []

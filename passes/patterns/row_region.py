@@ -29,9 +29,10 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 
 @dataclass
-class Region:
-    """A part of a graph that computes from each row of logits alone: its values with a dimension of classes, and the
-    results that it computes from them. It is filled while it is searched."""
+class RowRegion:
+    """The calls of a graph from one or several linear layers to the numbers that are computed from each row of their
+    logits: the values with a dimension of classes, and the results, a few numbers for each row. A row of logits is what
+    a layer computes from one row of its input, as of one token. It is filled while it is searched."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
@@ -41,8 +42,8 @@ class Region:
     """Per result: the value with classes that it is computed from."""
 
     def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
-        """Returns a linear layer that `node` is computed from, and the calls in between that move rows of its logits,
-        in order."""
+        """Returns the linear layer that `node`, a value with classes, is computed from, and the calls in between that
+        move rows of its logits, in order."""
         steps: tuple[Step, ...] = ()
         while node not in self.layers:
             moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])
@@ -52,13 +53,13 @@ class Region:
 
 
 class NoLayer(NoMatch):
-    """The classes of a value are not the outputs of a linear layer."""
+    """Raised where the classes of a value are not the outputs of a linear layer."""
 
 
 def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
     """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
-    Left out are calls in `taken`, and those that one of `TOKEN_LOSSES` reads.
+    Left out are calls in `taken`, which a match of a loss has already, and those that one of `TOKEN_LOSSES` reads.
     """
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
@@ -66,11 +67,11 @@ def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
             yield node
 
 
-def region_of(seed: Node) -> Region:
-    """Returns the region (see `Region`) around `seed`, a call such as `log_softmax` of logits.
+def row_region_of(seed: Node) -> RowRegion:
+    """Returns the `RowRegion` around `seed`, a call such as `log_softmax` of logits.
 
     Raises `NoLayer` if the classes are not the outputs of a linear layer. Raises `NoMatch` if anything else reads one
-    of the region's values, or if one is written over and read later under another name.
+    of the values with classes, or if one is written over and read later under another name.
     """
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
@@ -78,7 +79,7 @@ def region_of(seed: Node) -> Region:
     if op_name(seed) in ("log_softmax", "logsumexp"):
         dims: Any = arguments_of(seed)["dim"]
         class_dim = (dims[0] if isinstance(dims, (list, tuple)) else dims) % (last + 1)
-    region = Region()
+    region = RowRegion()
     _grow(region, *_layer_above(value, class_dim))
     _absorb(region)
     _check_writes(region)
@@ -121,7 +122,7 @@ def _with_classes(node: Node, class_dim: int) -> Any:
                 yield source, dim
 
 
-def _grow(region: Region, node: Node, class_dim: int) -> None:
+def _grow(region: RowRegion, node: Node, class_dim: int) -> None:
     """Adds a value, and what is computed from it. Raises `NoMatch` where anything else reads it."""
     pending = [(node, class_dim)]
     while pending:
@@ -143,7 +144,7 @@ def _grow(region: Region, node: Node, class_dim: int) -> None:
                 raise NoMatch(f"{value.name} is read by {user.name} as well")
 
 
-def _absorb(region: Region) -> None:
+def _absorb(region: RowRegion) -> None:
     """Adds other values with classes that the region reads.
 
     A value comes with all that is computed from its linear layer, if that can be added. Else it comes alone, if nothing
@@ -154,7 +155,7 @@ def _absorb(region: Region) -> None:
         node = pending.pop()
         for source, dim in list(_others_with_classes(region, node)):
             before = {*region.inside, *region.results}
-            trial = Region(dict(region.inside), dict(region.layers), dict(region.results))
+            trial = RowRegion(dict(region.inside), dict(region.layers), dict(region.results))
             try:
                 _grow(trial, *_layer_above(source, dim))
                 region.inside, region.layers, region.results = trial.inside, trial.layers, trial.results
@@ -165,7 +166,7 @@ def _absorb(region: Region) -> None:
             pending += {*region.inside, *region.results} - before
 
 
-def _others_with_classes(region: Region, node: Node) -> Iterator[tuple[Node, int]]:
+def _others_with_classes(region: RowRegion, node: Node) -> Iterator[tuple[Node, int]]:
     """Yields the inputs of a value or result that have classes and are not in the region, each with their dimension."""
     value = region.results.get(node, node)
     shape, class_dim = value.meta["val"].shape, region.inside[value]
@@ -249,7 +250,7 @@ def reduced(node: Node) -> tuple[int, ...]:
     return tuple(dim % dims for dim in given) if isinstance(given, (list, tuple)) else (given % dims,)
 
 
-def _check_writes(region: Region) -> None:
+def _check_writes(region: RowRegion) -> None:
     """Raises `NoMatch` where a value that is written over is read under another name afterwards."""
     for node in region.inside:
         written = mutated_arguments(node)
