@@ -19,10 +19,10 @@ from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode,
 from memopt.compat.symbols import (
     data_symbols_of,
     known_sizes,
+    largest_value,
     limit_of,
     plain_symbol,
     shape_symbols,
-    upper_bound,
 )
 from memopt.compat.tensors import has_no_storage
 from memopt.training_state import containers_restored, undone, values_restored
@@ -234,7 +234,7 @@ def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mappin
 
 def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
     """The most elements that these tensors have in the shape to which they are broadcast."""
-    shapes = [[size if isinstance(size, int) else upper_bound(size) for size in reversed(one.shape)] for one in tensors]
+    shapes = [[largest_value(size) for size in reversed(one.shape)] for one in tensors]
     return math.prod(map(max, zip_longest(*shapes, fillvalue=1)))
 
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import TorchDispatchMode, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
-from memopt.compat.symbols import data_symbols_of, upper_bound
+from memopt.compat.symbols import data_symbols_of, largest_value
 
 SMALLEST_BYTES = 16 * 1024
 """Outputs of at most this size are always returned: to defer them would save too little."""
@@ -267,7 +267,7 @@ def _bytes(value: torch.Tensor) -> int:
     """The bytes of a tensor's elements, for the sizes at hand; more than any other's where they depend on data."""
     if data_symbols_of(value):
         return sys.maxsize
-    sizes = (size if isinstance(size, int) else upper_bound(size) for size in value.shape)
+    sizes = map(largest_value, value.shape)
     return math.prod(sizes) * value.element_size()
 
 

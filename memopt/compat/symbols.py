@@ -103,6 +103,11 @@ def upper_bound(size: torch.SymInt) -> int:
     return max(int(bound), 0)
 
 
+def largest_value(size: int | torch.SymInt) -> int:
+    """The size itself, or, for a symbolic one, the largest value that it may take, as `upper_bound` has it."""
+    return size if isinstance(size, int) else upper_bound(size)
+
+
 def _bound(node: Any, values: Mapping[Any, int]) -> Any:
     """The upper bound of a symbolic size, as sympy gives it, if the symbols in `values` have these values."""
     import sympy

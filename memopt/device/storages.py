@@ -16,7 +16,7 @@ from torch import fx
 
 from memopt.compat.host import is_on_host
 from memopt.compat.operators import OpOverload
-from memopt.compat.symbols import upper_bound
+from memopt.compat.symbols import largest_value
 from passes import FoundReuse, is_pure
 from passes.graphs.aliases import Aliases, find_aliases, results_of, viewed_argument
 from passes.graphs.node_facts import backward_nodes
@@ -62,8 +62,7 @@ def is_view(node: fx.Node) -> bool:
 
 def storage_bytes(value: torch.Tensor) -> int:
     """The bytes of the storage behind a tensor; data-dependent sizes count as the largest possible."""
-    nbytes = value.untyped_storage().nbytes()
-    return nbytes if isinstance(nbytes, int) else upper_bound(nbytes)
+    return largest_value(value.untyped_storage().nbytes())
 
 
 # Elementwise, though torch does not tag them so.

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 from memopt.compat.operators import OpOverload, plain_tensors, schema_of
-from memopt.compat.symbols import upper_bound
+from memopt.compat.symbols import largest_value
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.op_call import OpCall, flop_formula
@@ -153,7 +153,7 @@ def node_flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    return _whole(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return largest_value(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def node_bytes(node: fx.Node) -> int:
@@ -178,7 +178,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    distinct = math.prod(_whole(size) for size, stride in axes if not isinstance(stride, int) or stride != 0)
+    distinct = math.prod(largest_value(size) for size, stride in axes if not isinstance(stride, int) or stride != 0)
     return min(distinct * tensor.element_size(), storage_bytes(tensor))
 
 
@@ -198,10 +198,6 @@ def _name(node: fx.Node) -> str:
     """The name of a node's operator without the overload, such as `aten.mm`: formulas are looked up by name, because
     some operators belong to libraries that need not be installed."""
     return str(getattr(node.target, "overloadpacket", node.target))
-
-
-def _whole(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else upper_bound(size)
 
 
 def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -77,7 +77,7 @@ def emit_region(
 
     with joint.trace.active(), first_runs_as_later_ones():
         if joint.fused:
-            emitted = compile_by_backend(joint, cut, accumulation, limit_bytes)
+            emitted = compile_by_backend(joint, cut, accumulation, allowed_sizes, limit_bytes)
         else:
             emitted = compile_as_aten(joint, cut, accumulation)
     return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients), exchanges=exchanges)

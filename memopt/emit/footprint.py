@@ -15,6 +15,7 @@ from memopt.account.caching_allocator import SMALL_BYTES
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.host import device_among
 from memopt.compat.operators import HigherOrderOperator, plain_tensors
+from memopt.compat.symbols import largest_value
 from memopt.device.devices import DEVICES, device_of
 from memopt.device.hardware import LARGE, Chip
 from memopt.device.live_bytes import BlockCalls
@@ -47,7 +48,8 @@ class Outputs:
 
 
 def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
-    """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors.
+    """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors. Sizes that change are
+    those of the block `sizes_up_to` that it is called in.
 
     The caller is assumed to hold the outputs until the backward ends. With a caching allocator and large outputs, the
     allocator's calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward."""
@@ -89,17 +91,29 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
 
 
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """The arguments of the backward: the saved values, in the order of the forward's results, and the tangents."""
-    remaining, gradients = iter(saved), iter(tangents)
-    return [next(gradients) if is_tangent(node) else next(remaining) for node in backward.inputs]
+    """The arguments of the backward: the saved values, and the tangents. Sizes that change are the last results of the
+    forward, and the first arguments of the backward; tensors keep the forward's order."""
+    numbers = iter([value for value in saved if not isinstance(value, torch.Tensor)])
+    remaining, gradients = iter([value for value in saved if isinstance(value, torch.Tensor)]), iter(tangents)
+
+    def argument(node: fx.Node) -> Any:
+        if is_tangent(node):
+            return next(gradients)
+        return next(remaining if isinstance(node.meta.get("val"), torch.Tensor) else numbers)
+
+    return list(map(argument, backward.inputs))
 
 
 def _fresh(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor like the given one, in the mode of the dry run, with storage of its own."""
+    """A fake tensor like the given one, in the mode of the dry run, with storage of its own. Sizes that change are the
+    largest that they may be (`upper_bound`)."""
+    if isinstance(value, torch.SymInt):
+        return largest_value(value)
     if not isinstance(value, torch.Tensor):
         return value
+    shape, stride = (tuple(map(largest_value, sizes)) for sizes in (value.shape, value.stride()))
     with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
 
 class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ import hashlib
 import threading
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from memopt.capture.trace import not_compiled
 from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
 from memopt.compat.inductor_lowering import hold
 from memopt.compat.operators import without_autocast
+from memopt.compat.symbols import sizes_up_to
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import behind_views, can_inline, is_elementwise, is_view, readers_of, storage_bytes
 from memopt.emit.footprint import Half, Outputs, footprint
@@ -31,12 +32,17 @@ from passes import copy_graph_module, format_graph
 
 
 def compile_by_backend(
-    joint: JointGraph, cut: Cut, accumulation: Accumulation, limit_bytes: int | None = None
+    joint: JointGraph,
+    cut: Cut,
+    accumulation: Accumulation,
+    allowed_sizes: Mapping[str, int],
+    limit_bytes: int | None = None,
 ) -> Emitted:
     """The region as a function: `cut` returns its forward and backward graphs, which inductor compiles. It fuses
     elementwise operators, so that values between fused operators are never materialised, and it chooses the order of
     the kernels.
 
+    `allowed_sizes` maps the symbols of sizes that change to the largest ones, for which bytes are counted.
     `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
     timed, torch's allocator for CUDA holds at most `limit_bytes`. It must be called in a block `joint.trace.active()`.
     Raises `CaptureError` where inductor fails."""
@@ -47,7 +53,8 @@ def compile_by_backend(
         run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, halves.plan_hash)
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
-    return Emitted(run, halves.footprint())
+    with sizes_up_to(allowed_sizes):
+        return Emitted(run, halves.footprint())
 
 
 @dataclass

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import random
+import warnings
 from collections.abc import Iterator
 from functools import cache
 
@@ -239,3 +240,25 @@ def test_attention_without_dropout_is_recomputed() -> None:
     evaluated = [name for name in region.evaluations if "scaled_dot_product" in name and "backward" not in name]
     assert len(evaluated) > len(set(evaluated)) == 4
     assert_equal(ours, train_step(plain, given), ROUNDING)
+
+
+@pytest.mark.slow
+@pytest.mark.plans_always
+def test_what_compiled_code_of_changing_sizes_holds_is_predicted() -> None:
+    """The dry run of the code takes the largest sizes that its plan has room for."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as said:
+        memopt.optimize(model, 0.004, optimizer=optimizer, backend="inductor", precision="fp32")
+        for rows in (384, 256, 320, 384):
+            batch = torch.randn(rows, 64)
+            with memopt.measure_peak("cpu") as peak:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    assert not [warning for warning in said if "inductor's code" in str(warning.message)]
+    plan = memopt.plan_of(model)
+    assert plan.notes and any("≤ 384" in note for note in plan.notes), "one plan for all sizes"
+    assert 0 <= plan.ceiling_bytes - peak.bytes <= 2**17
