@@ -158,13 +158,11 @@ def autocast_to(
     return torch.autocast(device_among(region.inputs).type, dtype=dtype, cache_enabled=keeps_casts)
 
 
-def backend_of(region: RecordedRegion, wanted: str, *, whole: bool) -> str:
-    """The backend for a region: `wanted`, or "aten" where that cannot be used. `whole` says whether the region is all
-    of its call. Inductor cannot compile the checks of data-dependent sizes; and if a call has several regions, for one
-    with changing sizes the bytes that inductor's code holds are not known."""
+def backend_of(region: RecordedRegion, wanted: str) -> str:
+    """The backend for a region: `wanted`, or "aten" where its sizes depend on data, since inductor cannot compile the
+    checks of such sizes."""
     values = (node.meta.get("example_value") for node in region.graph_module.graph.nodes)
-    changes = region.changing and not whole
-    return "aten" if changes or any(map(data_symbols_of, values)) else wanted
+    return "aten" if any(map(data_symbols_of, values)) else wanted
 
 
 def differentiate(

@@ -230,9 +230,9 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None stands for this machine's device: it is returned for None, "cuda" and "gpu".
+    "rtx4090" it is "rtx-4090". None stands for this machine's device: it is returned for None and for the words of `HERE`.
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" and "gpu" on a machine
+    Raises `UsageError` for an unknown name, for one that several cards have, and for a word of `HERE` on a machine
     without a card."""
     if name is None:
         return None

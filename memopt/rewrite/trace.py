@@ -90,7 +90,7 @@ def trace_call(
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     regions = {id(run.region): run.region for run in captured.runs}
     traces = Traces() if traces is None else traces
-    traced = {number: traces.of(region, regional, backend, whole=captured.whole) for number, region in regions.items()}
+    traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
         raise CaptureError("its result depends on no trainable parameter")
@@ -106,10 +106,10 @@ class Traces:
         self._joints: LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = LruCache(_MOST_TRACES)
         """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
 
-    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str, *, whole: bool) -> JointGraph:
+    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
         """The joint graph of a region under a rewriting, cached, for `backend` where the region can have it
-        (`backend_of`); `whole`: the region is all of its call. Raises as `trace` does."""
-        backend = backend_of(region, backend, whole=whole)
+        (`backend_of`). Raises as `trace` does."""
+        backend = backend_of(region, backend)
         known = self._joints.get((region, backend)) or []
         for other, joint in known:
             if other is rewriting or other == rewriting:

@@ -259,4 +259,4 @@ class PlansOfPaths:
     def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         """The joint graph of a region under a rewriting."""
         planner = self.road.planner
-        return planner.traces.of(region, rewriting, planner.terms.call_backend(whole=False), whole=False)
+        return planner.traces.of(region, rewriting, planner.terms.call_backend(whole=False))
