@@ -43,8 +43,9 @@ class Found:
     """Whether a walk found the bytes; else they are those that the user gave, or a limit."""
 
     def beside(self, account: Account) -> int:
-        """The bytes outside of a step with this account: `other`, and the optimizer state and gradients that exceed the
-        account's rows for them. 0 where these are few enough for the account's row for scalars."""
+        """The bytes found on the device that are no part of a step with this account: tensors of other code (`other`),
+        and the optimizer state and gradients that exceed the account's rows for them. 0 if the sum is at most
+        `BOOKKEEPING_BYTES`, which the account has in its row for scalars."""
         beside = self.other + max(0, self.state - account.optimizer_state) + max(0, self.gradients - account.gradients)
         return beside if beside > BOOKKEEPING_BYTES else 0
 

@@ -43,7 +43,7 @@ _numbers = count(1)
 
 
 class Waiting(Protocol):
-    """A forward that may wait for its backward, with the attributes that the ledger reads."""
+    """A forward that may wait for its backward, with the attributes that the device's `Ledger` reads."""
 
     entry: Entry
     held_bytes: int
@@ -224,7 +224,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether a backward of the model has begun before: from then on a refusal ends a training under way."""
+        """Whether a backward of the model has begun before: from then on a `BudgetError` ends a training under way."""
         return bool(self.seen.backward)
 
     @cached_property

@@ -190,7 +190,7 @@ def _check_node(graph_module: GraphModule, node: Node) -> None:
     except Exception as error:
         raise VerifyError(
             node.name,
-            f"its operator cannot run on the fake tensors that its arguments have in meta['val']: {error}",
+            f"the operator cannot run on the fake tensors that the arguments have in meta['val']: {error}",
             "correct the arguments or their metadata",
         ) from error
     stored = node.meta.get("val")
