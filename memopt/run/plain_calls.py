@@ -402,7 +402,7 @@ class PlainCalls:
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
-        user. It is made through `road` for this situation when first needed, and cached until the next call.
+        user. It is planned by `road` for this situation when first needed, and cached until the next call.
 
         Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
         assert self.latest is not None
