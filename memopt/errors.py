@@ -17,7 +17,7 @@ Refusal = TypeVar("Refusal", bound=BaseException)
 
 @dataclass(frozen=True)
 class Way:
-    """A change of options or settings with which a step that no plan fits would fit, and the peak in bytes that it has;
+    """A change of options or settings with which a step that no plan fits would fit, and its peak in bytes then;
     `BudgetError.ways` lists them."""
 
     type: str

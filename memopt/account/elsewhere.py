@@ -74,7 +74,7 @@ def look(
         own: further tensors that the account of the step includes: the call's inputs, and copies to undo it.
         named: the addresses of memory that is counted already, such as what waiting forwards hold.
         waiting_bytes: held by forwards of this model that wait for their backward; the allocator's count includes it.
-        others_bytes: held by waiting forwards of other models; it counts as elsewhere.
+        others_bytes: held by waiting forwards of other models; these bytes are no part of the step.
         plain_bytes: held by waiting forwards of any model that ran without a plan. Their addresses are not known, so as
             many bytes of tensors with a `grad_fn`, at most, are taken to be theirs.
         bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.

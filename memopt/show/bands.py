@@ -70,7 +70,7 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
-    """For each coloured band of the memory chart, by the name of its rows of the account, its bytes at the given
+    """For each coloured band of the memory chart, which shows one or more rows of the account, its bytes at the given
     moments (numbers of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
     that are empty at all moments are left out."""
     by_moment = list(map(_by_band, memory.held()))
