@@ -80,7 +80,7 @@ class RewritePattern(Pass, Generic[Data]):
                     replacement = self.replace(node, found)
                 if not isinstance(replacement, Node):
                     problem = f"replace returned {type(replacement).__name__} for this node"
-                    raise VerifyError(node.name, problem, "return the node that takes its place, or the node itself")
+                    raise VerifyError(node.name, problem, "return the node that replaces it, or this node itself")
                 if replacement is not node:
                     sources = node.all_input_nodes
                     replace_node(node, replacement)

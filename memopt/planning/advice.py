@@ -214,7 +214,7 @@ class _Advice:
                 with contextlib.suppress(NothingToRewrite):
                     traced = recorded.trace(levers)
                     return traced.price(traced.account()).smallest()[0]
-        raise AssertionError("a lever set without levers finds nothing to rewrite")
+        raise AssertionError("the set without levers, whose graphs need no rewrite, is among them")
 
 
 def _name_of(optimizer: Any) -> str:
