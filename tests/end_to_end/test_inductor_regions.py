@@ -15,7 +15,7 @@ from memopt.errors import GIB
 from tests.elsewhere import counted
 
 __all__ = ["counted"]
-pytestmark = [pytest.mark.plans_always, pytest.mark.usefixtures("counted")]
+pytestmark = pytest.mark.plans_always
 WIDTH, ROWS, CLASSES = 96, 512, 16
 
 
@@ -96,6 +96,7 @@ def test_a_forward_that_breaks_is_compiled_in_regions_within_the_budget(rows: tu
 
 
 @pytest.mark.slow  # compiles a step
+@pytest.mark.usefixtures("counted")
 def test_the_budget_that_a_refusal_names_works() -> None:
     torch.manual_seed(0)
     model = Breaking()
