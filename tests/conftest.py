@@ -50,12 +50,12 @@ def frozen_imports() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_remains() -> Iterator[None]:
-    """Freeze what a file of tests leaves behind, such as plans that are kept for several tests: after some hundred
-    tests, collections and meters would go through millions of objects, and take half of the time of each test."""
+    """Freeze what a file of tests leaves behind, such as plans and gradients that are kept for several tests: meters
+    would count it in the steps of the next file, and after some hundred tests collections and meters would go through
+    millions of objects, and take half of the time of each test."""
     yield
-    if ON_WORKER:
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed import is_available, is_initialized
 
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
-from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
+from memopt.capture.data_sizes import DataSizes, Observed, is_real, match, new_symbols, observe
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
@@ -227,15 +229,21 @@ class CallPlanner:
 
     def _sizes(self, region: JointGraph, call: Call, rewriting: Rewriting) -> DataSizes:
         """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
-        fake tensors. It runs in 16 bits where the plan does, which may have no room for more."""
+        fake tensors."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
-        with autocast_to(rewriting.autocast, region.trace.region, keeps_casts=False):
-            seen = match(region.module.graph, observe(self.terms.model, call, self.plain))
+        seen = match(region.module.graph, self._observed(region.trace.region, call, rewriting.autocast))
         if seen is not None:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))
         return self._data_sizes.get(region.fingerprint) or DataSizes()
+
+    def _observed(self, region: RecordedRegion, call: Call, low: torch.dtype | None) -> tuple[Observed, ...]:
+        """The results of a forward's data-dependent operators. It runs under autocast to `low` where the plan is in 16
+        bits, which may have no room for more, and in the plain model's dtypes where that raises."""
+        with suppress(Exception), autocast_to(low, region, keeps_casts=False):
+            return observe(self.terms.model, call, self.plain)
+        return observe(self.terms.model, call, self.plain)  # index_add, for one, adds no bf16 to fp32
 
     def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
         """The call captured on fake tensors, with parameters and inputs cast as `narrowed` says (None: as they are).

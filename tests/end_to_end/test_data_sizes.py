@@ -103,6 +103,24 @@ def test_the_run_that_observes_sizes_holds_no_more_than_a_step_in_16_bits() -> N
     assert peak.bytes <= budget_gb * GIB
 
 
+class Added(Selected):
+    """Adds the selected rows in place to zeros, which `index_add_` does in one dtype only: autocast makes them two."""
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        rows = chosen.nonzero().squeeze(1)
+        return self.head(torch.zeros_like(x).index_add_(0, rows, self.layers(x[rows]))).square().sum() / len(x)
+
+
+def test_sizes_in_16_bits_of_a_model_that_autocast_cannot_run() -> None:
+    torch.manual_seed(0)
+    model, x, chosen = Added(), torch.randn(512, 64), torch.arange(512) % 8 == 0
+    with pytest.raises(RuntimeError, match="index_add_"), torch.autocast("cpu", torch.bfloat16):
+        model(x, chosen)
+    plan = memopt.plan(model, 1000, (x, chosen), optimizer=None, precision="bf16")
+    assert plan.captured is not None
+    assert list(plan.captured.data_sizes.seen.values()) == [64]
+
+
 @pytest.mark.slow
 def test_fakes_are_planned_for_the_largest_sizes() -> None:
     family = BY_NAME["moe"]

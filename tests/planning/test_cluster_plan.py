@@ -179,7 +179,7 @@ def test_the_plan_says_what_it_assumes_and_is_saved(tmp_path: Path) -> None:
     plan = planned(dp_shard=64, tp=8)
     text = str(plan)
     assert "On 512 cards (dp_shard 64 × tp 8)" in text
-    for part in ("as FSDP2 runs", "InfiniBand NDR", "NCCL's buffers", "each of 8 neighbours"):
+    for part in ("as FSDP2 runs", "InfiniBand NDR", "NCCL's buffers", "each of the 8 cards of a 'tp' group"):
         assert any(part in note for note in plan.notes), part
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").cluster == plan.cluster
