@@ -17,8 +17,8 @@ Refusal = TypeVar("Refusal", bound=BaseException)
 
 @dataclass(frozen=True)
 class Way:
-    """One way out of a refusal: a change of options or settings with which the step fits, with the peak in bytes that
-    it gives."""
+    """A change of options or settings with which a step that no plan fits would fit, and its peak in bytes then;
+    `BudgetError.ways` lists them."""
 
     type: str
     """What to type or set, as users write it."""

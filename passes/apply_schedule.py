@@ -64,10 +64,12 @@ class ApplySchedule(Pass):
             if node.op == "call_function" and not is_pure(node):
                 if not times[node.name]:
                     raise PassError(
-                        self.name, node.name, "the schedule leaves it out, yet it is random or has effects", mend
+                        self.name, node.name, "the schedule leaves out this node, which is random or has effects", mend
                     )
                 if times[node.name] > 1 and may_write(node):
-                    raise PassError(self.name, node.name, "the schedule repeats it, yet it may write to memory", mend)
+                    raise PassError(
+                        self.name, node.name, "the schedule repeats this node, which may write to memory", mend
+                    )
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return LazyCode(graph_module, Rewriter(self, graph_module.graph).run())

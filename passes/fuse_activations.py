@@ -158,7 +158,7 @@ def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMa
         return None
     formula = next((other for other in formulas if other.kind), formulas[0])
     if not formula.kind:
-        raise NoMatch(f"it is {formula}, which is neither GELU nor SiLU")
+        raise NoMatch(f"the formula is {formula}, which is neither GELU nor SiLU")
     _check(formula)
     match = _widened(formula)
     check_only_read_by(match.inner, {*match.inner, *match.results}, match.value)
@@ -172,9 +172,9 @@ def _check(formula: _Formula) -> None:
     if not same_sizes(result.shape, value.shape):
         raise NoMatch(f"{formula.result.name} has another shape than {formula.value.name}")
     if {value.dtype, *(step.dtype for step in steps)} != {result.dtype}:
-        raise NoMatch("it casts between its steps")
+        raise NoMatch("the calls to replace differ in dtype")
     if not all(same_sizes(step.stride(), result.stride()) for step in steps):
-        raise NoMatch("its memory layout changes between its steps")
+        raise NoMatch("the calls to replace differ in memory layout")
 
 
 def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:

@@ -126,7 +126,7 @@ def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
     _check_meaning(variance, late_eps)
     sizes = _last_sizes(variance)
     if weight is not None and not _fits(weight, variance, sizes):
-        raise NoMatch("its weight differs in shape from the normalised dimensions, or in dtype from its input")
+        raise NoMatch("the weight differs in shape from the normalised dimensions, or in dtype from the input")
     if weight is None:
         weight, result = _next_operand("mul", result, variance, sizes)
     bias, result = _next_operand("add", result, variance, sizes) if weight is not None else (None, result)
@@ -140,24 +140,24 @@ def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
 
 def _check_meaning(variance: Variance, late_eps: bool) -> None:
     if not variance.centred:
-        raise NoMatch("it is an RMSNorm: torch traces `rms_norm` into the same calls, so that it would save nothing")
+        raise NoMatch("torch traces `rms_norm` into the same calls, so that fusing an RMSNorm saves nothing")
     if variance.corrected:
-        raise NoMatch("its variance is divided by n - 1, not by n")
+        raise NoMatch("the variance is divided by n - 1, not by n")
     if late_eps:
-        raise NoMatch("its eps is added to the standard deviation, not to the variance")
+        raise NoMatch("eps is added to the standard deviation, not to the variance")
 
 
 def _check_layout(steps: tuple[Node, ...], value: Node) -> None:
     """Raises `NoMatch` where dtype or layout would change: `layer_norm` keeps the dtype and is contiguous."""
     if {tensor.dtype for step in steps for tensor in tensors(step.meta["val"])} != {value.meta["val"].dtype}:
-        raise NoMatch("it casts between its steps")
+        raise NoMatch("the calls to replace differ in dtype")
     result = steps[-1].meta["val"]
     if not same_sizes(result.shape, value.meta["val"].shape):
-        raise NoMatch("its result differs in shape from its input")
+        raise NoMatch("the result of the norm differs in shape from the input")
     expected = 1
     for size, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
         if not same_sizes([stride], [expected]):
-            raise NoMatch("its result is not contiguous")
+            raise NoMatch("the result of the norm is not contiguous")
         expected = expected * size
 
 
@@ -215,7 +215,7 @@ def _factors(node: Any, variance: Variance) -> tuple[Any, Any]:
 def _last_sizes(variance: Variance) -> tuple[int, ...]:
     shape = variance.value.meta["val"].shape
     if variance.dims != tuple(range(len(shape) - len(variance.dims), len(shape))):
-        raise NoMatch(f"it normalises dimension {', '.join(map(str, variance.dims))} of {len(shape)}, not the last")
+        raise NoMatch(f"the norm is over dimension {', '.join(map(str, variance.dims))} of {len(shape)}, not the last")
     sizes = tuple(shape[dim] for dim in variance.dims)
     if not all(isinstance(size, int) for size in sizes):
         raise NoMatch("the size of a normalised dimension is symbolic")

@@ -80,7 +80,7 @@ class Pass(abc.ABC):
             if used is None:
                 raise
             mend = "call passes.replace_node(node, by) instead"
-            raise VerifyError(used[1], "rewrite erases it while other nodes use it", mend) from error
+            raise VerifyError(used[1], "rewrite erases this node, which others use", mend) from error
         if not isinstance(after, GraphModule):
             problem = f"rewrite returned {'None' if after is None else type(after).__name__}, not a graph module"
             raise VerifyError(None, problem, "end it with `return graph_module`")

@@ -58,7 +58,7 @@ class QuantizeSaved(Pass):
                 if value.op == "placeholder" or not has_rows:
                     raise VerifyError(
                         value.name,
-                        "it is an input, or no contiguous tensor, so that it has no rows to quantise",
+                        "this value is an input of the graph, or no contiguous tensor with dimensions",
                         "name contiguous results of operators only",
                     )
                 _quantize(value, [node for node in graph.nodes if node in backward])

@@ -25,7 +25,7 @@ Match = TypeVar("Match")
 
 class NoMatch(Exception):
     """Raised where a part of a graph is not the pattern that a pass looks for. The message is the reason, and follows
-    the name of a node: "softmax: its softmax is not over the keys"."""
+    the name of a node: "softmax: the softmax of attention is not over the keys"."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class RewritePattern(Pass, Generic[Data]):
                 with graph.inserting_before(node):
                     replacement = self.replace(node, found)
                 if not isinstance(replacement, Node):
-                    problem = f"replace returned {type(replacement).__name__} for it"
-                    raise VerifyError(node.name, problem, "return the node that takes its place, or the node itself")
+                    problem = f"replace returned {type(replacement).__name__} for this node"
+                    raise VerifyError(node.name, problem, "return the node that replaces it, or this node itself")
                 if replacement is not node:
                     sources = node.all_input_nodes
                     replace_node(node, replacement)

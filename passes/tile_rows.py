@@ -75,7 +75,7 @@ def _check(graph: Graph, segment: RowSegment) -> None:
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
             raise VerifyError(
-                name, "it does not compute each row from that row alone", "give segments that find_row_segments returns"
+                name, "the operator may compute a row from others", "give segments that find_row_segments returns"
             )
 
 

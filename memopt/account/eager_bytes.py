@@ -163,7 +163,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise ValueIsRead("its code has a loop whose end depends on the value of a tensor")
+            raise ValueIsRead("the model's code has a loop whose end depends on the value of a tensor")
         self.left_out |= makes_unknown_bytes(func)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):

@@ -43,8 +43,9 @@ class Found:
     """Whether a walk found the bytes; else they are those that the user gave, or a limit."""
 
     def beside(self, account: Account) -> int:
-        """The bytes outside of a step with this account: `other`, and the optimizer state and gradients that exceed the
-        account's rows for them. 0 where these are few enough for the account's row for scalars."""
+        """The bytes found on the device that are no part of a step with this account: tensors of other code (`other`),
+        and the optimizer state and gradients that exceed the account's rows for them. 0 if the sum is at most
+        `BOOKKEEPING_BYTES`, which the account has in its row for scalars."""
         beside = self.other + max(0, self.state - account.optimizer_state) + max(0, self.gradients - account.gradients)
         return beside if beside > BOOKKEEPING_BYTES else 0
 
@@ -73,7 +74,7 @@ def look(
         own: further tensors that the account of the step includes: the call's inputs, and copies to undo it.
         named: the addresses of memory that is counted already, such as what waiting forwards hold.
         waiting_bytes: held by forwards of this model that wait for their backward; the allocator's count includes it.
-        others_bytes: held by waiting forwards of other models; it counts as elsewhere.
+        others_bytes: held by waiting forwards of other models; these bytes are no part of the step.
         plain_bytes: held by waiting forwards of any model that ran without a plan. Their addresses are not known, so as
             many bytes of tensors with a `grad_fn`, at most, are taken to be theirs.
         bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.

@@ -181,7 +181,7 @@ def check_kinds(call: Call, parts: Parts) -> None:
     which torch.compile does not capture."""
     for name, kind in special_tensors(call, parts).items():
         raise CaptureError(
-            f"{name} is a {kind} tensor, whose operators cannot be captured, so that its steps can only run as the "
+            f"{name} is a {kind} tensor, whose operators cannot be captured, so that steps can only run as the "
             "plain model does: leave out example_inputs and give a budget in which the plain step fits, or compute "
             "with a dense tensor (to_dense(), dequantize(), padding)"
         )

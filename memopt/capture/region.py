@@ -259,7 +259,7 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor) and (kind := special_kind(value)):
             line = "; made by: " + node.meta["stack_trace"].strip().splitlines()[-1].strip() if node.stack_trace else ""
             raise CaptureError(
-                f"the forward has a {kind} tensor, whose operators cannot be planned, so that its steps can only run "
+                f"the forward has a {kind} tensor, whose operators cannot be planned, so that steps can only run "
                 "as the plain model does: leave out example_inputs and give a budget in which the plain step "
                 f"fits{line}"
             )

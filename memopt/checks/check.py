@@ -164,7 +164,7 @@ def _checked_step(
 
 def predicted_rows(plan: Plan) -> Rows:
     """The bytes of each row as a plan predicts them. The peak leaves out what torch's allocator does not count, what
-    lies elsewhere on the device, and the bytes left free as a tolerance.
+    else is on the device, and the bytes left free as a tolerance.
 
     The plan must have been made in this process, not loaded."""
     step, schedule = plan.solved

@@ -18,8 +18,9 @@ from passes.graphs.node_facts import is_tangent, module_path
 
 @dataclass(frozen=True)
 class LockedRow:
-    """The memory that one line of code allocates by calls of one operator, in all modules where it allocates the same;
-    bytes and seconds are those of one module. Parameters and inputs are listed at the line that reads them first."""
+    """A row of a memory lock, the file that `memopt check --lock` compares a later step with: the memory that one line
+    of code allocates by calls of one operator, in all modules where it allocates the same. Bytes, and seconds of
+    recomputing, are those of one module. Parameters and inputs are listed at the line that reads them first."""
 
     modules: tuple[str, ...]
     """Paths of the modules, which differ in their numbers only; "" for what belongs to no module."""
@@ -55,8 +56,8 @@ FIGURES = ("made", "plain", "planned", "smallest", "added", "checkpointed")
 
 
 def locked_rows(plan: Plan) -> tuple[LockedRow, ...]:
-    """The rows of a lock, in the order of the step, from a plan with its graphs. At each peak their bytes add up to
-    that peak."""
+    """The rows of a memory lock, in the order of the step, from a plan with its graphs. At each peak their bytes add up
+    to that peak."""
     return tuple(_alike(_rows(plan, step_of(plan))))
 
 

@@ -21,8 +21,8 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and the text to print: one sentence; for a refusal, the ways out follow in further
-    lines."""
+    """The exit code for an error, and the text to print: one sentence; for a `BudgetError`, the ways out follow in
+    further lines."""
     code, sentence = _failure(error)
     return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 

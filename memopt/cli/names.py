@@ -230,7 +230,7 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None stands for this machine's device: it is returned for None and for the words of `HERE`.
+    "rtx4090" it is "rtx-4090". None, for this machine's device, is returned for None and for the words of `HERE`.
 
     Raises `UsageError` for an unknown name, for one that several cards have, and for a word of `HERE` on a machine
     without a card."""

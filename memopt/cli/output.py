@@ -80,8 +80,8 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
-    """A failure for JSON: a refusal as `refusal_figures` gives it; any other error as a dict with `sentence` under
-    "error", and "exit_code"."""
+    """A failure for JSON: a `BudgetError` as `refusal_figures` gives it; any other error as a dict with `sentence`
+    under "error", and "exit_code"."""
     from memopt.errors import BudgetError
 
     return refusal_figures(error) if isinstance(error, BudgetError) else {"error": sentence, "exit_code": exit_code}
@@ -117,7 +117,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
 
 
 def refusal_figures(error: BudgetError) -> dict[str, Any]:
-    """The numbers of a refusal for JSON: the smallest budget that works, and the changes with which the step fits."""
+    """The numbers of a `BudgetError` for JSON: the smallest budget that works, and the changes with which the step
+    fits."""
     return {
         "fits": False,
         "budget_gb": error.budget_gb,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def assert_fits() -> Callable[..., Plan]:
     """`assert_fits(model, batch, gb=24, **options)`: plans a training step of `model` on `batch` within `gb` gigabytes
     as `memopt.plan` does, whose options it takes (`device="rtx-4090"`), and returns the plan. Nothing runs, and no card
-    is needed. Fails the test with the refusal, which lists the ways out, where no plan fits."""
+    is needed. Where no plan fits, the test fails with the `BudgetError`, which lists changes that help."""
 
     def fits(model: nn.Module, batch: Any, gb: float, **options: Any) -> Plan:
         import memopt

@@ -110,7 +110,7 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
 
 
 def recompute_note(allow: Collection[str]) -> tuple[str, ...]:
-    """A sentence for plans and refusals if `allow` does not contain "recompute"; otherwise an empty tuple."""
+    """A sentence for plans and errors if `allow` does not contain "recompute"; otherwise an empty tuple."""
     if RECOMPUTE.name in allow:
         return ()
     return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give {allow_with(allow)}",)

@@ -214,7 +214,7 @@ class _Advice:
                 with contextlib.suppress(NothingToRewrite):
                     traced = recorded.trace(levers)
                     return traced.price(traced.account()).smallest()[0]
-        raise AssertionError("a lever set without levers finds nothing to rewrite")
+        raise AssertionError("the set without levers, whose graphs need no rewrite, is among them")
 
 
 def _name_of(optimizer: Any) -> str:
@@ -235,8 +235,8 @@ def search_for(
     Args:
         ahead: whether the call is planned before its first run. Then levers on the optimizer may be tried that cast
             parameters to 16 bits, for which the call is captured once more.
-        advise: whether a refusal names levers on the optimizer that `allow` lacks, and with `ahead` also looks for
-            other changes with which the step would fit.
+        advise: whether a `BudgetError` names levers on the optimizer that `allow` lacks, and with `ahead` other
+            changes with which the step would fit.
         budget_bytes: takes the place of the budget in the options.
     """
     planner = recorded.planner

@@ -59,8 +59,8 @@ class Looks(Protocol):
 
     @property
     def note(self) -> str:
-        """A sentence for plans and refusals on the bytes elsewhere on the device; empty where there are next to
-        none."""
+        """A sentence for plans and errors on the bytes on the device that are no part of the step; empty where these
+        are next to none."""
 
     def look(self, call: Call) -> Found:
         """Looks for the bytes on the device that do not belong to the step of a call that begins now."""

@@ -129,7 +129,8 @@ class CallPlanner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for plans and refusals: on the options, on levers that are not used, and on the bytes elsewhere."""
+        """Notes for plans and errors: on the options, levers that are not used, and bytes that are no part of the
+        step."""
         terms = self.terms
         found = (*terms.options.notes(terms.device().type), *self.optimizer_choice.notes)
         found += tuple(filter(None, [self.accounts.beside.note]))

@@ -138,7 +138,7 @@ class Frontier(Generic[PlanT]):
         return self.source.at(budget_gb, effort=self.effort.name, limit_seconds=limit_seconds)
 
     def table(self) -> str:
-        """The curve at up to sixteen budgets, and the recipes, as text."""
+        """The curve at up to sixteen budgets, and the recipes (such as a checkpoint at every block), as text."""
         return shown("frontier").render(self)
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     by replaying its allocations. On the CPU both are 0.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
-    completes its steps: this is the budget that a refusal names. The replay need not pass with every larger
+    completes its steps: this is the budget that a `BudgetError` names. The replay need not pass with every larger
     budget."""
     bare = without_allocator(account)
     if not account.caching:

@@ -272,7 +272,7 @@ class Options:
         return planned_for.backend if self.backend == "auto" else self.backend
 
     def notes(self, device_type: str) -> tuple[str, ...]:
-        """The notes of every plan and refusal under these options, for a device of that type."""
+        """The notes of every plan and `BudgetError` under these options, for a device of that type."""
         notes = recompute_note(self.allow) + (self.budget_note,) * bool(self.budget_note)
         absent = self.hardware is not None and hardware(self.hardware).device_type != device_type
         if absent and self.backend_on(device_type) == "inductor":

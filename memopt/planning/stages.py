@@ -66,7 +66,7 @@ class Recorded:
                 with suppress(NothingToRewrite):
                     traced = recorded.trace(levers)
                     return traced.price(traced.account())
-        raise AssertionError("a set of levers without any")
+        raise AssertionError("the set without levers, whose graphs need no rewrite, is among them")
 
     def _larger(self, batches: int) -> Recorded:
         call = with_batches(self.call, batches)

@@ -1,4 +1,4 @@
-"""How much a refusal may try beyond its first answer."""
+"""How much work may go into finding changes with which a step that no plan fits would fit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
 
 @dataclass
 class Tries:
-    """How much work a refusal may still spend on trying changes with which the step would fit. Work is counted in
-    graph nodes to trace, so that a refusal says the same on every machine. `untried` lists the changes that would
-    take more."""
+    """How much work may still go into trying changes with which a step that no plan fits would fit: its `BudgetError`
+    names those that help. Work is counted in graph nodes to trace, so that the error says the same on every machine.
+    `untried` lists the changes that would take more."""
 
     left: float
     untried: list[str] = field(default_factory=list)
 
     @classmethod
     def beside(cls, steps: Sequence[Priced], effort: Effort) -> Tries:
-        """The work that a refusal may take, relative to the search for the plan, which traced `steps`: a fifth of it
-        with effort "default", any amount with "best", and 0 with "fast", which leaves the changes that need no
-        trace."""
+        """The work, in graph nodes to trace, that may go into trying changes after the search for a plan, which traced
+        `steps`, has found none: a fifth of the nodes of `steps`, at least 1000, with effort "default", any number with
+        "best", and 0 with "fast", so that only changes are tried that need no trace of the step."""
         if effort.name == "default":
             return cls(max(_AT_LEAST, sum(map(nodes_of, steps)) / _SHARE))
         return cls(math.inf if effort.name == "best" else 0.0)

@@ -80,7 +80,7 @@ class Screenings:
         except _NotRun as reason:
             self._why_not = str(reason)
         except Exception as failure:  # planning the model reports what is wrong with it
-            self._why_not = f"its forward failed: {in_brief(failure)}"
+            self._why_not = f"the forward failed: {in_brief(failure)}"
         else:
             self._why_not = look.why_not or self._why_not
             for text, ranges in look.found.items():
@@ -156,7 +156,7 @@ class _Look:
         needed = held_bytes(module) + distinct_bytes(value for value in given if id(value) not in self.known)
         if needed > self.room_bytes:
             raise _NotRun(
-                f"its forward in fp32 would hold {size(needed)} where the budget leaves {size(max(0, self.room_bytes))}"
+                f"the forward in fp32 would hold {size(needed)} where the budget leaves {size(max(0, self.room_bytes))}"
             )
 
 
@@ -165,7 +165,7 @@ def held_bytes(module: fx.GraphModule) -> int:
 
     Found on fake tensors. Raises `_NotRun` where sizes depend on data."""
     if any(True for _ in new_symbols(module.graph)):
-        raise _NotRun("sizes depend on data, so that what its forward would hold is not known")
+        raise _NotRun("sizes depend on data, so that what the forward would hold is not known")
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
     if not tensors:

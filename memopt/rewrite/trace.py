@@ -93,7 +93,7 @@ def trace_call(
     traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
-        raise CaptureError("its result depends on no trainable parameter")
+        raise CaptureError("the result of the call depends on no trainable parameter")
     if not captured.whole:
         _check_needed(joints, rewriting.needed)
     return joints

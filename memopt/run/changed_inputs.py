@@ -66,8 +66,8 @@ class WatchedInputs:
 
 
 def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> None:
-    """Record in `entry`, when the backward of `outputs` begins, which tensors of a plain call the caller has changed in
-    place since its forward."""
+    """Record in the model's `entry`, when the backward of `outputs` begins, which tensors of a plain call the caller
+    has changed in place since its forward."""
     given = [(number, weakref.ref(one), one._version) for number, one in enumerate(tensors_in(call)) if _is_data(one)]
     node = next((one.grad_fn for one in outputs if one.grad_fn is not None), None)
     weak = weakref.ref(entry)  # the garbage collector does not see what a graph holds, which the model may keep
@@ -83,7 +83,7 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
 
 def mark_changed(region: RecordedRegion, inputs: Sequence[Any], call: Call, entry: Entry) -> None:
     """Set `region.changed` to the numbers of the inputs that the caller changed during plain steps, which `watch_plain`
-    recorded in `entry`; does nothing once a backward of the region itself has shown which they are."""
+    recorded in the model's `entry`; does nothing once a backward of the region itself has shown which they are."""
     if region.changed is None and entry.changed_inputs:
         changed = {id(one) for number, one in enumerate(tensors_in(call)) if number in entry.changed_inputs}
         region.changed = frozenset(number for number, value in enumerate(inputs) if id(value) in changed)

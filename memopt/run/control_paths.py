@@ -63,8 +63,9 @@ class ControlPaths:
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
-        """Merge the capture of a call into the first path, `calls[0]`. If the merged path lacks regions of the old one,
-        the old path is kept too, behind it."""
+        """Make the first path, `calls[0]`, one that serves `call` too: the regions of its capture are added to those of
+        the path. Where both have different regions for the same parameters, only the capture's are in the new path, and
+        the old path is kept behind it."""
         self.sizes, self.new = self.sizes.covering(call), True
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
@@ -170,7 +171,7 @@ class PlansOfPaths:
             self._plans[captured, situation] = self._with_runs(captured, plan)
 
     def use_road(self, road: Road) -> None:
-        """Drop the plans, and plan calls again through `road`."""
+        """Drop the plans, and plan calls again by `road`, which takes a captured call from graphs to emitted code."""
         self.road, self._plans_freed = road, 0
         self._plans.clear()
 

@@ -43,7 +43,7 @@ _numbers = count(1)
 
 
 class Waiting(Protocol):
-    """A forward that may wait for its backward, with the attributes that the ledger reads."""
+    """A forward that may wait for its backward, with the attributes that the device's `Ledger` reads."""
 
     entry: Entry
     held_bytes: int
@@ -92,7 +92,7 @@ class _Forward(Waiting, Protocol):
 
 
 class Plain(Waiting, Protocol):
-    """A forward that runs without a plan, with the attributes that the ledger reads."""
+    """A forward that runs without a plan, with the attributes that the device's `Ledger` reads."""
 
     room_bytes: int
     peak_bytes: int
@@ -127,15 +127,16 @@ class LatestLooks:
         return min([level for level, _ in self.levels])
 
     def limit(self, level: int) -> int:
-        """An upper bound on what a search would find elsewhere if `level` bytes are allocated besides those that memopt
-        accounts for. It assumes that no fewer of these bytes belong to the step than at the latest searches."""
+        """An upper bound on what a search would find outside of the step if `level` bytes are allocated besides those
+        that memopt accounts for. It assumes that no fewer of these bytes belong to the step than at the latest
+        searches."""
         return max(0, level - min([rest for _, rest in self.levels]))
 
 
 @dataclass(eq=False)
 class Entry:
-    """An optimised model in the ledger of its device: its forwards that wait for their backward, which are removed when
-    they are freed, and what was found on the device outside of its steps."""
+    """What the `Ledger` of a device knows of one optimised model: its forwards that wait for their backward, which are
+    removed when they are freed, and what was found on the device outside of its steps."""
 
     model: nn.Module
     budget_bytes: int
@@ -224,7 +225,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether a backward of the model has begun before: from then on a refusal ends a training under way."""
+        """Whether a backward of the model has begun before: from then on a `BudgetError` ends a training under way."""
         return bool(self.seen.backward)
 
     @cached_property
@@ -240,7 +241,8 @@ class Entry:
 
     @property
     def with_state(self) -> bool:
-        """Whether plans count optimizer state, so that any state beyond what they count is counted as elsewhere."""
+        """Whether plans count optimizer state, so that state beyond what they count is counted as outside of the
+        step."""
         return self.optimizer is not None
 
     @property
@@ -288,8 +290,8 @@ class Entry:
         return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
-        """The bytes that are expected to appear elsewhere between a forward and its backward, if `elsewhere` bytes are
-        elsewhere already when the forward begins."""
+        """The bytes that are expected to appear on the device, outside of the step, between a forward and its backward,
+        if `elsewhere` bytes outside of it are there already when the forward begins."""
         return (
             self.later_bytes
             if self.reached_bytes is None
@@ -333,7 +335,7 @@ class Entry:
     def until_backward(self, tangent_bytes: int) -> int | None:
         """The bytes that the caller's own code was seen to allocate between a forward and its backward, besides the
         gradients of `tangent_bytes` that the backward begins with; scaled up for larger outputs. None where nothing was
-        seen; 0 where the user gave a fixed number of bytes that lie elsewhere (`fixed_bytes`)."""
+        seen; 0 where the user gave the number of bytes outside of the step (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
         if self.meanwhile is None:
@@ -410,7 +412,7 @@ class Entry:
     def state_to_come(self, plan: Plan, returned_bytes: int, elsewhere_bytes: int) -> int:
         """The bytes of optimizer state that a plan counts and that did not exist at the latest search. 0 where the
         optimizer's step would not fit the budget together with outputs of `returned_bytes` and `elsewhere_bytes`
-        elsewhere; also on a GPU, and where the plan steps parameters in the backward."""
+        outside of the step; also on a GPU, and where the plan steps parameters in the backward."""
         account = plan.account
         if account.caching or any(region.steps for region in plan.regions):
             return 0

@@ -184,10 +184,10 @@ def as_compiled_least(
 
 
 def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
-    """The plan of a call with the smallest peak, which is then compiled to measure the smallest budget that a refusal
-    names; found once, later returned with the bytes that lie elsewhere now. `planned_bytes` is the smallest budget
-    without regard to compiled code. None where nothing can be compiled here. Raises `BudgetError` where no plan fits in
-    `planned_bytes`, and `CaptureError` where the call cannot be traced."""
+    """The plan of a call with the smallest peak, which is then compiled to measure the smallest budget that a
+    `BudgetError` names; found once, later returned with the bytes of tensors outside of the step now. `planned_bytes`
+    is the smallest budget without regard to compiled code. None where nothing can be compiled here. Raises
+    `BudgetError` where no plan fits in `planned_bytes`, and `CaptureError` where the call cannot be traced."""
     if not _compiles(recorded.planner, recorded.situation):
         return None
     key, account = _key(recorded)

@@ -211,9 +211,9 @@ class Moment:
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
-        """The refusal of a call with the budget that works for larger calls too, which came before and may come again;
-        `refused` itself where that budget is no larger. `above` is the refusal of the larger calls; the growth of bytes
-        elsewhere since an earlier forward is added to its budget."""
+        """The error of a refused call with the budget that works for larger calls too, which came before and may come
+        again; `refused` itself where that budget is no larger. `above` is the error of the larger calls; what tensors
+        outside of the step have grown by since an earlier forward is added to its budget."""
         grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
         smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # of which no look was made
         if smallest <= refused.smallest_bytes:
@@ -282,7 +282,7 @@ class Ledger(ModelsOnDevice):
 
     @classmethod
     def of(cls, entry: Entry) -> Ledger:
-        """The ledger of the device that a model is on; the model's entry is added to it."""
+        """The ledger of the device that the model of `entry` is on; `entry` is added to it."""
         device = entry.device
         if device not in cls._by_device:
             cls._by_device[device] = cls(device)

@@ -23,14 +23,15 @@ _MARGIN = 64
 
 
 class ModelsOnDevice:
-    """The models in the ledger of one device, each with its entry."""
+    """The optimised models on one device, each with its `Entry`: its forwards that wait for their backward, and what
+    was found on the device outside of its steps. The base of `Ledger`, which counts all that is on the device."""
 
     def __init__(self) -> None:
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def others_training(self, entry: Entry) -> list[Entry]:
         """The entries of other optimised models on the device that are being trained, one for each model. Empty where
-        the user gave a fixed number of bytes that lie elsewhere."""
+        the user gave a fixed number of bytes that are no part of the step (`elsewhere_gb`)."""
         found: dict[int, Entry] = {}
         if len(self.entries) == 1 or entry.fixed_bytes is not None:
             return []
@@ -123,9 +124,9 @@ class ModelsOnDevice:
         return sorted(found, key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
-        """The refusal of a call with a budget in which the steps of all optimised models fit at the same time: each by
-        the plan that holds least, or as guessed where it has no plan yet, and never more than all of them need with
-        nothing recomputed. `plain` tells what the call needs without a plan."""
+        """The `BudgetError` of a call with a budget in which the steps of all optimised models fit at the same time:
+        each by the plan that holds least, or as guessed where it has no plan yet, and never more than all of them need
+        with nothing recomputed. `plain` tells what the call needs without a plan."""
         others = self.others_training(entry)
         if not others:
             return refused

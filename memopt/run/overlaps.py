@@ -43,8 +43,8 @@ class _WithStepBytes(Protocol):
 @dataclass(frozen=True)
 class Overlap:
     """What other models held at one moment while a forward waited for its backward, or in that backward: the
-    forwards of the entries `waiting`, in the order in which they began, and a running forward or backward of the
-    entry `runs`."""
+    waiting forwards of the models with the entries `waiting`, in the order in which they began, and a running forward
+    or backward of the model with the entry `runs`."""
 
     waiting: tuple[weakref.ref[_WithStepBytes], ...]
     runs: weakref.ref[_WithStepBytes] | None = None

@@ -282,8 +282,8 @@ class PlainCalls:
     def explain(
         self, refused: BudgetError | CaptureError, call: Call, situation: Situation, moment: Moment
     ) -> BudgetError | CaptureError:
-        """The refusal of a call that cannot be captured, with a budget in which it runs plain; `refused` itself where
-        that is not known."""
+        """The `BudgetError` of a call that cannot be captured, with a budget in which it runs plain; `refused` itself
+        where that is not known."""
         budget, least = self.planner.terms.options.budget_bytes, None
         if isinstance(refused, CaptureError) and self._nothing_else_wanted():
             least = self.needed_bytes(call, situation, moment, WORTH_NAMING * budget)
@@ -306,8 +306,8 @@ class PlainCalls:
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
     def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which a call runs plain while `elsewhere_bytes` lie elsewhere; None where
-        that is above `most_bytes`, or where all calls are to be planned."""
+        """The smallest budget in bytes with which a call runs plain while tensors that are no part of its step take
+        `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         if self.entry.graph is Retention.DIFFERENTIATED and self.entry.gradients_stay is not False:
@@ -402,7 +402,7 @@ class PlainCalls:
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
-        user. It is made through `road` for this situation when first needed, and cached until the next call.
+        user. It is planned by `road` for this situation when first needed, and cached until the next call.
 
         Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
         assert self.latest is not None

@@ -209,7 +209,8 @@ class RecordedCalls:
         self.paths.forget(but)
 
     def use_road(self, road: Road) -> None:
-        """Drop the plans, and plan recorded regions again through `road`."""
+        """Drop the plans, and plan recorded regions again by `road`, which takes a captured call from graphs to emitted
+        code."""
         self.road = self.regions.road = road
         self.forget()
         self.paths.use_road(road)

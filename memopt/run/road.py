@@ -90,9 +90,9 @@ class Road:
     ) -> Plan:
         """The plan of a captured call, made before its first run or read from disk.
 
-        `plain` returns the row of the plain step for the beginning of the receipt, or None. `advise`: a refusal names
-        changes that would help. Raises `BudgetError` where no plan fits, `CaptureError` where the graphs of the call
-        cannot be rewritten or priced."""
+        `plain` returns the row of the plain step for the beginning of the receipt, or None. `advise`: a `BudgetError`
+        names changes that would help. Raises `BudgetError` where no plan fits, `CaptureError` where the graphs of the
+        call cannot be rewritten or priced."""
         recorded = Recorded(self.planner, captured, call, situation)
         with self._planning(call), self.planner.accounts.one_look(call, situation):
             self.plans += 1

@@ -122,8 +122,9 @@ class SafetyNet:
         """Run a call without a plan by `attempt`; its step was counted to hold `needed_bytes`, and `inputs` are its
         tensors.
 
-        Raises `StepMemoryError` if an allocation of its forward fails; calls like it are planned from then on. The call
-        is undone only if it can have written to no buffer, as copies of buffers in each call would take time."""
+        Raises `StepMemoryError` if an allocation of its forward fails; calls like it are planned from then on. Random
+        states are then as before the call, and so are buffers and inputs if the error's `undone` is True. It is False
+        if one of them was written to, and for models with floating-point buffers: copying them takes time."""
         before, self._plain_bytes = CallState.of(self.model, inputs, copying=False), needed_bytes
         try:
             return attempt()

@@ -484,7 +484,7 @@ class Session:
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a training call on fake tensors before its first run. `gradients_held`: the call adds to existing
-        gradients; `advise`: a refusal names changes that would help. All ranks plan together.
+        gradients; `advise`: a `BudgetError` names changes that would help. All ranks plan together.
 
         Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, and `RankError` where
         another rank fails."""

@@ -42,7 +42,8 @@ from memopt.units import size
 
 
 class Share:
-    """What one optimised model reports to the ledger of its device, and reads from it.
+    """What one optimised model reports to the `Ledger` of its device, which counts what is there besides the steps of
+    all optimised models, and what it reads from there.
 
     With `Options.one_by_one` each backward is that of a single forward, even while several wait. All forwards then run
     by one plan, which adds gradients in place and leaves room for the other forwards."""
@@ -101,8 +102,8 @@ class Share:
 
     @property
     def note(self) -> str:
-        """A sentence for plans and refusals on the bytes elsewhere on the device; empty where there are next to
-        none."""
+        """A sentence for plans and errors on the bytes on the device that are no part of the step; empty where these
+        are next to none."""
         found = self.entry.found
         if not found.largest or found.other <= max(BOOKKEEPING_BYTES, self.entry.notable_bytes):
             return ""
@@ -197,7 +198,8 @@ class Share:
         )
 
     def moment(self, call: Call, situation: Situation) -> Moment:
-        """The current moment, at which the call begins, for the ledger."""
+        """What the ledger needs at the beginning of a call: the bytes that are counted already, in the step or in other
+        forwards."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
         if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
@@ -282,7 +284,8 @@ class Share:
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
-        """The moment for the ledger at which the backward of a forward begins with these gradients."""
+        """What the ledger needs when the backward of a forward begins with these gradients: the bytes that are counted
+        already, in the step or in other forwards."""
         self.parallel.note_buckets()
         counted = self._counted(((), {}), forward.plan.account.gradients_held, "backward")
         waiting = [one for one in self.entry.waiting() if isinstance(one, PendingForward)]

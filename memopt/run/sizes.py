@@ -230,7 +230,7 @@ class PlansBySize:
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:
-        """The stored refusal of these sizes; None where they were not refused."""
+        """The stored error of these sizes, which no plan fits; None where they were not refused."""
         return self._refused.get(ceiling)
 
     def covering(self, sizes: Sizes) -> Sizes | None:

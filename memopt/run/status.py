@@ -101,7 +101,7 @@ class PlanningLog:
         self._known[signature] = True
 
     def refused(self, error: Refusal) -> Refusal:
-        """Log a refusal with everything that its text says would help, and return it."""
+        """Log the error of a call that was refused, with all that its text says would help, and return it."""
         logging.getLogger("memopt").info("%s", error)
         return error
 

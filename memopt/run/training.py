@@ -133,8 +133,8 @@ class TrainingCalls:
 
     def plan(self, call: Call, situation: Situation, types: AutocastState, *, advise: bool) -> Plan:
         """The plan of a call before its first run, read from disk or made now; the first run then uses it. `types` is
-        the caller's own autocast; `advise`: a refusal names changes that would help, and the receipt begins with the
-        plain step. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured."""
+        the caller's own autocast; `advise`: a `BudgetError` names changes that would help, and the receipt begins with
+        the plain step. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured."""
 
         def plain() -> ReceiptRow | None:
             with types.restored():
@@ -163,7 +163,7 @@ class TrainingCalls:
         return self.road.beside_plain(plan, count)
 
     def for_other_kinds(self, refused: BudgetError, call: Call, situation: Situation) -> BudgetError:
-        """The refusal of a call with a budget that is enough for earlier calls with other kinds of arguments, too
+        """The `BudgetError` of a call with a budget that is enough for earlier calls with other kinds of arguments, too
         (`PlainCalls.seen_beside`). Each of them is planned on fake tensors, and the largest budget is named."""
         most = refused
         for other in self.plain_calls.seen_beside(call):

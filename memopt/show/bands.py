@@ -70,8 +70,9 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
-    """For each band its bytes at the given moments, 0 at a moment that is None. Bands that are empty at all of them are
-    left out."""
+    """For each coloured band of the memory chart, which shows one or more rows of the account, its bytes at the given
+    moments (numbers of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
+    that are empty at all moments are left out."""
     by_moment = list(map(_by_band, memory.held()))
     found = {
         band: [by_moment[moment].get(band, 0) if moment is not None else 0 for moment in moments] for band in COLOURS

@@ -30,7 +30,7 @@ _TOUCH_PIXELS = 16.0
 
 
 def render(frontier: Frontier, width: int = 110) -> str:
-    """A headline, the curve and the recipes, as text of `width` columns."""
+    """A headline, the curve and the recipes (such as a checkpoint at every block), as text of `width` columns."""
     return as_text(*parts(frontier), width=width)
 
 

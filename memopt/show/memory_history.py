@@ -108,10 +108,10 @@ class _Unpickler(pickle.Unpickler):
     """Reads containers, strings and numbers, and raises `SnapshotError` at anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise SnapshotError(f"it names {module}.{name}, and a snapshot has plain containers, strings and numbers only")
+        raise SnapshotError(f"the file names {module}.{name}, not plain containers, strings and numbers only")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise SnapshotError(f"it refers to something outside of the file ({str(pid)[:40]!r})")
+        raise SnapshotError(f"the file refers to something outside of itself ({str(pid)[:40]!r})")
 
 
 def read_history(path: str | Path) -> MemoryHistory:
@@ -134,7 +134,7 @@ def read_history(path: str | Path) -> MemoryHistory:
         ]
         if not found:
             raise SnapshotError(
-                "it has neither blocks nor events; call torch.cuda.memory._record_memory_history() before the steps"
+                "the file has no blocks and no events; call torch.cuda.memory._record_memory_history() before the steps"
             )
         return max(found, key=lambda one: (one.missing_bytes is not None, one.peak_bytes))
     except OSError:

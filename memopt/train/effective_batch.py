@@ -239,7 +239,7 @@ class Splitting:
 
         Raises `refused` where the user has set the number, passes microbatches or does not allow the lever
         "microbatch"; a `BudgetError` that says so where the model has batch statistics, which would be computed of each
-        piece by itself; and, where not even single samples fit, the refusal that names the smallest budget."""
+        piece by itself; and, where not even single samples fit, the error that names the smallest budget."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused

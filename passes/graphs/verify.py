@@ -115,7 +115,7 @@ def check_structure(graph: Graph) -> None:
         raise VerifyError(None, f"graph.lint() says: {first_line}", mend) from error
     for node in graph.nodes:
         if "val" not in node.meta and node.users and node.op in ("placeholder", "call_function", "call_method"):
-            raise VerifyError(node.name, 'it has no meta["val"]', "set it where the pass makes the node")
+            raise VerifyError(node.name, 'it has no meta["val"]', 'set meta["val"] where the pass makes the node')
 
 
 def check_signature(before: GraphModule, after: GraphModule) -> None:
@@ -190,7 +190,7 @@ def _check_node(graph_module: GraphModule, node: Node) -> None:
     except Exception as error:
         raise VerifyError(
             node.name,
-            f"its operator cannot run on the fake tensors that its arguments have in meta['val']: {error}",
+            f"the operator cannot run on the fake tensors that the arguments have in meta['val']: {error}",
             "correct the arguments or their metadata",
         ) from error
     stored = node.meta.get("val")

@@ -78,7 +78,7 @@ def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
     elif name == "add" and not node.kwargs:
         return _added(node)
     if step is None or not isinstance(first, Node):
-        raise NoMatch(f"its scores come from {name or node.name}, not from a product of queries and keys")
+        raise NoMatch(f"the attention scores come from {name or node.name}, not from a product of queries and keys")
     scores, steps = walk_up_scores(first, node)
     return scores, [step, *steps]
 
@@ -139,7 +139,7 @@ def match_attention(softmax: Node, rows: MaskRows) -> AttentionMatch:
     dim: Any = softmax.args[1]
     dims = softmax.meta["val"].dim()
     if dim % dims != dims - 1:
-        raise NoMatch("its softmax is not over the keys")
+        raise NoMatch("the softmax of attention is not over the keys")
     result = _downwards(softmax)
     source: Any = softmax.args[0]
     scores, steps = walk_up_scores(source, softmax)
@@ -151,7 +151,7 @@ def match_attention(softmax: Node, rows: MaskRows) -> AttentionMatch:
     match = AttentionMatch(softmax, query, turned or key, turned is None, value, result, tuple(reversed(steps)), scores)
     _check(match)
     if _may_mask_whole_rows(match.steps, rows):
-        raise NoMatch("its mask may mask every score of a row")
+        raise NoMatch("the attention mask may mask every score of a row")
     fills = [step for step in match.steps if isinstance(step, Fill) and step.number != float("-inf")]
     return replace(match, clears_rows=any(not rows.masks_no_row_whole(fill.mask, fill.where) for fill in fills))
 
@@ -186,9 +186,9 @@ def _downwards(node: Node) -> Node:
         if op_name(user) in PRODUCTS and user.args[0] is node:
             return user
         if not _passes_on(user):
-            raise NoMatch(f"its probabilities are read by {user.name}, not by a product with values")
+            raise NoMatch(f"the attention probabilities are read by {user.name}, not by a product with values")
         if op_name(user) == "dropout" and user.args[1] and user.args[2]:
-            raise NoMatch("its dropout would draw other random numbers")
+            raise NoMatch("dropout in the fused attention would draw other random numbers")
         node = user
 
 
@@ -206,26 +206,24 @@ def _check(match: AttentionMatch) -> None:
     values = [operand.meta["val"] for operand in (match.query, match.key, match.value)]
     dims, dtypes = {value.dim() for value in values}, {value.dtype for value in values}
     if dims not in ({3}, {4}):
-        raise NoMatch(
-            f"its queries, keys and values have {' and '.join(map(str, sorted(dims)))} dimensions, not 3 or 4"
-        )
+        raise NoMatch(f"queries, keys and values have {' and '.join(map(str, sorted(dims)))} dimensions, not 3 or 4")
     leading = [value.shape[:-2] for value in values]
     if not all(same_sizes(leading[0], other) for other in leading[1:]):
-        raise NoMatch("its queries, keys and values differ in batch or heads")
+        raise NoMatch("queries, keys and values differ in batch or heads")
     if len(dtypes) != 1:
-        raise NoMatch("its queries, keys and values differ in dtype")
+        raise NoMatch("queries, keys and values differ in dtype")
     fills = [step for step in match.steps if isinstance(step, Fill)]
     adds = [step for step in match.steps if isinstance(step, Add)]
     for fill in fills:
         if fill.mask.meta["val"].dtype != torch.bool:
-            raise NoMatch("its mask is not of bools")
+            raise NoMatch("the attention mask is not of bools")
         if fill.number > MASKS_BELOW:
-            raise NoMatch(f"its masked scores are set to {fill.number:g}, which still gives them weight in the softmax")
+            raise NoMatch(f"masked scores are set to {fill.number:g}, which still gives them weight in the softmax")
     if any(add.mask.meta["val"].dtype not in dtypes for add in adds):
-        raise NoMatch("its mask differs in dtype from its queries")
+        raise NoMatch("the attention mask differs in dtype from the queries")
     masks = [*(fill.mask for fill in fills), *(add.mask for add in adds)]
     if any(_shape_exceeds(mask, match.scores) for mask in masks):
-        raise NoMatch("its mask has more elements than its scores")
+        raise NoMatch("the attention mask has more elements than the scores")
     # The fused operator reads all inputs where V is read.
     check_unwritten(
         (match.query, match.key, *masks), match.scores, match.result, "an input of the attention before its end"

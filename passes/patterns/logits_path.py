@@ -46,18 +46,18 @@ class _Formula:
         factor = _factor(node)
         if name == "log_softmax":
             if replace(self, normalised=False) != _Formula():
-                raise NoMatch("its log probabilities are changed before the loss reads them")
+                raise NoMatch("the log probabilities are changed before the loss reads them")
             return _Formula(normalised=True)
         if factor is None and name not in ("tanh", "add"):
             return self
         if self.bias is not None:
-            raise NoMatch(f"a bias is added to its logits after {node.name}")
+            raise NoMatch(f"a bias is added to the logits after {node.name}")
         if factor is not None:
             return replace(self, scale=self.scale * factor)
         if name == "add":
             return replace(self, bias=_bias(node))
         if self.softcap:
-            raise NoMatch("its logits go through tanh twice")
+            raise NoMatch("the logits go through tanh twice")
         return replace(self, scale=1.0, softcap=self.scale)
 
 
@@ -112,7 +112,7 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
     if name == "log_softmax":
         dim: Any = node.args[1]
         if dim % node.meta["val"].dim() != class_dim:
-            raise NoMatch("its log_softmax is not over the classes")
+            raise NoMatch("the log_softmax is not over the classes")
         return source, class_dim, False
     moved = row_move(node, class_dim)
     return (None, class_dim, False) if moved is None else (*moved, not takes_all(node, class_dim))

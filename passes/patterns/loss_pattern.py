@@ -132,18 +132,18 @@ def match_loss(loss: Node) -> LossMatch:
     given = arguments_of(loss)
     value, target, reduction, ignore_index = (given[name] for name in ("self", "target", "reduction", "ignore_index"))
     if target.meta["val"].is_floating_point():
-        raise NoMatch("its targets are probabilities, not classes")
+        raise NoMatch("the targets are probabilities, not classes")
     if reduction not in _REDUCTIONS:
-        raise NoMatch("it gives a loss for each target (reduction='none')")
+        raise NoMatch("the loss function returns a loss for each target (reduction='none')")
     if not isinstance(ignore_index, int):
-        raise NoMatch("its ignore_index is a symbol")
+        raise NoMatch("ignore_index is a symbol")
     class_dim = min(1, value.meta["val"].dim() - 1)
     path = walk_up(value, class_dim, loss)
     linear = match_linear(path.top)
     smoothing = float(given.get("label_smoothing", 0.0))
     match = LossMatch(loss, linear, path, target, given["weight"], _REDUCTIONS[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
-        raise NoMatch("the input of its nll_loss is not from log_softmax")
+        raise NoMatch("the input of nll_loss is not from log_softmax")
     return _checked(match)
 
 
@@ -160,7 +160,7 @@ def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
 def _checked(match: LossMatch) -> LossMatch:
     _check_shapes(match)
     if match.path.returned:
-        raise NoMatch("its logits are returned as well")
+        raise NoMatch("the logits are returned as well")
     # The operator reads its inputs where the loss is.
     inputs = [operand for operand in (match.linear.hidden, match.linear.weight, match.bias) if operand is not None]
     what = "an input of the linear layer before the loss is computed"
@@ -180,10 +180,10 @@ def match_linear(node: Node) -> Linear:
     elif name == "addmm" and not node.kwargs:
         bias, hidden, weight = args
     else:
-        raise NoMatch(f"its logits come from {name or node.name}, not from a linear layer")
+        raise NoMatch(f"the logits come from {name or node.name}, not from a linear layer")
     transposed = name != "linear"
     if weight.meta["val"].dim() != 2:
-        raise NoMatch("its logits are a product of two activations")
+        raise NoMatch("the logits are a product of two activations")
     if transposed and (turned := _turned(weight)) is not None:
         weight, transposed = turned, False
     return Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
@@ -211,18 +211,18 @@ def _uncast(value: Node, hidden: Node) -> Node:
 def _check_shapes(match: LossMatch) -> None:
     hidden, weight = match.linear.hidden.meta["val"], match.linear.weight.meta["val"]
     if not all(isinstance(size, int) for size in weight.shape):
-        raise NoMatch("its weight has symbolic sizes")
+        raise NoMatch("the weight of the linear layer has symbolic sizes")
     top = match.path.nodes[0]
     if top.class_dim != top.node.meta["val"].dim() - 1:
-        raise NoMatch(f"the classes of its loss are not the last dimension of the logits {top.node.name}")
+        raise NoMatch(f"the classes of the loss are not the last dimension of the logits {top.node.name}")
     if not hidden.is_floating_point() or hidden.dim() < 1:
-        raise NoMatch("its linear layer is not applied to floating-point rows")
+        raise NoMatch("the linear layer is not applied to floating-point rows")
     bias = match.bias
     classes = weight.shape[1 if match.linear.transposed else 0]
     if bias is not None and tuple(bias.meta["val"].shape) != (classes,):
-        raise NoMatch("its bias is not a vector with one number for each class")
+        raise NoMatch("the bias of the linear layer is not a vector with one number for each class")
     if match.path.formula.bias is not None and match.linear.bias is not None:
-        raise NoMatch("it has two biases")
+        raise NoMatch("the linear layer has two biases")
 
 
 def bytes_in_fp32(logits: Node) -> int | None:

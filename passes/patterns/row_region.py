@@ -94,10 +94,10 @@ def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
     while op_name(value) not in LAYERS:
         above = next(_with_classes(value, class_dim), None)
         if above is None:
-            raise NoLayer(f"its logits come from {op_name(value) or value.name}, not from a linear layer")
+            raise NoLayer(f"the logits come from {op_name(value) or value.name}, not from a linear layer")
         value, class_dim = above
     if class_dim != value.meta["val"].dim() - 1:
-        raise NoLayer(f"the classes of its loss are not the last dimension of the logits {value.name}")
+        raise NoLayer(f"the classes of the loss are not the last dimension of the logits {value.name}")
     return value, class_dim
 
 
@@ -105,11 +105,11 @@ def _layer(node: Node) -> Linear:
     """Returns a linear layer whose results are rows of classes. Raises `NoMatch` for any other call."""
     linear = match_linear(node)
     if not all(isinstance(size, int) for size in linear.weight.meta["val"].shape):
-        raise NoMatch("its weight has symbolic sizes")
+        raise NoMatch("the weight of the linear layer has symbolic sizes")
     if node.meta["val"].dim() < 1 or not node.meta["val"].is_floating_point():
-        raise NoMatch("its linear layer is not applied to floating-point rows")
+        raise NoMatch("the linear layer is not applied to floating-point rows")
     if linear.bias is not None and linear.bias.meta["val"].dim() != 1:
-        raise NoMatch("its bias is not a vector with one number for each class")
+        raise NoMatch("the bias of the linear layer is not a vector with one number for each class")
     return linear
 
 
@@ -135,7 +135,7 @@ def _grow(region: RowRegion, node: Node, class_dim: int) -> None:
         for user in value.users:
             after = class_dim_after(user, value, dim)
             if user.op == "output":
-                raise NoMatch("its logits are returned as well")
+                raise NoMatch("the logits are returned as well")
             if after is not None:
                 pending.append((user, after))
             elif is_result(user, value, dim):

@@ -39,4 +39,4 @@ def test_the_logits_are_gone(later: bool) -> None:
 def test_logits_that_are_returned_stay() -> None:
     decision = _ChunkLosses()(loss(returned=True))
     assert len(decision.pipeline) == 0
-    assert "its logits are returned as well" in decision.notes[0]
+    assert "the logits are returned as well" in decision.notes[0]

@@ -198,7 +198,7 @@ def test_unknown_names() -> None:
 
 def test_what_draws_must_be_scheduled() -> None:
     with pytest.raises(
-        PassError, match="node native_dropout: the schedule leaves it out, yet it is random or has effects"
+        PassError, match="node native_dropout: the schedule leaves out this node, which is random or has effects"
     ):
         scheduled("addmm relu sum_1 mul mm neg", boundary=3)
 
@@ -208,9 +208,9 @@ def test_writes_are_scheduled_once() -> None:
     x = sketch.input("primals_1", 4)
     written = sketch.returns(sketch.call(aten.copy_.default, x, sketch.call(aten.neg.default, x)))
     assert "copy_: " in format_graph(ApplySchedule(("neg", "copy_"), 2, 1)(written))
-    with pytest.raises(PassError, match="node copy_: the schedule leaves it out"):
+    with pytest.raises(PassError, match="node copy_: the schedule leaves out this node"):
         ApplySchedule(("neg",), 1, 1)(written)
-    with pytest.raises(PassError, match="node copy_: the schedule repeats it"):
+    with pytest.raises(PassError, match="node copy_: the schedule repeats this node"):
         ApplySchedule(("neg", "copy_", "copy_"), 3, 1)(written)
 
 

@@ -46,7 +46,7 @@ def test_returned_logits_are_left_alone() -> None:
     before = sketch(returned=True)
     assert not diff_graphs(before, ChunkLoss()(before))
     (found,) = find_losses(before)
-    assert str(found) == "cross_entropy_loss: its logits are returned as well"
+    assert str(found) == "cross_entropy_loss: the logits are returned as well"
 
 
 def tensors() -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "written to": (written_to, "add_ writes to an input of the linear layer before the loss is computed"),
     "activations": (
         lambda x, w, y, b: F.cross_entropy(x @ (x * 2).transpose(1, 2), y.clamp(0, 9)) + w.sum() + b.sum(),
-        "its logits are a product of two activations",
+        "the logits are a product of two activations",
     ),
     "some classes": (
         lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b))[:, 4:], y.view(-1).clamp(max=9)),
@@ -183,7 +183,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "softmax of the rows": (
         lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), 0), y.view(-1)),
-        "its log_softmax is not over the classes",
+        "the log_softmax is not over the classes",
     ),
 }
 

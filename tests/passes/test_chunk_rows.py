@@ -380,23 +380,23 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "returned": (
         lambda x, w, y, b: ((z := F.linear(x, w, b)).logsumexp(-1).sum(), z),
-        "its logits are returned as well",
+        "the logits are returned as well",
     ),
     "dropped at random": (
         lambda x, w, y, b: F.dropout(F.linear(x, w, b), 0.5).logsumexp(-1).sum(),
-        "its logits come from dropout, not from a linear layer",
+        "the logits come from dropout, not from a linear layer",
     ),
     "turned": (
         lambda x, w, y, b: (w @ x[0].t()).transpose(0, 1).log_softmax(-1).gather(1, y[:1].clamp(min=0).t()).sum(),
-        "the classes of its loss are not the last dimension of the logits matmul",
+        "the classes of the loss are not the last dimension of the logits matmul",
     ),
     "turned, cross entropy": (
         lambda x, w, y, b: F.cross_entropy((w @ x[0].t()).transpose(0, 1), y[0]),
-        "the classes of its loss are not the last dimension of the logits matmul",
+        "the classes of the loss are not the last dimension of the logits matmul",
     ),
     "some classes": (
         lambda x, w, y, b: F.linear(x, w, b)[..., 3:].logsumexp(-1).sum(),
-        "its logits come from slice, not from a linear layer",
+        "the logits come from slice, not from a linear layer",
     ),
 }
 

@@ -183,20 +183,20 @@ def cast_between(x: Tensor) -> Tensor:
 
 
 LEFT_ALONE: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
-    "quick GELU": (ACT2FN["quick_gelu"], ["it is 0.5 x (1 + tanh(0.851 x)), which is neither GELU nor SiLU"]),
+    "quick GELU": (ACT2FN["quick_gelu"], ["the formula is 0.5 x (1 + tanh(0.851 x)), which is neither GELU nor SiLU"]),
     "another constant": (
         lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
-        ["it is 0.5 x (1 + tanh(0.8 x + 0.035772 x^3)), which is neither GELU nor SiLU"],
+        ["the formula is 0.5 x (1 + tanh(0.8 x + 0.035772 x^3)), which is neither GELU nor SiLU"],
     ),
     "erf of another": (
         lambda x: 0.5 * x * (1 + torch.erf(x)),
-        ["it is 0.5 x (1 + erf(1 x)), which is neither GELU nor SiLU"],
+        ["the formula is 0.5 x (1 + erf(1 x)), which is neither GELU nor SiLU"],
     ),
     "read too": (read_too, ["tanh is read by add_1 as well"]),
-    "cast between": (cast_between, ["it casts between its steps"]),
+    "cast between": (cast_between, ["the calls to replace differ in dtype"]),
     "another layout": (
         lambda x: (lambda y: 0.5 * (y / ROOT).contiguous().erf().add(1) * y)(x.t()),
-        ["its memory layout changes between its steps"],
+        ["the calls to replace differ in memory layout"],
     ),
     "compared": (lambda x: x * torch.sigmoid(x * (x > 0)), []),
     "softcap": (lambda x: 30 * torch.tanh(x / 30), []),

@@ -192,7 +192,7 @@ def test_dropout_is_left_alone() -> None:
     captured = capture_operators(dropped, **tensors())
     before = captured.graph_module
     assert not diff_graphs(before, FuseAttention()(before))
-    assert find_attentions(before)[0].reason == "its dropout would draw other random numbers"
+    assert find_attentions(before)[0].reason == "dropout in the fused attention would draw other random numbers"
 
 
 def read_too(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, padded: Tensor) -> Any:
@@ -212,29 +212,29 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "written to": (written_to, "zero_ writes to an input of the attention before its end"),
     "softmax of the queries": (
         lambda q, k, v, seen, padded: (scores(q, k).softmax(-2) @ v).sum(),
-        "its softmax is not over the keys",
+        "the softmax of attention is not over the keys",
     ),
     "softcap": (
         lambda q, k, v, seen, padded: weigh(scores(q, k).tanh(), v),
-        "its scores come from tanh, not from a product of queries and keys",
+        "the attention scores come from tanh, not from a product of queries and keys",
     ),
     "no real mask": (
         lambda q, k, v, seen, padded: weigh(scores(q, k).masked_fill(~seen, -5.0), v),
-        "its masked scores are set to -5, which still gives them weight in the softmax",
+        "masked scores are set to -5, which still gives them weight in the softmax",
     ),
     "masks of numbers": (
         lambda q, k, v, seen, padded: weigh(
             scores(q, k).masked_fill(~seen, -1e9).masked_fill(~padded[:, None, None], -1e9), v
         ),
-        "its mask may mask every score of a row",
+        "the attention mask may mask every score of a row",
     ),
     "shared keys": (
         lambda q, k, v, seen, padded: weigh(q @ k[:, :1].mT, v),
-        "its queries, keys and values differ in batch or heads",
+        "queries, keys and values differ in batch or heads",
     ),
     "larger mask": (
         lambda q, k, v, seen, padded: weigh(scores(q[:1], k[:1]) + torch.zeros(BATCH, 1, 1, LENGTH), v[:1]),
-        "its mask has more elements than its scores",
+        "the attention mask has more elements than the scores",
     ),
     "scores too": (
         lambda q, k, v, seen, padded: weigh(one := scores(q, k), v) + one.mean(),
@@ -292,7 +292,7 @@ def test_real_models(name: str) -> None:
     captured = capture_operators(make(), **batch("usual"))
     reasons = [module.reason for module in find_attentions(captured.graph_module)]
     assert reasons.count("") == count
-    assert reasons.count("its mask may mask every score of a row") == all_of_them - count
+    assert reasons.count("the attention mask may mask every score of a row") == all_of_them - count
     after = FuseAttention()(captured.graph_module)
     assert [node.target for node in after.graph.nodes].count(SDPA) == count
     assert_same_gradients(captured.graph_module, after, captured.inputs, tolerance=1e-5, noise=1e-5)

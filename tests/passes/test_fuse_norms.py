@@ -14,7 +14,7 @@ from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
 WIDTH = 12
-RMS = "it is an RMSNorm: torch traces `rms_norm` into the same calls, so that it would save nothing"
+RMS = "torch traces `rms_norm` into the same calls, so that fusing an RMSNorm saves nothing"
 
 
 def sketch(*, returned: bool = False) -> GraphModule:
@@ -198,27 +198,27 @@ def channels_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "RMSNorm": (rms, [RMS]),
-    "over others": (channels_first, ["it normalises dimension 1 of 3, not the last"]),
+    "over others": (channels_first, ["the norm is over dimension 1 of 3, not the last"]),
     "annotated transformer": (
         lambda x, w, b: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b,
-        ["its variance is divided by n - 1, not by n"],
+        ["the variance is divided by n - 1, not by n"],
     ),
     "eps outside": (
         lambda x, w, b: (
             w * (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True).sqrt() + 1e-6) + b
         ),
-        ["its eps is added to the standard deviation, not to the variance"],
+        ["eps is added to the standard deviation, not to the variance"],
     ),
     "written to": (written_to, ["add_ writes to what it is computed from before its end"]),
     "transposed": (
         lambda x, w, b: original(x.transpose(0, 1), w, b).transpose(0, 1),
-        ["its result is not contiguous"],
+        ["the result of the norm is not contiguous"],
     ),
     "weight of another shape first": (
         lambda x, w, b: x[:1, :1] * (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
-        ["its weight differs in shape from the normalised dimensions, or in dtype from its input"],
+        ["the weight differs in shape from the normalised dimensions, or in dtype from the input"],
     ),
-    "cast between": (cast_between, ["it casts between its steps"]),
+    "cast between": (cast_between, ["the calls to replace differ in dtype"]),
     "centred by another": (
         lambda x, w, b: (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
         [],

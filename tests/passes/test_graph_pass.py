@@ -130,7 +130,7 @@ def test_what_people_forget_gets_an_error_that_names_the_pass_and_the_mend() -> 
         "\n".join(messages),
         """\
 ReturnsNothing: rewrite returned None, not a graph module; end it with `return graph_module`
-ErasesWhatIsUsed: node relu: rewrite erases it while other nodes use it; call passes.replace_node(node, by) instead""",
+ErasesWhatIsUsed: node relu: rewrite erases this node, which others use; call passes.replace_node(node, by) instead""",
     )
 
 

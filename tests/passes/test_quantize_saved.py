@@ -100,7 +100,7 @@ def test_the_forward_keeps_its_bits_and_the_backward_is_near(shape: tuple[int, .
 
 
 def test_inputs_and_unknown_names_are_refused() -> None:
-    with pytest.raises(PassError, match="it is an input, or no contiguous tensor"):
+    with pytest.raises(PassError, match="this value is an input of the graph, or no contiguous tensor"):
         QuantizeSaved(("primals_1",))(product())
     with pytest.raises(PassError, match="there is no such node"):
         QuantizeSaved(("nothing",))(product())

@@ -79,7 +79,9 @@ def test_a_replacement_that_is_none_is_refused() -> None:
         def replace(self, node: Node, found: Any) -> Node:
             return None  # type: ignore[return-value]
 
-    with pytest.raises(PassError, match="Forgets: node pow_1: replace returned NoneType for it; return the node that"):
+    with pytest.raises(
+        PassError, match="Forgets: node pow_1: replace returned NoneType for this node; return the node that"
+    ):
         Forgets()(squares())
 
 

@@ -184,10 +184,10 @@ class Evil:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (Evil(), "it names builtins.print, and a snapshot has plain containers, strings and numbers only"),
-        ({"segments": [torch.float32], "device_traces": []}, "it names torch"),
-        ({"segments": [], "device_traces": [[{"action": Evil}]]}, "it names tests.show.test_memory_history.Evil"),
-        ({"segments": [], "device_traces": [[], []]}, "it has neither blocks nor events"),
+        (Evil(), "the file names builtins.print, not plain containers, strings and numbers only"),
+        ({"segments": [torch.float32], "device_traces": []}, "the file names torch"),
+        ({"segments": [], "device_traces": [[{"action": Evil}]]}, "the file names tests.show.test_memory_history.Evil"),
+        ({"segments": [], "device_traces": [[], []]}, "the file has no blocks and no events"),
         ({"device_traces": []}, "KeyError: 'segments'"),
         ([1, 2], "TypeError"),
         ({"segments": [{"device": 0}], "device_traces": []}, "KeyError: 'blocks'"),

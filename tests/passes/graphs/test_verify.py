@@ -107,14 +107,14 @@ def test_the_stride_of_a_dimension_of_size_1_means_nothing() -> None:
 def test_a_call_that_cannot_run_is_named() -> None:
     graph_module = two_layers()
     named(graph_module, "mm").args = (named(graph_module, "primals_2"), named(graph_module, "primals_1"))
-    with pytest.raises(VerifyError, match="node mm: its operator cannot run on the fake tensors"):
+    with pytest.raises(VerifyError, match="node mm: the operator cannot run on the fake tensors"):
         verify(graph_module)
 
 
 def test_missing_metadata_is_named() -> None:
     graph_module = two_layers()
     del named(graph_module, "mm").meta["val"]
-    with pytest.raises(VerifyError, match=r'node mm: it has no meta\["val"\]; set it where the pass makes the node'):
+    with pytest.raises(VerifyError, match=r'node mm: it has no meta\["val"\]; set meta\["val"\] where the pass makes'):
         verify(graph_module)
 
 
