@@ -49,7 +49,7 @@ class TrainingState:
             device,
             tuple((parameter, parameter.grad) for parameter in model.parameters()),
             tuple(
-                (module, table, {name: list(map(on_host, _parts(buffer))) for name, buffer in table.items()})
+                (module, table, {name: list(map(_apart, _parts(buffer))) for name, buffer in table.items()})
                 for module, table in tables
             ),
             generator_states(device),
@@ -352,7 +352,8 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor in host memory; that of a tensor on the CPU lies in memory of numpy's, so that it is no part
     of a step."""
     bits = _BITS.get(tensor.itemsize)
-    if not is_on_host(tensor) or bits is None or tensor.is_conj() or tensor.is_neg():
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not plain or not is_on_host(tensor) or bits is None or tensor.is_conj() or tensor.is_neg():
         return on_host(tensor)
     return torch.from_numpy(tensor.detach().view(bits).numpy().copy()).view(tensor.dtype)
 
@@ -370,7 +371,7 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
     `tensors` are added to `written`. Copies of all are held in host memory during the block. Tensor subclasses, and
     tensors on "meta" or made in inference mode, are skipped."""
     numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
-    before = _Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
+    before = _Values.of((tensor, _apart(tensor)) for _, tensor in numbered)
     try:
         yield
     finally:

@@ -19,7 +19,6 @@ from memopt.capture.dynamo import in_brief
 from memopt.capture.inputs import Call, call_signature, tensors_in
 from memopt.capture.operators import Decide, OperatorGraph, Rewriting
 from memopt.capture.sample import run_sample
-from memopt.compat.host import is_on_host
 from memopt.compat.operators import plain_tensors
 from memopt.rewrite.policy import PrecisionPlan
 from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
@@ -73,10 +72,8 @@ class Screenings:
             self._why_not = NO_VALUES
             return
         self._looked.add(signature)
-        copies = distinct_bytes(model.buffers()) if is_on_host(next(model.parameters())) else 0
         others = [takewhile(self._is_not_of, rewriting.deciders) for rewriting in rewritings]
         befores = list(dict.fromkeys(map(tuple, others)))
-        room_bytes = None if room_bytes is None else room_bytes - copies
         look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])
         try:
             run_sample(model, call, loss_fn, look, rewritings[0], differentiate_all=differentiate_all)

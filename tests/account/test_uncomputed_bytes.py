@@ -330,6 +330,19 @@ class _LargeBuffer(nn.Module):
         return (self.head(x) + buffer[0, :, None].zero_()).square().mean()
 
 
+def test_a_count_on_values_holds_what_it_counts_and_no_copies_of_buffers() -> None:
+    """A table of positions that is larger than the step's activations, as in pytorch/examples' language model."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model.register_buffer("positions", torch.zeros(1 << 20))
+    batch, card = torch.randn(64, 8), hardware_of(torch.device("cpu"))
+    with memopt.measure_peak("cpu") as held:
+        pass
+    with memopt.measure_peak("cpu") as peak:
+        found = plain_count.count_on_values(model, plain_call(model), ((batch,), {}), card, int(PLENTY))
+    assert found is not None
+    assert peak.bytes - held.bytes < model.positions.nbytes // 2
+
+
 def test_a_count_on_values_makes_nothing_above_its_limit() -> None:
     model, batch, card = _LargeBuffer(), torch.randn(512, 64), hardware_of(torch.device("cpu"))
     most_bytes = 1024**2
