@@ -40,6 +40,10 @@ KERNELS_SUM_IN_FP32 = frozenset(
 """Operators whose kernels take 16 bits, compute in fp32 and round once, also where autocast lists them for fp32."""
 
 
+SATURATING = frozenset({"sigmoid", "tanh"})
+"""Operators whose results lie close to a limit that 16 bits would round them to: a probability of 0.999 to 1, so that a
+loss takes the logarithm of 0."""
+
 _BEHIND = ("dropout", "add", "masked_fill", "where")
 
 
@@ -57,10 +61,11 @@ class AssignPrecision:
     applies the plan that is returned.
 
     Operators on autocast's lists get 16 bits or fp32 as their list says, norms the dtype of their input. Elementwise
-    ones compute in 16 bits unless a full-size operand is fp32; so do sums that only attention's softmax reads, and that
-    softmax. The residual stream, which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens
-    a 16-bit value, and an fp32 value that was widened before becomes 16 bits again: in a model captured in fp32,
-    `.to(input_dtype)` appears as `.to(float32)`. Unknown operators get operands in the dtype that they had before."""
+    ones compute in 16 bits unless a full-size operand is fp32, or they saturate and a loss may read them;
+    so do sums that only attention's softmax reads, and that softmax. The residual stream, which starts at the
+    embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and an fp32 value that was widened
+    before becomes 16 bits again: in a model captured in fp32, `.to(input_dtype)` appears as `.to(float32)`. Unknown
+    operators get operands in the dtype that they had before."""
 
     low: torch.dtype
     rules: Rules = field(default_factory=Rules)
@@ -116,6 +121,8 @@ class _Walk:
             return self._cast(node, operands[0])
         if (rule := self.decider.rules.choose(node)) is not None:
             return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
+        if name in SATURATING and _leads_to_fp32(node):
+            return Choice(torch.float32, "it saturates, and is returned or read in fp32", wished=True)
         if name in KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
             return Choice(low, "its kernel computes in fp32 inside")
         if (
@@ -203,6 +210,19 @@ class _Walk:
 
     def _state(self, node: fx.Node) -> _State:
         return self.states.get(node, _State.MASTER)
+
+
+def _leads_to_fp32(node: fx.Node) -> bool:
+    """Whether a value is returned, or read by an operator that computes in fp32: directly, or through casts, calls that
+    only move data, and elementwise operators on this value alone, as `1 - p`."""
+    for reader in node.users:
+        name = op_name(reader)
+        if reader.op == "output" or name in (FP32 | FP32_SET_DTYPE | FP32_OURS) - KERNELS_SUM_IN_FP32:
+            return True
+        alone = is_pointwise(reader) and [one for one in reader.all_input_nodes if has_floats(one)] == [node]
+        if (alone or is_cast(reader) or follows_input(reader)) and _leads_to_fp32(reader):
+            return True
+    return False
 
 
 def only_read_by(

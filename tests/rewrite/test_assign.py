@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
+import memopt
 from memopt.capture.operators import Decision, OperatorGraph, Operators
 from memopt.device.devices import hardware
 from memopt.levers.precision import DecidePrecision, check_rules, precision_rewriting
@@ -125,3 +127,47 @@ def test_fp16_on_a_device_without_it() -> None:
     without = replace(hardware("t4"), flops={"float32": 8.1e12})
     with pytest.raises(ValueError, match="t4 does not compute in fp16; use 'auto'"):
         precision_rewriting("fp16", without)
+
+
+class _Probability(nn.Module):
+    """A probability from a large logit, as a loss gets it: outside of the model, or within."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(8, 1), loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.sigmoid(self.linear(x).squeeze(-1))
+        if self.loss == "outside":
+            return found
+        if self.loss == "of the other class":
+            return -(1 - found).clamp(min=0).log().mean()
+        return nn.functional.binary_cross_entropy(found, torch.zeros_like(found))
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("loss", ["outside", "within", "of the other class"])
+def test_a_probability_that_a_loss_reads_is_not_rounded_to_1(loss: str) -> None:
+    """In 16 bits the probability of logits above 6 is 1, and its loss 100 or infinite."""
+    torch.manual_seed(0)
+    model, x = _Probability(loss), torch.randn(64, 8)
+    with torch.no_grad():
+        model.linear.bias.fill_(8.0)
+
+    def found() -> torch.Tensor:
+        result = model(x)
+        return nn.functional.binary_cross_entropy(result, torch.zeros_like(result)) if loss == "outside" else result
+
+    expected = found().item()
+    memopt.optimize(model, 1, precision="bf16", optimizer=None)
+    assert found().item() == pytest.approx(expected, rel=0.02)
+
+
+def test_a_gate_stays_in_16_bits() -> None:
+    sketch = Sketch()
+    x, weight = sketch.input("x", 4, 8), sketch.input("weight", 8, 8)
+    linear = sketch.call(aten.linear.default, x, weight)
+    gate = sketch.call(aten.sigmoid.default, linear)
+    gated = sketch.call(aten.mul.Tensor, linear, gate)
+    module = sketch.returns(sketch.call(aten.linear.default, gated, weight))
+    assert AssignPrecision(torch.bfloat16)(module).choices["sigmoid"].dtype == torch.bfloat16
