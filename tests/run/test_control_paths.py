@@ -231,6 +231,8 @@ class SomeRows(nn.Module):
 def test_code_between_regions_that_holds_more_than_when_it_was_planned(spare_bytes: int) -> None:
     """A step that would exceed the budget is planned once more, and refused before its backward if nothing fits."""
     exact = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0.0}
+    with memopt.measure_peak("cpu") as others:  # tensors of other tests
+        pass
     x, few, all_rows = torch.randn(2048, 32), torch.arange(2048) < 64, torch.arange(2048) >= 0
     model, plain = SomeRows().train(), SomeRows().train()
     with pytest.raises(memopt.BudgetError) as refused:
@@ -250,5 +252,5 @@ def test_code_between_regions_that_holds_more_than_when_it_was_planned(spare_byt
                 break
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
-        assert peak.bytes <= budget_gb * 2**30
+        assert peak.bytes - others.bytes <= budget_gb * 2**30
     assert spare_bytes or chosen is all_rows
