@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ def expandable_segments() -> bool:
 
 
 def may_turn_on_expandable_segments() -> bool:
-    """Whether `turn_on_expandable_segments` would change anything: they are not in use yet, and the environment does
-    not turn them off."""
-    return _set_settings is not None and not _turned_on and _in_environment() is None
+    """Whether `turn_on_expandable_segments` would change anything: they are not in use yet, the environment neither
+    turns them off nor names another allocator, and this is Linux, since torch has them nowhere else."""
+    asked = _in_environment() is not None or "cudaMallocAsync" in _settings()
+    return sys.platform == "linux" and _set_settings is not None and not _turned_on and not asked
 
 
 def turn_on_expandable_segments() -> None:

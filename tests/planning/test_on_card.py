@@ -279,6 +279,7 @@ def test_expandable_segments_are_used_where_ordinary_ones_do_not_fit_or_add_time
         ("expandable_segments:True", True, False),
         ("a:1,expandable_segments: True", True, False),
         ("expandable_segments:False", False, False),
+        ("backend:cudaMallocAsync", False, False),
     ],
 )
 def test_the_allocators_setting(setting: str, is_on: bool, may_be: bool, monkeypatch: pytest.MonkeyPatch) -> None:
