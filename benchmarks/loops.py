@@ -77,9 +77,9 @@ def records_of(name: str) -> list[Record]:
 
 
 def write(records: dict[str, list[Record]]) -> None:
-    loops = [{"loop": name, "runs": records[name]} for name in sorted(records) if records[name]]
-    write_result(RESULT, {**stamp(), "loops": loops})
-    PAGE.write_text(page([record for loop in loops for record in loop["runs"]]), encoding="utf-8")
+    flat = [record for name in sorted(records) for record in records[name]]
+    write_result(RESULT, {**stamp(), "records": flat})
+    PAGE.write_text(page(flat), encoding="utf-8")
 
 
 def page(records: list[Record]) -> str:
@@ -121,10 +121,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="repeat what is not right")
     parser.add_argument("--limit-minutes", type=float, default=float("inf"))
     arguments = parser.parse_args()
-    known = json.loads(RESULT.read_text())["loops"] if RESULT.exists() else []
+    known = json.loads(RESULT.read_text())["records"] if RESULT.exists() else []
     every, start = names(), time.time()
-    found = {loop["loop"]: loop["runs"] for loop in known}
-    records = {name: found.get(name, []) for name in every}
+    records = {name: [record for record in known if record["loop"] == name] for name in every}
     for name in arguments.only or every:
         right = records[name] and all(record["verdict"] in RIGHT for record in records[name])
         if arguments.only or not records[name] or (arguments.again and not right):

@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 
 def nanogpt(optimize: Optimize, log: Log) -> None:
-    """nanoGPT with an optimiser of its own (Muon for matrices, Adam for the rest): accumulation over microsteps,
+    """nanoGPT with an optimizer of its own (Muon for matrices, Adam for the rest): accumulation over microsteps,
     clipping, a warmed-up cosine, `estimate_loss` and `generate` between, and a resume in the middle."""
 
     class MuonAdam(torch.optim.Optimizer):
