@@ -352,8 +352,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor in host memory; that of a tensor on the CPU lies in memory of numpy's, so that it is no part
     of a step."""
     bits = _BITS.get(tensor.itemsize)
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and not special_kind(tensor)
-    if not plain or not is_on_host(tensor) or bits is None or tensor.is_conj() or tensor.is_neg():
+    if not (_has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
         return on_host(tensor)
     return torch.from_numpy(tensor.detach().view(bits).numpy().copy()).view(tensor.dtype)
 

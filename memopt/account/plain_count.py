@@ -74,7 +74,7 @@ class PlainStep:
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
     graph: Retention = Retention.FREED
-    """What the counted backward did with the autograd graph: freed it, kept it, or differentiated it again."""
+    """Whether the counted backward freed the autograd graph, kept it, or differentiated it again."""
 
 
 def count_plain_step(

@@ -273,8 +273,8 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:
-    """What each run that has a joint graph exchanges with other code (`RegionRun.passed`). Where some run has no joint
-    graph, the runs are renumbered, and references to runs by number are dropped."""
+    """The values that each run with a joint graph exchanges with other code (`RegionRun.passed`). Where some run has no
+    joint graph, the runs are renumbered, and references to runs by number are dropped."""
     passed = tuple(run.passed for run in differentiated_runs(joints, captured))
     return passed if len(passed) == len(captured.runs) else tuple(one.without_runs() for one in passed)
 

@@ -57,8 +57,8 @@ def history_figures(history: MemoryHistory) -> dict[str, Any]:
 
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
-    """What filled the card, as sentences and tables: its bytes by kind of memory, then by function and line of code;
-    and what memopt would do about each kind."""
+    """A report on what filled the card, as sentences and tables: its bytes by kind of memory, then by function and line
+    of code; and what memopt would do about each kind."""
     end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
     if history.missing_bytes is not None:
         end = f"it ran out of memory for {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"

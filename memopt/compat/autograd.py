@@ -31,7 +31,7 @@ PRIVATE_NAMES = (
 
 
 class Fate(Enum):
-    """What the running backward pass does with the gradient of a leaf."""
+    """The use that the running backward pass makes of the gradient of a leaf."""
 
     ACCUMULATED = "added to its .grad"
     RETURNED = "returned by torch.autograd.grad"
@@ -39,12 +39,12 @@ class Fate(Enum):
 
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
-    """What the running backward pass will do with a leaf's gradient. To be called inside a backward pass."""
+    """The use that the running backward pass will make of a leaf's gradient. To be called inside one."""
     return fate_at(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def fate_at(node: Any) -> Fate:
-    """What the running backward pass will do with the gradient that a leaf's autograd node, `node`, accumulates."""
+    """The use that the running backward pass will make of the gradient of `node`, a leaf's autograd node."""
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
@@ -135,7 +135,7 @@ def keeps_graph() -> bool:
 
 
 class Retention(IntEnum):
-    """What a backward pass leaves of the graph that it goes through, the least first."""
+    """The part of its autograd graph that a backward pass leaves in memory, the least first."""
 
     FREED = 0
     """Nothing: what was saved is freed as it is read."""
@@ -146,7 +146,7 @@ class Retention(IntEnum):
 
 
 def retention() -> Retention:
-    """What the running backward pass leaves of its graph; to be asked in a hook or the backward of a node."""
+    """The part of its graph that the running backward pass leaves; to be called in a hook or a node's backward."""
     if not keeps_graph():
         return Retention.FREED
     return Retention.DIFFERENTIATED if torch.is_grad_enabled() else Retention.KEPT
@@ -268,8 +268,8 @@ def gradients_asked(watcher: Watcher) -> None:
 
 
 class Addition(NamedTuple):
-    """What a `Watcher` adds to a gradient that a backward is asked for: further gradients to compute, and the function
-    that makes the whole gradient from them and from what autograd finds alone."""
+    """The additions of a `Watcher` to a gradient that a backward is asked for: further gradients, and the function that
+    makes the whole gradient from them and from what autograd finds alone."""
 
     edges: Sequence[Any]
     """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""

@@ -23,7 +23,7 @@ from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
 from memopt.planning.plan import CAPTURE, PLAIN_STEP, Plan, PlanSource, ReceiptRow
-from memopt.planning.planner import Request, recipes, smallest, solve_with_steps, step_peak_bytes
+from memopt.planning.planner import Request, least_on_card, recipes, smallest, solve_with_steps, step_peak_bytes
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
 from memopt.price.node_prices import host_seconds
@@ -196,7 +196,7 @@ def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[P
         warm_up()
     with stage("looking for the smallest budget"):
         least, dominated_by = smallest(joined, plan.account)
-        account = on_card(joined, joined.smallest.schedule, plan.account)
+        account = least_on_card(joined, joined.smallest.schedule, plan.account)
     plain = step_peak_bytes(joined, account, simulate(problem, Schedule.save_all(problem)).peak_bytes)
     by_hand = recipes(joined, account)
     budgets = {*budgets_between(least, plain, points), *(round(recipe.peak_gb * GIB) for recipe in by_hand)}

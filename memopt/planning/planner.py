@@ -13,7 +13,7 @@ from memopt.planning.frontier import Recipe
 from memopt.planning.joined import Joined, solve_stepping
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
-from memopt.solver import Infeasible, Portfolio, Progress, Solution
+from memopt.solver import Infeasible, Portfolio, Progress, Schedule, Solution
 from memopt.solver.offload_bound import transient_floor
 from memopt.units import size
 
@@ -267,11 +267,17 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
     """The smallest budget in bytes for which `solve` finds a schedule, and a text on what dominates its peak."""
     taken, solution = _smallest_peak(joined)
     schedule = solution.schedule
-    accounts = [on_card(taken, schedule, one) for one in account.by_segments]
-    least = min((breakdown(taken.problem, schedule, one) for one in accounts), key=lambda one: one.peak_bytes)
+    least = breakdown(taken.problem, schedule, least_on_card(taken, schedule, account))
     shown = [*least.rows[:3], *(row for row in least.rows[3:] if row[0] == "elsewhere")]
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in shown)
     return least.peak_bytes, f"{largest} (at {least.at})"
+
+
+def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
+    """The account as from `on_card`, with the kind of segments, of those that a plan may choose, with which the step
+    needs the fewest bytes."""
+    found = [on_card(joined, schedule, one) for one in account.by_segments]
+    return min(found, key=lambda one: breakdown(joined.problem, schedule, one).peak_bytes)
 
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:

@@ -27,7 +27,7 @@ from memopt.planning.on_card import (
     within,
 )
 from memopt.planning.options import budget_bytes
-from memopt.planning.planner import Request, smallest, solve_on_card, solve_with_steps
+from memopt.planning.planner import Request, least_on_card, smallest, solve_on_card, solve_with_steps
 from memopt.planning.priced_step import PricedStep
 from memopt.solver import Link, Portfolio, Schedule
 from memopt.solver.problem import BlockCall
@@ -260,6 +260,8 @@ def test_expandable_segments_are_used_where_ordinary_ones_do_not_fit_or_add_time
     either, expandable = replace(ACCOUNT, may_expand=True), replace(ACCOUNT, expandable=True)
     least = {account: smallest(joined(step), account)[0] for account in (ACCOUNT, expandable, either)}
     assert least[either] == min(least.values()) < least[ACCOUNT]
+    by_least = least_on_card(joined(step), joined(step).smallest.schedule, either)
+    assert breakdown(joined(step).problem, joined(step).smallest.schedule, by_least).peak_bytes == least[either]
     _, _, account = solve_on_card(joined(step), Request(either, least[either]))
     assert account.expands
     with pytest.raises(BudgetError):
