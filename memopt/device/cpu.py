@@ -22,6 +22,7 @@ from memopt.device.hardware import LARGE, Chip, Hardware, physical_bytes
 from memopt.device.op_call import OpCall, TensorSpec
 from memopt.device.workspace_rules import (
     KB,
+    MAKE_CONTIGUOUS,
     SCALARS,
     Rule,
     all_bytes,
@@ -133,9 +134,11 @@ def _cpu_convolution(call: OpCall) -> int:
 
 
 def _cpu_matmul(call: OpCall) -> int:
-    """Bytes of a matmul: in 16 bits, oneDNN reorders transposed operands, and without bfloat16 units it sums into a
-    float32 buffer of the size of the result."""
-    return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 4 * call.outputs[0].numel + 256 * KB
+    """Bytes of a matmul: copies of operands with neither rows nor columns that are contiguous; in 16 bits, oneDNN
+    reorders transposed operands, and without bfloat16 units it sums into a float32 buffer of the size of the result."""
+    if first(call).dtype.itemsize < 4:
+        return input_bytes(call) + 4 * call.outputs[0].numel + 256 * KB
+    return sum(spec.dense_bytes for spec in call.inputs if spec.size and 1 not in spec.stride[-2:])
 
 
 def _cpu_chunked_loss(call: OpCall) -> int:
@@ -167,7 +170,7 @@ def _cpu_fp8_matmul(call: OpCall) -> int:
 
 
 def _cpu_batch_norm(call: OpCall) -> int:
-    return 2 * first(call).size[1] * 8 + copies(call)
+    return 2 * first(call).size[1] * 8 + 2 * copies(call)
 
 
 def _cpu_scatter(call: OpCall) -> int:
@@ -190,19 +193,27 @@ CPU_RULES: dict[str, Rule] = {
     "_safe_softmax": _cpu_safe_softmax,
     **for_each("native_layer_norm rms_norm _fused_rms_norm embedding gelu", copies),
     "gelu_backward": lambda call: 2 * copies(call),
-    "_softmax_backward_data": lambda call: 0,
+    "_softmax_backward_data": copies,
+    **for_each(MAKE_CONTIGUOUS, copies),
+    **for_each("clone copy _to_copy", lambda call: 8 * _TRANSPOSED if copies(call) else 0),
     **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cpu_layer_norm_backward),
     **for_each("native_group_norm native_group_norm_backward", _cpu_group_norm),
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward,
     **for_each("convolution _convolution convolution_backward", _cpu_convolution),
-    **for_each("mm bmm addmm baddbmm addbmm _grouped_mm grouped_mm_fallback grouped_mm_fallback_backward", _cpu_matmul),
+    **for_each(
+        "dot vdot mv mm bmm addmm baddbmm addbmm _grouped_mm grouped_mm_fallback grouped_mm_fallback_backward",
+        _cpu_matmul,
+    ),
     **for_each("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _cpu_batch_norm),
     "native_batch_norm_backward": lambda call: first(call).dense_bytes + _cpu_batch_norm(call),
     **for_each("gather scatter scatter_add scatter_reduce index_add index_reduce", _cpu_scatter),
     "index_put": index,
     "embedding_dense_backward": copies,
-    **for_each("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa", _cpu_resize),
+    **for_each(
+        "upsample_linear1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa",
+        _cpu_resize,
+    ),
     **for_each("sum mean var var_mean std cumsum cumprod linalg_vector_norm prod", converted),
     **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
     "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel + input_bytes(call),

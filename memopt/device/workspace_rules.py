@@ -67,7 +67,8 @@ def loss(call: OpCall) -> int:
     """Workspace bytes of a loss: its value for each element before the mean, in fp32 where the input has 16 bits. Some
     kernels reduce in place, so that this buffer stays allocated as the storage of the scalar result."""
     spec = max(call.inputs, key=lambda s: s.numel)
-    return 2 * spec.dense_bytes + (4 * spec.numel if spec.dtype.itemsize < 4 else 0) + SCALARS
+    wide = 4 * spec.numel if spec.dtype.itemsize < 4 else 0
+    return 2 * spec.dense_bytes + wide + copies(call) + SCALARS
 
 
 def index(call: OpCall) -> int:
@@ -96,9 +97,9 @@ def wide_index(call: OpCall) -> int:
 
 def by_counts(call: OpCall) -> int:
     """Workspace bytes of a reduction by an index: for a mean, the number of values in each sum, the ones that are
-    summed for it, and a mask of the sums without any."""
-    counts = all_bytes(call) + call.outputs[0].numel + SCALARS if call.argument(4, "reduce") == "mean" else 0
-    return wide_index(call) + copies(call) + counts
+    summed for it, and a mask of the sums without any; `index_reduce` starts from a copy in any case."""
+    counts = call.argument(4, "reduce") == "mean" or rule_name(call) == "index_reduce"
+    return wide_index(call) + copies(call) + (all_bytes(call) + call.outputs[0].numel + SCALARS if counts else 0)
 
 
 def chunked_loss(call: OpCall) -> int:
@@ -150,6 +151,23 @@ def fp8_scales(call: OpCall) -> int:
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
 
+def gaps(call: OpCall) -> int:
+    """Workspace bytes of copies of the inputs whose elements do not fill one range of memory."""
+    return sum(spec.dense_bytes for spec in call.inputs if not spec.dense)
+
+
+MAKE_CONTIGUOUS = (
+    "max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices avg_pool2d avg_pool3d "
+    "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d "
+    "_adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward grid_sampler_2d "
+    "grid_sampler_2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d "
+    "replication_pad2d_backward channel_shuffle pixel_shuffle pixel_unshuffle upsample_nearest2d_backward "
+    "upsample_bilinear2d_backward upsample_bicubic2d_backward col2im log_sigmoid_forward rrelu_with_noise "
+    "masked_scatter index_select nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
+    "max min aminmax argmax argmin bucketize _log_softmax_backward_data"
+)
+"""Operators whose kernels copy inputs with gaps; those of the CPU copy inputs that are dense but transposed, too."""
+
 COMMON: dict[str, Rule] = {
     **for_each("linear_rows linear_rows_backward", linear_rows),
     **for_each(
@@ -161,28 +179,23 @@ COMMON: dict[str, Rule] = {
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
-        "as_strided flip slice_scatter select_scatter diag_embed where masked_fill masked_scatter "
-        "index_select nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
-        "_log_softmax_backward_data amax amin argmax argmin max min any all dot mv cummax "
-        "cummin median bucketize",
+        "as_strided flip slice_scatter select_scatter diag_embed where masked_fill "
+        "amax amin dot vdot mv cummax cummin",
         nothing,
     ),
     **for_each(
         "mse_loss_backward smooth_l1_loss_backward huber_loss_backward elu_backward glu glu_backward _prelu_kernel "
-        "_prelu_kernel_backward log_sigmoid_forward log_sigmoid_backward softplus_backward hardswish "
-        "hardswish_backward mish_backward leaky_relu_backward rrelu_with_noise rrelu_with_noise_backward "
-        "max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices avg_pool2d avg_pool3d "
-        "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d "
-        "_adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward grid_sampler_2d "
-        "grid_sampler_2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d "
-        "replication_pad2d_backward channel_shuffle pixel_shuffle pixel_unshuffle upsample_nearest2d_backward "
-        "upsample_bilinear2d_backward upsample_bicubic2d_backward col2im _unsafe_view _reshape_alias",
+        "_prelu_kernel_backward log_sigmoid_backward softplus_backward hardswish "
+        "hardswish_backward mish_backward leaky_relu_backward rrelu_with_noise_backward "
+        "_unsafe_view _reshape_alias",
         nothing,
     ),
+    **for_each(MAKE_CONTIGUOUS, gaps),
     **for_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", loss),
-    **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call)),
+    **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call) + KB),
+    "median": one_input,
     **for_each("index _unsafe_index", index),
-    **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: KB),
+    **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: 2 * KB),
     **for_each("tril triu", copies),
     "roll": lambda call: (max(1, len(call.argument(2) or ())) - 1) * first(call).dense_bytes + copies(call),
     "isinf": one_input,
@@ -191,11 +204,16 @@ COMMON: dict[str, Rule] = {
     **for_each("scatter_reduce index_reduce", by_counts),
     "masked_select": lambda call: 8 * broadcast_numel(call.inputs) * max(2, *(len(s.size) for s in call.inputs)),
     "_fft_c2r": lambda call: all_bytes(call) + input_bytes(call),
-    **for_each("linalg_eig _linalg_eigh linalg_lstsq linalg_pinv", lambda call: 4 * all_bytes(call) + 4 * KB),
+    **for_each(
+        "linalg_eig _linalg_eigh linalg_lstsq linalg_pinv _linalg_det _linalg_slogdet",
+        lambda call: 4 * all_bytes(call) + 4 * KB,
+    ),
     "linalg_matrix_exp": lambda call: 16 * max(4, first(call).dtype.itemsize) * first(call).numel + KB,
     "nonzero": lambda call: 16 * first(call).numel,
     "nonzero_static": lambda call: 8 * max(2, len(first(call).size)) * first(call).numel,
-    "_unique2": lambda call: all_bytes(call) + KB,
+    **for_each("_unique _unique2", lambda call: all_bytes(call) + 32 * first(call).numel + KB),
+    **for_each("any all", lambda call: 0 if first(call).dtype == torch.bool else first(call).numel + SCALARS),
+    "count_nonzero": lambda call: 9 * first(call).numel + output_bytes(call) + KB,
     "allclose": lambda call: 3 * all_bytes(call),
     "dist": lambda call: 2 * broadcast_numel(call.inputs) * first(call).dtype.itemsize,
     "kthvalue": lambda call: 2 * one_input(call) + 8 * first(call).numel,
