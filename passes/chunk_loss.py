@@ -179,7 +179,7 @@ class _Rewrite:
         with self.graph.inserting_before(self.match.loss):
             result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
         self.match.loss.replace_all_uses_with(result)
-        self._erase(self.match.loss)
+        erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
 
     def _measure(self, reader: Node, step: Step, source: Node) -> None:
         """Has a call that reads a size of the logits read it from the layer's input."""
@@ -222,7 +222,3 @@ class _Rewrite:
             result = new_call(loss, aten.neg.default, result)
         dtype = loss.meta["val"].dtype
         return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
-
-    def _erase(self, node: Node) -> None:
-        """Erases a node that nothing reads, and what only it has read, up to the layer's input."""
-        erase_up_to(self.hidden.values(), node, lambda _, source: source in self.hidden or is_pure(source))

@@ -71,11 +71,6 @@ class AuthorModes:
         if not self.authored and not self._ambient:
             self._casts.clear()
 
-    def leave_all(self) -> None:
-        """Close all autocast blocks of the model that are still open."""
-        while self.authored:
-            self.leave_autocast()
-
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle the call of the operator `func` and return its result. `trace(func, args, kwargs)` records a call in
         the graph; under the context manager `within`, operators that a kernel calls are given to this method too."""

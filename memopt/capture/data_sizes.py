@@ -22,7 +22,6 @@ from memopt.compat.symbols import (
     largest_value,
     limit_of,
     plain_symbol,
-    shape_symbols,
 )
 from memopt.compat.tensors import has_no_storage
 from memopt.training_state import containers_restored, undone, values_restored
@@ -236,13 +235,6 @@ def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
     """The most elements that these tensors have in the shape to which they are broadcast."""
     shapes = [[largest_value(size) for size in reversed(one.shape)] for one in tensors]
     return math.prod(map(max, zip_longest(*shapes, fillvalue=1)))
-
-
-def in_shapes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The part of `sizes`, by symbol name, that is in the shape of a tensor of the graph. No memory depends on the
-    rest."""
-    names = set().union(*(shape_symbols(node.meta.get("val")) for node in graph.nodes))
-    return {name: size for name, size in sizes.items() if name in names}
 
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:

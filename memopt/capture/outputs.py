@@ -12,7 +12,6 @@ from torch import fx, nn
 from memopt.capture.inner_outputs import GradientSource, InnerOutputs
 from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
-from passes import copy_graph_module
 
 
 def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
@@ -53,28 +52,6 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             waiting += node.all_input_nodes
     inputs = ((node, node.meta.get("example_value")) for node in seen if node.op == "placeholder")
     return {node for node, value in inputs if isinstance(value, nn.Parameter) or _requires_grad(value)}
-
-
-def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | None]) -> fx.GraphModule:
-    """A copy of a graph, to be run under autocast, that casts each output to its dtype in `dtypes`, in order; None
-    leaves an output as it is.
-
-    The outputs go to code that runs outside of autocast, where most operators refuse operands of two dtypes, and losses
-    sum in the dtype of their input."""
-    copied = copy_graph_module(graph_module)
-    output = copied.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    with copied.graph.inserting_before(output):
-        cast: dict[fx.Node, fx.Node] = {}
-        for number, (node, dtype) in enumerate(zip(results, dtypes, strict=True)):
-            if dtype is not None and node.op != "placeholder":
-                if node not in cast:
-                    cast[node] = copied.graph.call_method("to", (node, dtype))
-                    cast[node].meta.update(node.meta)
-                results[number] = cast[node]
-    output.args = (tuple(results),)
-    copied.recompile()
-    return copied
 
 
 def example_of(result: Any) -> torch.Tensor | None:

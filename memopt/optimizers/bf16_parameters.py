@@ -16,11 +16,6 @@ from memopt.optimizers.parameterwise import Parameterwise, is_per_element
 _HALF = 0x8000
 
 
-def widened(value: torch.Tensor) -> torch.Tensor:
-    """A new float32 tensor with the values of a bfloat16 tensor."""
-    return value.detach().to(torch.float32, copy=True)
-
-
 def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
     """Round float32 `value` to one of the two nearest bfloat16 values, into `out`; the nearer one is more likely, so
     that the result is right on average.
@@ -100,7 +95,7 @@ class BF16ParametersOptimizer(Parameterwise):
 
     def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
         part = piece.of(kept)
-        return widened(part) if _is_narrow(kept) else part
+        return part.detach().to(torch.float32, copy=True) if _is_narrow(kept) else part
 
     def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
         if _is_narrow(parameter):

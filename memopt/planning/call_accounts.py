@@ -202,12 +202,8 @@ class CallAccounts:
         gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
             device_of(device).start_libraries(device)
-        return card_state(self.terms.model, tensors_in(call), self._libraries, device)
-
-    @property
-    def _libraries(self) -> tuple[int, ...]:
-        """The bytes of the blocks that the card's libraries keep."""
-        return device_of(self.terms.card).library_workspaces(self.terms.card)
+        libraries = device_of(self.terms.card).library_workspaces(self.terms.card)
+        return card_state(self.terms.model, tensors_in(call), libraries, device)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.data_sizes import in_shapes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat.symbols import known_sizes
+from memopt.compat.symbols import known_sizes, shape_symbols
 from memopt.device.storages import find_storages
 from memopt.emit.partition import Emitted
 from memopt.errors import CaptureError
@@ -67,7 +66,9 @@ class Executable:
         """The largest values of data-dependent sizes in planned run `number`, by their symbol in its graph."""
         changing = self.runs[number].data_sizes.allowed
         within = {name: most for name, most in self.step.sizes_of(number).items() if name not in changing}
-        return in_shapes(self.step.regions[number].module.graph, within)
+        nodes = self.step.regions[number].module.graph.nodes
+        names = set().union(*(shape_symbols(node.meta.get("val")) for node in nodes))
+        return {name: size for name, size in within.items() if name in names}
 
     @property
     def rewriting(self) -> Rewriting:

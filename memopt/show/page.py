@@ -66,10 +66,12 @@ def page(
         "why": WHY,
         "texts": list(texts),
     }
+    # Escaped, as it stands within a `script` element.
+    text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(f"{plan.model} on {plan.hardware}: memopt"),
         "style": page_style(),
-        "figures": _json(figures),
+        "figures": text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
     }
     before, *marked = _asset("page.html").split("{{")
@@ -84,12 +86,6 @@ def page_style() -> str:
 
 def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-
-
-def _json(figures: Mapping[str, Any]) -> str:
-    """The figures as JSON, escaped so that it may stand within a `script` element."""
-    text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

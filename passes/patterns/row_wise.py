@@ -35,7 +35,8 @@ def row_operands(node: Node, place: Place) -> Operands | None:
     if not name or not (is_pure(node) or _draws_nothing(node, name)):
         return None
     if name in _ELEMENTWISE or broadcasts(node):
-        return _elementwise(node, place)
+        operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
+        return tuple((source, aligned_place(node, source, place)) for source in operands)
     rule = _RULES.get(name)
     return None if rule is None else rule(node, place)
 
@@ -58,11 +59,6 @@ def _draws_nothing(node: Node, name: str) -> bool:
     """Returns whether a call is dropout that is switched off."""
     arguments = arguments_of(node)
     return name == "dropout" and (arguments["p"] == 0.0 or not arguments["train"])
-
-
-def _elementwise(node: Node, place: Place) -> Operands:
-    operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
-    return tuple((source, aligned_place(node, source, place)) for source in operands)
 
 
 def _sources(node: Node, *places: Place | None) -> Operands:
