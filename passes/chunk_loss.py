@@ -15,7 +15,7 @@ from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import Step, moved
+from passes.patterns.logits_path import LogitsStep, moved
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
@@ -181,7 +181,7 @@ class _Rewrite:
         self.match.loss.replace_all_uses_with(result)
         erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
 
-    def _measure(self, reader: Node, step: Step, source: Node) -> None:
+    def _measure(self, reader: Node, step: LogitsStep, source: Node) -> None:
         """Has a call that reads a size of the logits read it from the layer's input."""
         dim: Any = reader.args[1]
         if dim % step.node.meta["val"].dim() == step.class_dim:

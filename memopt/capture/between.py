@@ -23,7 +23,7 @@ from memopt.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class EagerBytes:
+class EagerCodeBytes:
     """The bytes that eager code before, during and after one run of a region holds."""
 
     before: int = 0
@@ -35,13 +35,13 @@ class EagerBytes:
     during_backward: int = 0
     """Held while its backward runs."""
 
-    def __or__(self, other: EagerBytes) -> EagerBytes:
+    def __or__(self, other: EagerCodeBytes) -> EagerCodeBytes:
         """The larger number of bytes of each kind."""
-        return EagerBytes(*map(max, astuple(self), astuple(other)))
+        return EagerCodeBytes(*map(max, astuple(self), astuple(other)))
 
-    def scaled(self, factor: float) -> EagerBytes:
+    def scaled(self, factor: float) -> EagerCodeBytes:
         """A copy with each of its byte counts multiplied by `factor` and rounded up."""
-        return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
+        return EagerCodeBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
 
 class EagerCodeTooLargeError(CaptureError):
@@ -96,14 +96,14 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         self.gathered, self.most_bytes = gathered, most_bytes
         self._waiting_bytes = 0
         self._planned = 0
-        self.runs: list[EagerBytes] = []
+        self.runs: list[EagerCodeBytes] = []
         """For each run of a region that has begun, the bytes around it."""
 
     def begin_run(self) -> int:
         """Record that a run of a region begins; returns the run's number."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
-        self.runs.append(EagerBytes(peak, self.live_bytes))
+        self.runs.append(EagerCodeBytes(peak, self.live_bytes))
         self.peak_bytes = 0
         return len(self.runs) - 1
 

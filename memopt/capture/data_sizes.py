@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
+from memopt.compat.operators import RunningBy, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import (
     data_symbols_of,
     known_sizes,
@@ -97,29 +97,27 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
     activations. The model, random generators and the tensors, dictionaries and lists of the call are afterwards as
     before, also where the forward raises.
     """
-    observer = Observer()
+    seen: list[Observed] = []
     kept = values_restored(tensors_in(call))
-    with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observer:
+    with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observing(seen):
         run(*call[0], **call[1])
-    return tuple(observer.observed)
+    return tuple(seen)
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records, on real tensors, the results of operators that make data-dependent sizes."""
+def observing(observed: list[Observed]) -> RunningBy:
+    """A block that appends to `observed`, on real tensors, the results of operators that make data-dependent sizes."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.observed: list[Observed] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with kernels_as_in_eager_mode():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         if _may_depend_on_data(func, args):
             first = _first(result)
             size = tuple(first.shape) if isinstance(first, torch.Tensor) else first
             if isinstance(size, (tuple, int)) and not isinstance(size, bool):  # a truth value is no size
-                self.observed.append(Observed(str(func), size))
+                observed.append(Observed(str(func), size))
         return result
+
+    return RunningBy(run)
 
 
 class _StandIn(TorchFunctionMode):

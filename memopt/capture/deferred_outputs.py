@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.operators import TorchDispatchMode, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
+from memopt.compat.operators import RunningBy, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
 from memopt.compat.symbols import data_symbols_of, largest_value
 
 SMALLEST_BYTES = 16 * 1024
@@ -274,20 +274,15 @@ def _bytes(value: torch.Tensor) -> int:
 def _is_pure(piece: Piece, example: torch.Tensor) -> bool:
     """Whether a piece calls only ATen operators that write to nothing and draw no random numbers."""
     mode = example.fake_mode if isinstance(example, FakeTensor) else nullcontext()
-    with torch.no_grad(), mode, _Impure() as impure:
-        piece.run([node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")])
-    return not impure.found
+    pure = True
 
-
-class _Impure(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether operators are called that are not pure."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal pure
         schema = schema_of(func)
         aten = schema.name.startswith(("aten::", "prim::")) and "batch_norm" not in schema.name
-        self.found |= not aten or schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        pure &= aten and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
+        return func(*args, **kwargs)
+
+    with torch.no_grad(), mode, RunningBy(run):
+        piece.run([node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")])
+    return pure

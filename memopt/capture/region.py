@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
-from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
@@ -310,7 +310,7 @@ class RegionRun:
     """The changing sizes of the run (`RecordedRegion.changing`)."""
     most: Sizes = ()
     """The largest changing sizes that the run is planned for."""
-    eager: EagerBytes = field(default_factory=EagerBytes)
+    eager: EagerCodeBytes = field(default_factory=EagerCodeBytes)
     """The bytes that eager code holds around the run."""
     passed: Passed = field(default_factory=Passed)
     """The outputs, gradients and inputs that the run shares with other code."""

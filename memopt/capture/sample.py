@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable
 from memopt.capture.derivatives import forward_of
-from memopt.capture.dynamo import GraphBreak, compile_call, training_call
+from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import OperatorGraph, Rewriting
 from memopt.capture.region import RecordedRegion
@@ -19,10 +19,6 @@ from memopt.training_state import TrainingState, containers_restored, parameters
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
 """Runs a region's operator graph on real inputs and returns its outputs."""
-
-
-class _Done(Exception):
-    """Ends a call once its only region has run: its outputs are not needed."""
 
 
 def run_sample(
@@ -46,7 +42,7 @@ def run_sample(
     with _state_restored(model, call):
         try:
             compile_call(training_call(model, loss_fn), sample.whole, whole=True)(*args, **kwargs)
-        except _Done:
+        except CallStopped:
             return
         except GraphBreak:
             pass
@@ -62,11 +58,11 @@ class _Sample:
 
     def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A backend for Dynamo, for calls that are to be one graph: runs the graph while it is compiled and raises
-        `_Done`, so that the rest of the model's Python code does not run."""
+        `CallStopped`, so that the rest of the model's Python code does not run."""
         run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all)
         if run is not None:
             run(*inputs)
-        raise _Done
+        raise CallStopped
 
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for one of several regions: its outputs require gradients where the model's do, but have no

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from memopt.optimizers.one_parameter import Piece
+from memopt.optimizers.one_parameter import Slice
 from memopt.optimizers.parameterwise import Parameterwise, is_per_element
 
 _HALF = 0x8000
@@ -93,11 +93,11 @@ class BF16ParametersOptimizer(Parameterwise):
                 if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
                     state[key] = value.float()
 
-    def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
         part = piece.of(kept)
         return part.detach().to(torch.float32, copy=True) if _is_narrow(kept) else part
 
-    def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
+    def _close(self, parameter: torch.Tensor, piece: Slice, tensor: torch.Tensor) -> None:
         if _is_narrow(parameter):
             round_stochastically(tensor, piece.of(parameter), self.generators.on(parameter.device))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import NamedTuple
 
 import torch
 
@@ -265,14 +264,7 @@ _MARGIN = 0.02
 _GRAIN = GIB // 16
 
 
-class _FreeBudget(NamedTuple):
-    """The budget where none is given, and what to say of it."""
-
-    gb: float
-    note: str
-
-
-def free_budget(model: torch.nn.Module) -> _FreeBudget:
+def free_budget(model: torch.nn.Module) -> tuple[float, str]:
     """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
     the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
     and for a device that does not tell its free memory."""
@@ -293,4 +285,4 @@ def free_budget(model: torch.nn.Module) -> _FreeBudget:
         f"{margin / GIB:.2g} GB"
     )
     tell(note)
-    return _FreeBudget(nbytes / GIB, note)
+    return nbytes / GIB, note

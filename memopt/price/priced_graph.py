@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from memopt.account.breakdown import EAGER
-from memopt.capture.between import EagerBytes
+from memopt.capture.between import EagerCodeBytes
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
@@ -58,7 +58,7 @@ class MemoryUses:
         own, made = (self.storages.of.get(node, ()) for node in (self.inputs[number], gradient))
         if len(own) != 1 or len(made) != 1 or self.returned[own[0]] or self.returned[made[0]] != 1:
             return None
-        maker = self.storages.infos[made[0]].maker
+        maker = self.storages.blocks[made[0]].maker
         if maker.op != "call_function":
             return None
         readers = (node for index in (own[0], made[0]) for node in self.readers.get(index, ()))
@@ -149,7 +149,7 @@ def place_reductions(
         given = [results[position] for position in reduction.positions]
         own = {index for node in given if isinstance(node, fx.Node) for index in storages.of.get(node, ())}
         # A view of the gradient may come later than the node that makes its memory.
-        nodes = [*given, *(storages.infos[index].maker for index in own)]
+        nodes = [*given, *(storages.blocks[index].maker for index in own)]
         last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
         if last is not None:
             found.setdefault(last, []).append((reduction, frozenset(own)))
@@ -275,7 +275,7 @@ class GraphUse:
 ALONE = GraphUse()
 
 
-def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) -> PricedGraph:
+def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
     """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
     backward.
 

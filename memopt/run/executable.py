@@ -156,7 +156,8 @@ def values_of(joint: JointGraph) -> tuple[_Value, ...]:
     """The nodes of a graph that allocate memory or have side effects, in order, with their sizes: for symbolic sizes
     the upper bounds. Raises `CaptureError` where a size is not known."""
     graph = joint.module.graph
-    made = {info.maker: info.bytes for info in find_storages(graph).infos}
+    storages = find_storages(graph)
+    made = {block.maker: nbytes for block, nbytes in zip(storages.blocks, storages.bytes, strict=True)}
     of_node: dict[fx.Node, int] = {}
     found = []
     for node in graph.nodes:

@@ -133,12 +133,11 @@ class KeptPlans:
     def _data_of(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
         """The part of a plan that later processes and other ranks need; None where it depends on sizes that depend on
         data, or has parameters on the host."""
-        captured = plan.captured
-        assert captured is not None
-        rewritings = self.planner.terms.lever_sets
+        (step, schedule), rewritings = plan.solved, self.planner.terms.lever_sets
+        captured = step.traced
         if captured.data_sizes.allowed or captured.rewriting not in rewritings or plan.hosted_bytes:
             return None
-        return Kept(plan, rewritings.index(captured.rewriting), footprint)
+        return Kept(plan, schedule, rewritings.index(captured.rewriting), footprint)
 
     def _belongs(self, kept: Kept) -> bool:
         """Whether a plan is for the budget and the levers of these options."""

@@ -35,16 +35,15 @@ from memopt.rewrite.trace import forward_as_planned
 from memopt.run.changed_inputs import WatchedInputs
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
-from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
+from memopt.run.fitting import CallInProgress, PlansOfRegions, RegionRecorded
 from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
 from memopt.run.replay import Replay
 from memopt.run.road import Road
-from memopt.run.second_run import SecondRun
+from memopt.run.second_run import SecondRun, WeakInputs
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
-from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
 from memopt.units import size
 
@@ -158,7 +157,7 @@ class RecordedCalls:
         assert self._in_progress is None
         try:
             self._call_whole(call)
-        except Recorded as recorded:
+        except RegionRecorded as recorded:
             return self.regions.ahead(recorded.region, recorded.inputs, call)
         return None
 
@@ -309,7 +308,7 @@ class RecordedCalls:
         self.has_symbols |= bool(region.changing)
         self.changes_objects = bool(self.changes_objects) or region.changes_objects
         if self.whole and self._in_progress is None:
-            raise Recorded(region, inputs)
+            raise RegionRecorded(region, inputs)
         for number in region.to_require_grad:
             inputs[number].requires_grad_()
         if not region.differentiable:

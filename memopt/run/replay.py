@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,26 +15,9 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
-from memopt.run.weak_inputs import WeakInputs
+from memopt.run.pending import PendingForward
+from memopt.run.second_run import WeakInputs
 from memopt.training_state import CallState, generator_states, generators_before, set_generators
-
-
-class _Exceeded(Protocol):
-    """A forward whose backward has not run yet."""
-
-    def held(self) -> Sequence[torch.Tensor]:
-        """The tensors that the forward has saved."""
-
-    def check_differentiated(self, refused: UnplannedGradientError) -> None:
-        """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
-        `BudgetError` with it, before the first backward of its model."""
-
-    def replayed(self) -> None:
-        """Called once a second forward has run beside the plan of its backward."""
-
-    def replaced(self) -> None:
-        """Called once a second forward has run whose graph stays, and takes the place of the first one in the backward
-        that runs, if any does."""
 
 
 class Replay:
@@ -52,7 +35,7 @@ class Replay:
         region: RecordedRegion,
         inputs: Sequence[Any],
         weak: WeakInputs | None,
-        forward: _Exceeded,
+        forward: PendingForward,
         before: CallState | None,
         prevented: str,
         only_read: Collection[int],

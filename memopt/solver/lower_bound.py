@@ -1,6 +1,6 @@
 """Lower bounds on the added seconds of schedules within a budget, and on the peak of all schedules.
 
-Also `Held`: the bytes that every schedule holds at each op's first evaluation, whatever it recomputes.
+Also `HeldBytes`: the bytes that every schedule holds at each op's first evaluation, whatever it recomputes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def movable_storages(problem: RematProblem) -> list[bool]:
     ]
 
 
-class Held:
+class HeldBytes:
     """The storages that every schedule holds at each op's first evaluation, besides those that the op reads and makes.
 
     They are results of the step that stay to its end, and storages still to be read that cannot be recomputed: those
@@ -84,7 +84,7 @@ def floor_of(problem: RematProblem) -> _Floor:
     and bytes held in any case."""
     if not problem.ops:
         return _Floor(problem.resident_bytes, -1)
-    needs = Held(problem).needs
+    needs = HeldBytes(problem).needs
     op = int(np.argmax(needs))
     return _Floor(int(needs[op]), op)
 
@@ -106,7 +106,7 @@ class LowerBound:
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._problem = problem
-        held = Held(problem)
+        held = HeldBytes(problem)
         self._positions = [Position(problem, index, held) for index in _crowded_ops(problem, positions)]
 
     def added_seconds(self, budget_bytes: int) -> float:
@@ -128,7 +128,7 @@ class Position:
 
     Its vertices are computed only near the bytes that are asked for."""
 
-    def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
+    def __init__(self, problem: RematProblem, index: int, held: HeldBytes) -> None:
         self.base_bytes = int(held.needs[index])
         self.present = held[index].union(problem.ops[index].reads)
         first = min(index, problem.forward_ops)
