@@ -124,15 +124,13 @@ def keep(key: str | None, kept: Kept) -> None:
         _write(key, as_json(kept))
 
 
-def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
-    """The key that `note` last stored under `sketch` (see `PlanJob.sketch`), and the plan stored under that key; None
-    for what is not stored."""
-    key = _read(sketch, _key_of)
-    return key, find(key)
+def noted_key(sketch: str | None) -> str | None:
+    """The key that `note` last stored under `sketch` (see `PlanJob.sketch`); None where it has stored none."""
+    return _read(sketch, _key_of)
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured. Does nothing
+    """Store a job's key under its sketch, so that `noted_key` finds the plan before the call is captured. Does nothing
     where either is None."""
     if sketch is not None and key is not None:
         _write(sketch, key)
