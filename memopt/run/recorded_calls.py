@@ -41,9 +41,10 @@ from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
 from memopt.run.replay import Replay
 from memopt.run.road import Road
-from memopt.run.second_run import SecondRun, WeakInputs
+from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
+from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
 from memopt.units import size
 

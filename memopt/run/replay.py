@@ -16,7 +16,7 @@ from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
 from memopt.run.pending import PendingForward
-from memopt.run.second_run import WeakInputs
+from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import CallState, generator_states, generators_before, set_generators
 
 
