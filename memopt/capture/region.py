@@ -15,12 +15,11 @@ from torch import fx, nn
 from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
-from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
 from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import detach_all_but_loss, example_of
+from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memopt.capture.deferred_outputs import Group, Piece
+from memopt.capture.outputs import Group, Piece
 from memopt.capture.region import RecordedRegion
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values

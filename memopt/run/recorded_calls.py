@@ -18,7 +18,6 @@ from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
@@ -39,7 +38,7 @@ from memopt.run.fitting import CallInProgress, PlansOfRegions, RegionRecorded
 from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
-from memopt.run.replay import Replay
+from memopt.run.replay import Replay, hand_out
 from memopt.run.road import Road
 from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping

@@ -5,7 +5,6 @@ Also `HeldBytes`: the bytes that every schedule holds at each op's first evaluat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -70,28 +69,20 @@ class HeldBytes:
         return self._problem.resident_bytes + self.own_bytes + np.array(moved, np.int64)
 
 
-@dataclass(frozen=True)
-class _Floor:
-    """A lower bound on the peak of every schedule, which holds because the order of first evaluations is fixed."""
-
-    bytes: int
-    op: int
-    """The op that sets the bound; -1 for a problem without ops."""
-
-
-def floor_of(problem: RematProblem) -> _Floor:
-    """The largest need of any single op, with that op: bytes of the storages that it reads and makes, its workspace,
-    and bytes held in any case."""
+def floor_of(problem: RematProblem) -> tuple[int, int]:
+    """A lower bound in bytes on the peak of every schedule, which holds because the order of first evaluations is
+    fixed; and the op that sets it, or -1 for a problem without ops. It is the largest need of any single op: bytes of
+    the storages that it reads and makes, its workspace, and bytes held in any case."""
     if not problem.ops:
-        return _Floor(problem.resident_bytes, -1)
+        return problem.resident_bytes, -1
     needs = HeldBytes(problem).needs
     op = int(np.argmax(needs))
-    return _Floor(int(needs[op]), op)
+    return int(needs[op]), op
 
 
 def floor_bytes(problem: RematProblem) -> int:
     """A lower bound in bytes on the peak of every schedule."""
-    return floor_of(problem).bytes
+    return floor_of(problem)[0]
 
 
 class LowerBound:
