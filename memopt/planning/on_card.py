@@ -59,20 +59,15 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     bare = replace(bare, lowering=0)
     key = (schedule, bare)
     if key not in joined.on_cards:
-        joined.on_cards[key] = _least_replayed(joined, schedule, bare)
+        ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
+        free = peaks_without_limit(ways, blocks, expandable_segments=bare.expandable)
+
+        def fitted(budget_bytes: int) -> Account | None:
+            return within(joined, schedule, bare, budget_bytes, ways=ways)
+
+        joined.on_cards[key] = _with_least_budget(fitted, joined, schedule, bare.context, free)
     found = joined.on_cards[key]
     return replace(account, rounding=found.rounding, fragmentation=found.fragmentation)
-
-
-def _least_replayed(joined: Joined, schedule: Schedule, bare: Account) -> Account:
-    """The result of `on_card`."""
-    ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
-    free = peaks_without_limit(ways, blocks, expandable_segments=bare.expandable)
-
-    def fitted(budget_bytes: int) -> Account | None:
-        return within(joined, schedule, bare, budget_bytes, ways=ways)
-
-    return _with_least_budget(fitted, joined, schedule, bare.context, free)
 
 
 def _with_least_budget(

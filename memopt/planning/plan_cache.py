@@ -170,7 +170,9 @@ def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
 def _write(name: str, value: Any) -> None:
     try:
         write_json(_path(name), sealed({"name": name, "value": value}))
-        _drop_the_oldest()
+        files = sorted((cache_folder() / "plans").glob("*.json"), key=_age, reverse=True)
+        for file in files[_MOST:]:
+            file.unlink(missing_ok=True)
     except OSError as error:
         warn_not_kept("plans", str(error))
 
@@ -178,13 +180,6 @@ def _write(name: str, value: Any) -> None:
 def _path(name: str) -> Path:
     """The file of a key or a sketch. Raises `OSError` where the user has no home and named no folder."""
     return cache_folder() / "plans" / f"{name}.json"
-
-
-def _drop_the_oldest() -> None:
-    """Delete all but the newest `_MOST` files."""
-    files = sorted((cache_folder() / "plans").glob("*.json"), key=_age, reverse=True)
-    for file in files[_MOST:]:
-        file.unlink(missing_ok=True)
 
 
 def _age(file: Path) -> Any:

@@ -67,7 +67,7 @@ def write_export(path: Path, given: str | None, step: Callable[[], Step], graph:
     elif chosen == "trace":
         path.write_text(json.dumps(chrome_trace(step()), separators=(",", ":")), encoding="utf-8")
     else:
-        path.write_text(graphviz(graph()), encoding="utf-8")
+        path.write_text("\n".join(("digraph plan {", *_lines(graph()), "}", "")), encoding="utf-8")
 
 
 def chrome_trace(step: Step) -> dict[str, Any]:
@@ -156,17 +156,13 @@ def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def graphviz(graph: DiGraph) -> str:
-    """The text of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`. Each node shows its
-    operator, module, bytes, time and fate (saved, recomputed, …), by which it is coloured.
+def _lines(graph: DiGraph) -> Iterator[str]:
+    """The lines between the braces of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`.
+    Each node shows its operator, module, bytes, time and fate (saved, recomputed, …), by which it is coloured.
 
     Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
     the operator whose memory it sees.
     """
-    return "\n".join(("digraph plan {", *_lines(graph), "}", ""))
-
-
-def _lines(graph: DiGraph) -> Iterator[str]:
     yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
     yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
     for name, facts in graph.nodes(data=True):
