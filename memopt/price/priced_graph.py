@@ -296,7 +296,6 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
     ]
     before = [_op(workspace_bytes=own.before), _op(makes=(forward,))]
     between = [_op(reads=(forward,))]
-    tangents = _leading_receipts(problem.ops[problem.forward_ops :])
     most_back = own.before_backward
     if last:
         storages.append(Storage(f"{EAGER}_held", around.during, movable=False))
@@ -306,7 +305,7 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
     after = [_op(reads=(backward,))]
     if number == 0:
         after.append(_op(workspace_bytes=around.before))
-    split = problem.forward_ops + (tangents if last else 0)  # its tangents come before the backward begins
+    split = problem.forward_ops + (problem.tangents if last else 0)  # its tangents come before the backward begins
     pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
     ops, nodes, modules = _joined(pieces, priced)
     problem = replace(
@@ -341,8 +340,3 @@ def _joined(
 
 def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
     return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False)
-
-
-def _leading_receipts(backward: Sequence[Op]) -> int:
-    """The number of ops at the start of a backward that receive the gradients of outputs."""
-    return next((number for number, op in enumerate(backward) if op.reads or op.seconds), len(backward))

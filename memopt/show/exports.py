@@ -12,7 +12,7 @@ from memopt.account.breakdown import WORKSPACE
 from memopt.planning.plan_views import Format
 from memopt.show.memory_snapshot import memory_snapshot
 from memopt.show.step import Step, StepMemory
-from memopt.units import duration, size
+from memopt.units import duration, micros, size
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -138,22 +138,18 @@ def _counters(memory: StepMemory) -> Iterator[Event]:
     *during, at_end = memory.held()
     for now, rows in zip(memory.evaluations, during, strict=True):
         held = {kind: rows.get(kind, 0) for kind in kinds}
-        yield {"ph": "C", "name": "memory", "ts": _micros(now.start), "args": held}
+        yield {"ph": "C", "name": "memory", "ts": micros(now.start), "args": held}
     at_end = {**dict.fromkeys(kinds, 0), **at_end}
-    yield {"ph": "C", "name": "memory", "ts": _micros(memory.seconds), "args": at_end}
+    yield {"ph": "C", "name": "memory", "ts": micros(memory.seconds), "args": at_end}
 
 
 def _slice(name: str, category: str, track: int, start: float, end: float, facts: dict[str, Any]) -> Event:
-    span = {"ts": _micros(start), "dur": _micros(end - start)}
+    span = {"ts": micros(start), "dur": micros(end - start)}
     return {"ph": "X", "name": name, "cat": category, "tid": track, **span, "args": facts}
 
 
 def _named(what: str, name: str, process: int, track: int = 0) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
-
-
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def _lines(graph: DiGraph) -> Iterator[str]:

@@ -22,6 +22,7 @@ from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
 from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
+from memopt.units import micros
 
 _Texts: TypeAlias = defaultdict[str, int]
 """The number of each text. The page has each text once, and refers to it by its number."""
@@ -133,7 +134,7 @@ def _ops(ops: Sequence[StepOp], texts: _Texts) -> dict[str, list[Any]]:
         },
         "source": [texts[short_source(op.source)] for op in ops],
         "bytes": [op.nbytes for op in ops],
-        "micros": [_micros(op.seconds) for op in ops],
+        "micros": [micros(op.seconds) for op in ops],
         "again": [op.recomputed for op in ops],
     }
 
@@ -143,9 +144,9 @@ def _memory(memory: StepMemory, texts: _Texts) -> dict[str, Any]:
         "resident": _rows(memory.resident, texts),
         "optimizer": _rows(memory.optimizer, texts),
         "boundary": memory.boundary,
-        "micros": _micros(memory.seconds),
+        "micros": micros(memory.seconds),
         "op": [one.op for one in memory.evaluations],
-        "start": [_micros(one.start) for one in memory.evaluations],
+        "start": [micros(one.start) for one in memory.evaluations],
         "workspace": [[at, one.workspace_bytes] for at, one in enumerate(memory.evaluations) if one.workspace_bytes],
         "again": [at for at, one in enumerate(memory.evaluations) if one.again],
         "ranges": {
@@ -192,9 +193,9 @@ def _row(row: Row, blocks: Sequence[str], texts: _Texts) -> dict[str, Any]:
 
 
 def _change(change: Change, texts: _Texts) -> list[Any]:
-    op, module, nbytes, micros = texts[change.op], texts[change.module], change.nbytes, _micros(change.seconds)
+    op, module, nbytes, time = texts[change.op], texts[change.module], change.nbytes, micros(change.seconds)
     detail, reason, readers = texts[change.detail], texts[change.reason], texts[", ".join(change.readers)]
-    return [op, module, nbytes, micros, change.times, detail, reason, readers]
+    return [op, module, nbytes, time, change.times, detail, reason, readers]
 
 
 def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
@@ -225,7 +226,3 @@ def short_source(source: str) -> str:
     path = source.rpartition("site-packages/")[2]
     here = f"{Path.cwd()}/"
     return path.removeprefix(here)
-
-
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
