@@ -203,7 +203,7 @@ class _StandIn(torch.autograd.Function):
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
             # An output without a gradient in the model has none here either: later regions are captured as they run.
-            ctx.mark_non_differentiable(*(results[position] for position in _undifferentiated(region)))
+            ctx.mark_non_differentiable(*(results[position] for position in undifferentiated(region)))
             return results
 
     @staticmethod
@@ -221,7 +221,7 @@ def _is_of_several(tensor: torch.Tensor) -> bool:
     return tensor.layout != torch.strided or is_wrapper(tensor)
 
 
-def _undifferentiated(region: fx.GraphModule) -> list[int]:
+def undifferentiated(region: fx.GraphModule) -> list[int]:
     """The positions of a region's results that are tensors and require no gradient in Dynamo's graph."""
     (results,) = region.graph.output_node().args
     known = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
