@@ -28,7 +28,6 @@ from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.tensors import storage_key
 from memopt.errors import CaptureError
-from memopt.training_state import TrainingState
 
 
 class _Crossed:
@@ -280,13 +279,14 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
     """A block in which parameters have no gradients; those that they had are restored after it."""
-    state = TrainingState.of(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter in model.parameters():
+        for parameter, _ in gradients:
             parameter.grad = None
         yield
     finally:
-        state.restore_gradients()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 NOTHING_CAPTURED = (
