@@ -23,8 +23,8 @@ from memopt.price.priced_graph import (
     PricedParameterStep,
     Reduction,
     numbered_calls,
-    place_reductions,
-    place_steps,
+    reductions_after,
+    steps_after,
 )
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
@@ -119,9 +119,9 @@ class _Pricer:
 
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph, self.use.fused)
-        self.placed = place_steps(self.graph, self.storages, self.use.steps, backward)
+        self.placed = steps_after(self.graph, self.storages, self.use.steps, backward)
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
-        self.reduced = place_reductions(self.use.reductions, self.results, self.storages, backward)
+        self.reduced = reductions_after(self.use.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
         outputs, passed_on = range(self.forward_outputs), self.use.passed_on or _KEEPS_ALL
         self.lent = self.passed_on_among(outputs)

@@ -99,7 +99,7 @@ class PlacedParameterStep:
     """Bytes that the step takes beside the parameter, its gradient and its state."""
 
 
-def place_steps(
+def steps_after(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
     """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
@@ -136,7 +136,7 @@ class Reduction:
     """Bytes of one card's share of the result; 0 where it is added to gradients that are held already."""
 
 
-def place_reductions(
+def reductions_after(
     reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
     """For each node of `backward` (in program order), the reductions that run right after it, each with the storages of
