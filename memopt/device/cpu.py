@@ -25,6 +25,7 @@ from memopt.device.workspace_rules import (
     SCALARS,
     Rule,
     all_bytes,
+    by_counts,
     by_rules,
     chunked_loss,
     class_vectors,
@@ -118,15 +119,17 @@ def _cpu_flash_backward(call: OpCall) -> int:
 
 def _cpu_convolution(call: OpCall) -> int:
     """Bytes of a convolution or its backward. oneDNN copies all arguments to layouts of its own, in which the channels
-    of each group fill blocks of 16; in 16 bits it holds fp32 copies beside them. It does not take fp64, for which torch
-    unfolds the images to columns for a matmul."""
+    of images, and of each group of weights, fill blocks of 16; in 16 bits it holds fp32 copies beside them. It does not
+    take fp64, for which torch unfolds the images to columns for a matmul."""
     backward = "backward" in schema_of(call.op).name
     weight, groups = call.argument(2 if backward else 1), call.argument(9 if backward else 8)
     channels = [-(-weight.size[0] // groups // _BLOCK) * _BLOCK, -(-weight.size[1] // _BLOCK) * _BLOCK]
     bytes_each = 4 if weight.dtype.itemsize >= 4 else 4 + weight.dtype.itemsize
     blocks = bytes_each * groups * math.prod([*channels, *weight.size[2:]])
     columns = first(call).size[0] * math.prod(weight.size[1:]) * max(math.prod(s.size[2:]) for s in call.inputs[:2]) * 8
-    return 2 * all_bytes(call) + 64 * KB + blocks + (columns if first(call).dtype == torch.float64 else 0)
+    images = (call.inputs[0], call.inputs[1] if backward else call.outputs[0])
+    filled = sum(bytes_each * s.numel // max(1, s.size[1]) * (-s.size[1] % _BLOCK) for s in images)
+    return 2 * all_bytes(call) + 64 * KB + blocks + filled + (columns if first(call).dtype == torch.float64 else 0)
 
 
 def _cpu_matmul(call: OpCall) -> int:
@@ -168,9 +171,10 @@ def _cpu_batch_norm(call: OpCall) -> int:
 
 
 def _cpu_scatter(call: OpCall) -> int:
-    """Bytes of a scatter or gather: in 16 bits the values are converted to fp32; an expanded index is copied."""
+    """Bytes of a scatter, a gather or a reduction by an index: in 16 bits the values are converted to fp32; an expanded
+    index is copied."""
     narrow = first(call).dtype.itemsize < 4
-    return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + copies(call)
+    return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + by_counts(call)
 
 
 def _cpu_resize(call: OpCall) -> int:
@@ -201,7 +205,7 @@ CPU_RULES: dict[str, Rule] = {
     **for_each("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa", _cpu_resize),
     **for_each("sum mean var var_mean std cumsum cumprod linalg_vector_norm prod", converted),
     **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
-    "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel,
+    "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel + input_bytes(call),
     "histc": lambda call: 64 * KB,
     # By gloo, beside its results: a gather has a second buffer for them, a reduce-scatter a copy of its input.
     **for_each("all_reduce all_to_all_single wait_tensor", nothing),

@@ -18,6 +18,7 @@ from memopt.device.workspace_rules import (
     MB,
     Rule,
     all_bytes,
+    broadcast_numel,
     copies,
     first,
     for_each,
@@ -26,6 +27,7 @@ from memopt.device.workspace_rules import (
     nothing,
     output_bytes,
     strided_rows,
+    wide_index,
 )
 from passes.ops.fp8_kernels import library
 
@@ -95,7 +97,7 @@ def _cuda_index_put(call: OpCall) -> int:
     """Bytes of `index_put`: linear indices, sorted with their positions, and a copy of values that are broadcast or not
     contiguous."""
     changed, *indices, values = call.inputs
-    indexed = max((spec.numel for spec in indices), default=0)
+    indexed = broadcast_numel(indices)
     named = isinstance(call.argument(1), tuple) and len(indices) == len(call.argument(1))
     dims = sum(len(spec.size) if spec.dtype in MASKS else 1 for spec in indices)
     written = indexed * math.prod(changed.size[dims:]) if named else max(changed.numel, values.numel)
@@ -107,7 +109,7 @@ def _cuda_masked_index_put(call: OpCall) -> int:
     """Bytes of `_unsafe_masked_index_put_accumulate` where inductor does not generate its kernel: as for `index_put`, a
     copy of the values, with zeros where the mask is false, and a copy of the indices within bounds."""
     _, _, *indices, values = call.inputs
-    indexed = max((spec.numel for spec in indices), default=0)
+    indexed = broadcast_numel(indices)
     return values.numel * values.dtype.itemsize + 6 * 8 * indexed + 2 * sum(spec.bytes for spec in indices) + 8 * KB
 
 
@@ -268,7 +270,7 @@ CUDA_RULES: dict[str, Rule] = {
     "embedding_dense_backward": _cuda_embedding_backward,
     **for_each("index_put _unsafe_index_put", _cuda_index_put),
     "_unsafe_masked_index_put_accumulate": _cuda_masked_index_put,
-    **for_each("gather scatter scatter_add scatter_reduce index_add", nothing),
+    **for_each("gather scatter scatter_add index_add", wide_index),
     **for_each("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", nothing),
     **for_each("sort argsort", _cuda_sort),
     "topk": _cuda_topk,

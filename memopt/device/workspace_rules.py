@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -70,11 +71,34 @@ def loss(call: OpCall) -> int:
 
 
 def index(call: OpCall) -> int:
-    """Workspace bytes of indexing: the int64 coordinates of a mask's elements, held twice, and expanded copies of
-    broadcast indices."""
-    masks = [spec for spec in call.inputs[1:] if spec.dtype in MASKS]
-    expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
-    return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
+    """Workspace bytes of indexing: the int64 coordinates of a mask's elements, held twice; copies of int64 indices that
+    are not contiguous; and int64 copies of int32 indices, which are broadcast to the size of all indices first."""
+    indices = [spec for spec in call.argument(1, "indices") if spec is not None]
+    masks = [spec for spec in indices if spec.dtype in MASKS]
+    copied = sum(spec.numel * 8 for spec in indices if spec.dtype == torch.int64 and not spec.contiguous)
+    converted = 8 * broadcast_numel(indices) * sum(spec.dtype == torch.int32 for spec in indices)
+    return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + copied + converted
+
+
+def broadcast_numel(indices: Sequence[TensorSpec]) -> int:
+    """The number of elements that index tensors have once they are broadcast together; at most, where masks are among
+    them."""
+    try:
+        return math.prod(torch.broadcast_shapes(*(spec.size for spec in indices)))  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the coordinates of a mask's elements are broadcast, not the mask
+        return max(spec.numel for spec in indices)
+
+
+def wide_index(call: OpCall) -> int:
+    """Workspace bytes of int64 copies of int32 indices."""
+    return 8 * sum(spec.numel for spec in call.inputs if spec.dtype == torch.int32)
+
+
+def by_counts(call: OpCall) -> int:
+    """Workspace bytes of a reduction by an index: for a mean, the number of values in each sum, the ones that are
+    summed for it, and a mask of the sums without any."""
+    counts = all_bytes(call) + call.outputs[0].numel + SCALARS if call.argument(4, "reduce") == "mean" else 0
+    return wide_index(call) + copies(call) + counts
 
 
 def chunked_loss(call: OpCall) -> int:
@@ -137,7 +161,7 @@ COMMON: dict[str, Rule] = {
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
-        "as_strided roll flip slice_scatter select_scatter diag_embed tril triu where masked_fill masked_scatter "
+        "as_strided flip slice_scatter select_scatter diag_embed where masked_fill masked_scatter "
         "index_select nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
         "_log_softmax_backward_data amax amin argmax argmin max min any all dot mv cummax "
         "cummin median bucketize",
@@ -159,9 +183,23 @@ COMMON: dict[str, Rule] = {
     **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call)),
     **for_each("index _unsafe_index", index),
     **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: KB),
+    **for_each("tril triu", copies),
+    "roll": lambda call: (max(1, len(call.argument(2) or ())) - 1) * first(call).dense_bytes + copies(call),
+    "isinf": one_input,
+    "ldexp": output_bytes,
+    "mvlgamma": lambda call: (1 + call.argument(1)) * one_input(call),
+    **for_each("scatter_reduce index_reduce", by_counts),
+    "masked_select": lambda call: 8 * broadcast_numel(call.inputs) * max(2, *(len(s.size) for s in call.inputs)),
+    "_fft_c2r": lambda call: all_bytes(call) + input_bytes(call),
+    **for_each("linalg_eig _linalg_eigh linalg_lstsq linalg_pinv", lambda call: 4 * all_bytes(call) + 4 * KB),
+    "linalg_matrix_exp": lambda call: 16 * max(4, first(call).dtype.itemsize) * first(call).numel + KB,
     "nonzero": lambda call: 16 * first(call).numel,
+    "nonzero_static": lambda call: 8 * max(2, len(first(call).size)) * first(call).numel,
+    "_unique2": lambda call: all_bytes(call) + KB,
+    "allclose": lambda call: 3 * all_bytes(call),
+    "dist": lambda call: 2 * broadcast_numel(call.inputs) * first(call).dtype.itemsize,
     "kthvalue": lambda call: 2 * one_input(call) + 8 * first(call).numel,
-    "masked_scatter_backward": lambda call: 24 * call.inputs[1].numel,
+    "masked_scatter_backward": lambda call: 24 * broadcast_numel(call.inputs[:2]),
     "multinomial": lambda call: 4 * one_input(call) + 16 * KB,
     "im2col": one_input,
     "_euclidean_dist": lambda call: 3 * all_bytes(call),

@@ -262,8 +262,10 @@ class PlainCalls:
         return counted if counted is not None and counted.fits(moment) else None
 
     def needed_bytes(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain; None where that is above
-        `most_bytes` or is not known."""
+        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later ones that begin
+        with gradients where a loop may leave some; None where that is above `most_bytes` or is not known."""
+        if self.entry.gradients_stay is not False:
+            situation = replace(situation, gradients_held=True)
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
         if step is None:

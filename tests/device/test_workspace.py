@@ -253,3 +253,18 @@ def test_a_matmul_into_another_dtype_is_priced() -> None:
     a, b, result = (torch.empty(8, 8, dtype=torch.bfloat16, device="meta") for _ in range(3))
     call = describe(aten.addmm.dtype, (result, a, b, torch.float32), {}, result.float())
     assert call_workspace_bytes(call, "cpu") >= 0
+
+
+@pytest.mark.parametrize("accumulate", [None, False, True])
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.int64), (torch.int32, torch.int64), (torch.int32, torch.int32)])
+def test_indices_are_converted_after_they_are_broadcast(dtypes: Any, *, accumulate: bool | None) -> None:
+    rows, columns = torch.arange(200).to(dtypes[0])[:, None], torch.arange(200).to(dtypes[1])[None]
+    table = torch.randn(200, 200)
+    values = table[rows, columns].clone()
+    op, arguments = aten.index.Tensor, (table, [rows, columns])
+    if accumulate is not None:
+        op, arguments = aten.index_put.default, (table, [rows, columns], values, accumulate)
+    call = describe(op, arguments, {}, op(*arguments))
+    measured = call_workspace_bytes(call, "cpu")
+    converted = 8 * values.numel() * dtypes.count(torch.int32)
+    assert converted <= measured <= estimate_workspace(call, "cpu") <= converted + 2**15

@@ -71,10 +71,24 @@ class Model(nn.Module):
 BATCHES = torch.randn(4, 32, 96, 16, generator=torch.Generator().manual_seed(1))
 
 
-def train(budget_bytes: float = 0) -> tuple[list[int], list[float], dict[str, torch.Tensor], nn.Module]:
-    """The peaks and losses of a few steps, and what is trained."""
+class WithWideLayer(Model):
+    """Its gradients are as large as its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 2**16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.wide(x.mean((0, 1))).square().mean()
+
+
+def train(
+    budget_bytes: float = 0, kind: type[Model] = Model, *, late: bool = False
+) -> tuple[list[int], list[float], dict[str, torch.Tensor], nn.Module]:
+    """The peaks and losses of a few steps, and what is trained. `late`: the gradients of a step are there until the
+    forward of the next one has ended."""
     torch.manual_seed(0)
-    model = Model()
+    model = kind()
     optimizer = torch.optim.AdamW(model.parameters())
     if budget_bytes:
         memopt.optimize(
@@ -84,8 +98,11 @@ def train(budget_bytes: float = 0) -> tuple[list[int], list[float], dict[str, to
     torch.manual_seed(2)
     for batch in BATCHES:
         with memopt.measure_peak() as peak:
-            optimizer.zero_grad()
+            if not late:
+                optimizer.zero_grad()
             loss = model(batch)
+            if late:
+                optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         peaks.append(peak.bytes)
@@ -124,6 +141,19 @@ def test_a_refusal_names_the_line_that_breaks_the_graph_and_a_budget_that_works(
     gc.collect()
     assert max(train(named)[0]) <= named
     assert named > elsewhere.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("counted")
+def test_a_named_budget_has_room_for_gradients_that_stay_until_the_next_forward_has_ended() -> None:
+    with pytest.raises(BudgetError) as refused:
+        train(2**21, WithWideLayer, late=True)
+    named = refused.value.smallest_bytes
+    del refused
+    gc.collect()
+    own_peaks, own_losses, *_ = train(named, WithWideLayer, late=True)
+    assert max(own_peaks) <= named
+    assert own_losses == train(0, WithWideLayer, late=True)[1]
 
 
 class Unsteady(nn.Module):
