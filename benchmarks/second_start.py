@@ -34,7 +34,7 @@ import memopt
 from benchmarks.gpu_models import Batch, images, library, text
 from benchmarks.stamp import stamp, write_result
 from memopt.planning import plan_cache
-from memopt.planning.job_key import Job
+from memopt.planning.job_key import PlanJob
 
 RESULT = Path(__file__).parent / "results" / "second_start.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +69,7 @@ def start(name: str, budget_gb: float, *, ahead: bool) -> Start:
     with torch.device(DEVICE):
         model, batch = MODELS[name][0](), MODELS[name][1]()
     looking = [0.0]
-    with timed(looking, Job, "key"), timed(looking, Job, "sketch"), timed(looking, plan_cache, "find"):
+    with timed(looking, PlanJob, "key"), timed(looking, PlanJob, "sketch"), timed(looking, plan_cache, "find"):
         begin = time.perf_counter()
         memopt.optimize(model, budget_gb, **({"example_inputs": batch} if ahead else {}))
         optimized = time.perf_counter()

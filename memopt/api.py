@@ -118,10 +118,10 @@ def optimize(
         CaptureError, ValueError, TypeError: an argument cannot be used. The model is then as it was before.
     """
     check_torch()
-    found = None if budget_gb is not None else free_budget(model)
-    checked = check_options(budget_gb if found is None else found.gb, **options)
+    budget_gb, note = free_budget(model) if budget_gb is None else (budget_gb, "")
+    checked = check_options(budget_gb, **options)
     bring_back(model)
-    session = Session(model, replace(checked, to_train=True, budget_note="" if found is None else found.note))
+    session = Session(model, replace(checked, to_train=True, budget_note=note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(
             f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is made: "

@@ -167,7 +167,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         whole = type(value) is int and abs(value) <= _LARGEST
         fits = whole or (kind is float and type(value) is float and abs(value) <= _LARGEST)
     else:
-        fits = type(value) is kind and (kind is not str or _is_text(value))
+        fits = type(value) is kind and (kind is not str or not any("\ud800" <= letter <= "\udfff" for letter in value))
     _check(fits, kind, value, place)
     return value
 
@@ -175,11 +175,6 @@ def _read(kind: Any, value: Any, place: str) -> Any:
 def _check(fits: bool, kind: Any, value: Any, place: str) -> None:
     if not fits:
         raise ValueError(f"{place} must be {getattr(kind, '__name__', kind)}, not {str(value)[:40]!r}")
-
-
-def _is_text(value: str) -> bool:
-    """Whether a text can be printed: half of a surrogate pair, which JSON can hold, cannot."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _dataclass(kind: type[DataclassInstance], value: Any, place: str) -> Any:

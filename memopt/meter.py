@@ -83,7 +83,7 @@ class PeakMeter:
             raise RuntimeError("this meter has been used: measure_peak() makes a new one for each block")
         kind = device_of(self.device)
         if kind.caching:
-            _counted_meters.enter(self.device)
+            _begin_counted(self.device)
             self._resident = kind.allocated_bytes(self.device)
             kind.reset_peak(self.device)
             return self
@@ -115,7 +115,7 @@ class PeakMeter:
             # The card was first used inside the block: nothing was allocated before, so its own peak is the block's.
             self.device, self._resident = used, 0
         else:
-            _counted_meters.leave(self.device)
+            _counted.discard(self.device)
         self._allocated = max(0, device_of(self.device).peak_bytes(self.device) - self._resident)
 
     def _check_ended(self) -> int:
@@ -249,28 +249,19 @@ def _address(storage: torch.UntypedStorage) -> int:
         return 0
 
 
-class _CountedMeters:
-    """The devices whose allocator's statistics a meter reads now. A second meter on a device would reset those of the
-    first."""
-
-    def __init__(self) -> None:
-        self._active: set[torch.device] = set()
-        self._lock = threading.Lock()
-
-    def enter(self, device: torch.device) -> None:
-        with self._lock:
-            if device in self._active:
-                raise RuntimeError(
-                    f"memory cannot be metered here: another memopt meter is active on {device}; end its block first"
-                )
-            self._active.add(device)
-
-    def leave(self, device: torch.device) -> None:
-        with self._lock:
-            self._active.discard(device)
+_counted: set[torch.device] = set()
+"""The devices whose allocator's statistics a meter reads now. A second meter on a device would reset those of the
+first."""
+_lock = threading.Lock()
 
 
-_counted_meters = _CountedMeters()
+def _begin_counted(device: torch.device) -> None:
+    with _lock:
+        if device in _counted:
+            raise RuntimeError(
+                f"memory cannot be metered here: another memopt meter is active on {device}; end its block first"
+            )
+        _counted.add(device)
 
 
 def _meter_device(device: torch.device | str | int | None) -> torch.device:

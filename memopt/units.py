@@ -1,4 +1,4 @@
-"""Text for numbers of bytes and of seconds."""
+"""Numbers of bytes and of seconds as text, and in other units."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds * 1e3)} ms" if seconds else "–"
+
+
+def micros(seconds: float) -> float:
+    """Microseconds, to nanoseconds."""
+    return round(seconds * 1e6, 3)
 
 
 def _three_digits(value: float) -> str:

@@ -15,7 +15,7 @@ from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import Step, moved
+from passes.patterns.logits_path import LogitsStep, moved
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
@@ -179,9 +179,9 @@ class _Rewrite:
         with self.graph.inserting_before(self.match.loss):
             result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
         self.match.loss.replace_all_uses_with(result)
-        self._erase(self.match.loss)
+        erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
 
-    def _measure(self, reader: Node, step: Step, source: Node) -> None:
+    def _measure(self, reader: Node, step: LogitsStep, source: Node) -> None:
         """Has a call that reads a size of the logits read it from the layer's input."""
         dim: Any = reader.args[1]
         if dim % step.node.meta["val"].dim() == step.class_dim:
@@ -222,7 +222,3 @@ class _Rewrite:
             result = new_call(loss, aten.neg.default, result)
         dtype = loss.meta["val"].dtype
         return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
-
-    def _erase(self, node: Node) -> None:
-        """Erases a node that nothing reads, and what only it has read, up to the layer's input."""
-        erase_up_to(self.hidden.values(), node, lambda _, source: source in self.hidden or is_pure(source))

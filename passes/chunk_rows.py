@@ -14,7 +14,7 @@ from passes.graphs.op_kinds import op_name
 from passes.ops.linear_rows import LINEAR_ROWS
 from passes.patterns.logits_path import moved
 from passes.patterns.loss_pattern import Linear
-from passes.patterns.row_program import Operand, RowProgram, RowResult, late_operands, place_of
+from passes.patterns.row_program import RowOperand, RowProgram, RowResult, late_operands, place_of
 from passes.patterns.row_region import RowRegion
 
 aten = torch.ops.aten
@@ -111,16 +111,16 @@ class _Rewrite:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return new_call(self.place, target, *args, **kwargs)
 
-    def _hidden(self, layer: Operand) -> Node:
+    def _hidden(self, layer: RowOperand) -> Node:
         linear = self.region.layers[layer.node]
         return self._flat(self._moved(layer, linear.hidden, _width(linear)), self._last_dim(layer), _width(linear))
 
     @staticmethod
-    def _last_dim(operand: Operand) -> int | None:
+    def _last_dim(operand: RowOperand) -> int | None:
         return operand.steps[-1].class_dim if operand.steps else operand.class_dim
 
     @staticmethod
-    def _moved(operand: Operand, source: Node, width: int) -> Node:
+    def _moved(operand: RowOperand, source: Node, width: int) -> Node:
         for step in operand.steps:
             source = moved(step, source, width)
         return source
@@ -132,7 +132,7 @@ class _Rewrite:
             source = self._call(aten.movedim.int, source, class_dim, -1)
         return source if dims == 2 else self._call(aten.reshape.default, source, [-1, width])
 
-    def _rows(self, operand: Operand) -> Node:
+    def _rows(self, operand: RowOperand) -> Node:
         node = self.made.get(operand.node, operand.node)
         value = node.meta["val"]
         if operand.class_dim is None or operand.like is None:
@@ -142,7 +142,7 @@ class _Rewrite:
         source = self._spread(node, operand, width)
         return self._flat(self._moved(operand, source, width), self._last_dim(operand), width)
 
-    def _spread(self, node: Node, operand: Operand, width: int) -> Node:
+    def _spread(self, node: Node, operand: RowOperand, width: int) -> Node:
         """Returns an operand with as many rows as the value that it is aligned with."""
         assert operand.like is not None
         like, value = operand.like.meta["val"], node.meta["val"]

@@ -14,7 +14,7 @@ from passes.graph_pass import Pass
 from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.op_kinds import is_cast
 from passes.graphs.verify import VerifyError, named_nodes
-from passes.patterns.row_places import Place, shape_of, with_rows
+from passes.patterns.row_places import RowsPlace, shape_of, with_rows
 from passes.patterns.row_segments import RowSegment, is_part, memory_order
 from passes.patterns.row_wise import row_operands
 
@@ -69,7 +69,7 @@ def _check(graph: Graph, segment: RowSegment) -> None:
     """Raises `VerifyError` where a member of a segment does not compute its rows apart."""
     named = (*segment.inputs, *segment.members)
     nodes = named_nodes(graph, [name for name, _ in named])
-    places: dict[Node, Place | None] = dict(zip(nodes, (place for _, place in named), strict=True))
+    places: dict[Node, RowsPlace | None] = dict(zip(nodes, (place for _, place in named), strict=True))
     for name, place in segment.members:
         (node,) = named_nodes(graph, [name])
         operands = row_operands(node, place)
@@ -136,7 +136,7 @@ class _Tiling:
     def _measure(self) -> None:
         """Finds the number of rows of each tile: equal ones but for the last. Symbols are computed in the graph."""
         if not isinstance(self.count, int):
-            source, place = next(pair for pair in self.inputs.items() if pair[1] == Place(pair[1].dim))
+            source, place = next(pair for pair in self.inputs.items() if pair[1] == RowsPlace(pair[1].dim))
             self.count = self._number(aten.sym_size.int, source, place.dim)
         few = self._number(operator.floordiv, self.count, self.tiles)
         before = self._number(operator.mul, few, self.tiles - 1)
@@ -148,9 +148,9 @@ class _Tiling:
             return new_call(next(iter(self.places)), target, *args)
         return target(*args)
 
-    def _resized(self, number: int, size: Any, place: Place) -> Any:
+    def _resized(self, number: int, size: Any, place: RowsPlace) -> Any:
         """Returns the size of a dimension with rows in tile `number`, given that in the whole."""
-        if place == Place(place.dim):
+        if place == RowsPlace(place.dim):
             return self.rows[number]
         return self._number(operator.mul, self._number(operator.floordiv, size, self.count), self.rows[number])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.account.elsewhere import Found
+from memopt.account.elsewhere import Elsewhere
 from memopt.capture.region import RecordedRegion
 
 # The tests run by a user's defaults, whatever is set where they are started.
@@ -63,7 +63,7 @@ def nothing_elsewhere() -> Iterator[None]:
     """Have plans count nothing beside their step: the tensors of other tests are in the same process, and the figures
     of a plan would depend on them. The tests of what lies elsewhere count it again (`tests.elsewhere`)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memopt.account.elsewhere.look", lambda *_, **__: Found())
+        patch.setattr("memopt.account.elsewhere.look", lambda *_, **__: Elsewhere())
         patch.setattr("memopt.run.ledger.Ledger.others_training", lambda *_: [])
         yield
 

@@ -83,7 +83,7 @@ MADE = {
     PassError: lambda: PassError("pass", None, "problem", "mend"),
     VerifyError: lambda: VerifyError("node", "problem", "mend"),
 }
-CARRIERS = {"Insists", "Recorded", "HoldsMore", "NothingToRewrite"}
+CARRIERS = {"Insists", "RegionRecorded", "HoldsMore", "NothingToRewrite"}
 """Exceptions that carry graphs to where they are caught, which is always within memopt."""
 
 

@@ -18,7 +18,7 @@ from scipy.sparse import csr_array
 
 from memopt.solver import RematProblem, Schedule, simulate
 from memopt.solver.arrays import Floats, arrays_of, remove_dead, to_schedule
-from memopt.solver.lower_bound import Held
+from memopt.solver.lower_bound import HeldBytes
 
 Terms = Iterable[tuple[int, float]]
 """The terms of a linear expression, as pairs (variable, coefficient)."""
@@ -107,7 +107,7 @@ class StageModel:
         self.impossible = False
         """True if some op exceeds the budget even without the movable storages that it reads."""
         self._problem = problem
-        held = Held(problem)
+        held = HeldBytes(problem)
         self._movable = held.movable.tolist()
         self._held_bytes, self._own_bytes = held.bytes, held.own_bytes
         self._allowed = budget_bytes - problem.resident_bytes

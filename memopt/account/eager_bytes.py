@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -60,8 +60,8 @@ class AllocationLimit:
         if self._unmapped is None:
             if (allocatable := _allocatable_bytes()) is None:
                 return None
-            self._unmapped = allocatable - mapped.private
-        return self._unmapped + mapped.private + mapped.shared
+            self._unmapped = allocatable - mapped[0]
+        return self._unmapped + sum(mapped)
 
 
 def _allocatable_bytes() -> int | None:
@@ -72,20 +72,12 @@ def _allocatable_bytes() -> int | None:
     return int(info.uordblks + info.hblkhd + info.fordblks) or None
 
 
-class _Mapped(NamedTuple):
-    """Memory that the process has mapped, in bytes."""
-
-    private: int
-    """Private and writable, with that of `malloc`."""
-    shared: int
-    """Resident pages of files and of shared memory."""
-
-
-def _mapped_bytes() -> _Mapped | None:
-    """The memory that the process has mapped now; None where the operating system does not tell."""
+def _mapped_bytes() -> tuple[int, int] | None:
+    """The bytes that the process has mapped now: private and writable, with those of `malloc`; and resident pages of
+    files and of shared memory. None where the operating system does not tell."""
     try:
         pages = list(map(int, os.pread(_statm_descriptor(os.getpid()), 256, 0).split()))
-        return _Mapped(pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE)
+        return pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE
     except (OSError, IndexError, ValueError):
         return None
 

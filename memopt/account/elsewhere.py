@@ -24,7 +24,7 @@ _STEPS = 128
 
 
 @dataclass(frozen=True)
-class Found:
+class Elsewhere:
     """The bytes on a device that do not belong to a training step, as a search through Python's objects found them."""
 
     other: int = 0
@@ -62,7 +62,7 @@ def look(
     bucket_bytes: int = 0,
     buckets: frozenset[int] = frozenset(),
     libraries: int = 0,
-) -> Found:
+) -> Elsewhere:
     """Search a device for tensors that are not those of a model, its gradients, its optimizers' state and its current
     call.
 
@@ -116,7 +116,7 @@ def look(
     of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
     in_modules = sum(beside[address] for address in of_modules)
     live = tuple(map(LiveOptimizer.of, optimizers))
-    return Found(other, in_blocks(state.values()), gradient_bytes, largest, live, in_modules, looked=True)
+    return Elsewhere(other, in_blocks(state.values()), gradient_bytes, largest, live, in_modules, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device: torch.device) -> tuple[str, ...]:

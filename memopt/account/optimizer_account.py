@@ -116,11 +116,7 @@ def _account_of(
             return _tried(optimizer, trained, device_type, home, idle)
         except _TrialError as error:
             name, why = error.args
-    return _guessed(optimizer, trained, name, why)
-
-
-def _guessed(optimizer: OptimizerLike, trained: list[torch.Tensor], name: str, why: str) -> OptimizerAccount:
-    """The upper guess for an optimiser whose steps cannot be tried, as `optimizer_account` says."""
+    # The upper guess for an optimiser whose steps cannot be tried, as `optimizer_account` says.
     state = dict(optimizer.state) if isinstance(optimizer, Optimizer) else {}
     groups = [group["params"] for group in (optimizer.param_groups if isinstance(optimizer, Optimizer) else ())]
     used = [one for group in groups if any(one in state for one in group) for one in group]

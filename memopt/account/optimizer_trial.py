@@ -109,9 +109,10 @@ def _by_fused_kernels(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The optimiser's parameters, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def parameters_of(*optimizers: Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order of the optimizers and their groups, groups added later included."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

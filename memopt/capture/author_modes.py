@@ -12,7 +12,7 @@ import torch
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.host import HOST
 from memopt.compat.operators import (
-    TorchDispatchMode,
+    RunningBy,
     autocast_kernel,
     composite_kernel,
     plain_tensors,
@@ -70,11 +70,6 @@ class AuthorModes:
         self._caching.pop()
         if not self.authored and not self._ambient:
             self._casts.clear()
-
-    def leave_all(self) -> None:
-        """Close all autocast blocks of the model that are still open."""
-        while self.authored:
-            self.leave_autocast()
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle the call of the operator `func` and return its result. `trace(func, args, kwargs)` records a call in
@@ -145,12 +140,19 @@ class AuthorModes:
         operands one dtype, counts as changed."""
 
         def calls(*, enabled: bool) -> list[tuple[Any, ...]]:
-            with plain_tensors(), without_torch_functions(), self.mode, torch.no_grad(), _Calls() as calls:
+            seen: list[tuple[Any, ...]] = []
+
+            def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+                leaves = tree_leaves((args, kwargs))
+                seen.append((func, *(leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor))))
+                return func(*args, **kwargs)
+
+            with plain_tensors(), without_torch_functions(), self.mode, torch.no_grad(), RunningBy(run):
                 given = tree_map(_detached, (args, kwargs))
                 dtype = torch.get_autocast_dtype(device)
                 with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
                     func(*given[0], **given[1])
-            return calls.seen
+            return seen
 
         with_casts = calls(enabled=True)
         try:
@@ -158,19 +160,6 @@ class AuthorModes:
                 return with_casts != calls(enabled=False)
         except RuntimeError:
             return True
-
-
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that are called and the dtypes of their tensor arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        self.seen.append((func, *(leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor))))
-        return func(*args, **(kwargs or {}))
 
 
 def autocast_is_on() -> bool:

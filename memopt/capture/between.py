@@ -23,7 +23,7 @@ from memopt.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class EagerBytes:
+class EagerCodeBytes:
     """The bytes that eager code before, during and after one run of a region holds."""
 
     before: int = 0
@@ -35,13 +35,13 @@ class EagerBytes:
     during_backward: int = 0
     """Held while its backward runs."""
 
-    def __or__(self, other: EagerBytes) -> EagerBytes:
+    def __or__(self, other: EagerCodeBytes) -> EagerCodeBytes:
         """The larger number of bytes of each kind."""
-        return EagerBytes(*map(max, astuple(self), astuple(other)))
+        return EagerCodeBytes(*map(max, astuple(self), astuple(other)))
 
-    def scaled(self, factor: float) -> EagerBytes:
+    def scaled(self, factor: float) -> EagerCodeBytes:
         """A copy with each of its byte counts multiplied by `factor` and rounded up."""
-        return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
+        return EagerCodeBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
 
 class EagerCodeTooLargeError(CaptureError):
@@ -96,14 +96,14 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         self.gathered, self.most_bytes = gathered, most_bytes
         self._waiting_bytes = 0
         self._planned = 0
-        self.runs: list[EagerBytes] = []
+        self.runs: list[EagerCodeBytes] = []
         """For each run of a region that has begun, the bytes around it."""
 
     def begin_run(self) -> int:
         """Record that a run of a region begins; returns the run's number."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
-        self.runs.append(EagerBytes(peak, self.live_bytes))
+        self.runs.append(EagerCodeBytes(peak, self.live_bytes))
         self.peak_bytes = 0
         return len(self.runs) - 1
 
@@ -203,7 +203,7 @@ class _StandIn(torch.autograd.Function):
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
             # An output without a gradient in the model has none here either: later regions are captured as they run.
-            ctx.mark_non_differentiable(*(results[position] for position in _undifferentiated(region)))
+            ctx.mark_non_differentiable(*(results[position] for position in undifferentiated(region)))
             return results
 
     @staticmethod
@@ -221,7 +221,7 @@ def _is_of_several(tensor: torch.Tensor) -> bool:
     return tensor.layout != torch.strided or is_wrapper(tensor)
 
 
-def _undifferentiated(region: fx.GraphModule) -> list[int]:
+def undifferentiated(region: fx.GraphModule) -> list[int]:
     """The positions of a region's results that are tensors and require no gradient in Dynamo's graph."""
     (results,) = region.graph.output_node().args
     known = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]

@@ -38,7 +38,7 @@ _MOST_ELEMENTS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class BlockRun:
     """Equal blocks of a graph that follow each other."""
 
     blocks: tuple[tuple[fx.Node, ...], ...]
@@ -57,7 +57,7 @@ class Run:
         return (*range(FIRST), *range(self.missing.stop, len(self.blocks)))
 
 
-def find_runs(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = ()) -> tuple[Run, ...]:
+def find_runs(module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = ()) -> tuple[BlockRun, ...]:
     """The runs of at least six equal blocks in a graph, which do not overlap.
 
     `inputs` are the values of its placeholders, and `written` holds the numbers of those that the graph writes to. A
@@ -83,9 +83,9 @@ class _Finder:
         keys: dict[Hashable, int] = {}
         self.kinds = [keys.setdefault(self._kind(node), len(keys)) for node in self.calls]
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[BlockRun, ...]:
         """The runs, those first that have the most calls in missing blocks."""
-        found: list[Run] = []
+        found: list[BlockRun] = []
         taken: set[int] = set()
         stretches = sorted(self._stretches(), key=_calls_saved)
         while stretches:
@@ -131,7 +131,7 @@ class _Finder:
                 if later >= len(self.kinds):
                     break
 
-    def _run(self, start: int, end: int, period: int) -> Run | None:
+    def _run(self, start: int, end: int, period: int) -> BlockRun | None:
         """The longest run between two positions in `calls`; None where no six blocks are equal. The first block begins
         where the fewest values go from one block to the next."""
         phases = range(start, min(start + period, end - _LEAST * period + 1))
@@ -144,7 +144,7 @@ class _Finder:
         own = _own_inputs([pair.own for number in numbers[:-1] if (pair := pairs[number]) is not None])
         places = (first + number * period for number in numbers)
         blocks = tuple(tuple(self.calls[place : place + period]) for place in places)
-        return Run(blocks, own) if own is not None and _read_inside(blocks, own) else None
+        return BlockRun(blocks, own) if own is not None and _read_inside(blocks, own) else None
 
     def _crossing(self, cut: int, period: int) -> int:
         """The number of values, made by the `period` calls before the position `cut`, that calls from `cut` on read."""
@@ -195,7 +195,7 @@ def _longest(pairs: Sequence[_Pair | None]) -> range:
 
 
 def _own_inputs(pairs: Sequence[Mapping[fx.Node, fx.Node]]) -> tuple[Mapping[fx.Node, fx.Node], ...] | None:
-    """`Run.own`, from `_Pair.own` of each two neighbours; None where an input has no counterpart in a block."""
+    """`BlockRun.own`, from `_Pair.own` of each two neighbours; None where an input has no counterpart in a block."""
     if any(set(one.values()) != set(other) for one, other in pairwise(pairs)):
         return None
     own: list[Mapping[fx.Node, fx.Node]] = [{node: node for node in pairs[TEMPLATE]}]

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.blocks import TEMPLATE, Run
+from memopt.capture.blocks import TEMPLATE, BlockRun
 from memopt.capture.marks import traced_from, without_mark
-from memopt.capture.standing import Place, Standing
+from memopt.capture.standing import BlockPlace, Standing
 from memopt.compat.fakes import fake_within, new_storage
 from memopt.compat.tracing import called_as
 from passes.graphs.edit import LazyCode
@@ -70,13 +70,13 @@ class _Copier:
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Node of the joint graph → the node that takes its place in the new graph."""
-    blocks: dict[Place, fx.Node] = field(default_factory=dict)
+    blocks: dict[BlockPlace, fx.Node] = field(default_factory=dict)
     """The new graph's nodes in runs, by place. Here the number of a block is that among all blocks of the run."""
     grown: Counter[str] = field(default_factory=Counter)
     """Name without its number → by how much larger that number is from here on than in the graph without the missing
     blocks."""
     constants: dict[str, Any] = field(default_factory=dict)
-    storages: dict[tuple[Place, int], torch.UntypedStorage] = field(default_factory=dict)
+    storages: dict[tuple[BlockPlace, int], torch.UntypedStorage] = field(default_factory=dict)
     """The storages that are made in copies, by the place of the node that makes them and the number of the tensor in
     its value."""
 
@@ -201,7 +201,7 @@ class _Copier:
         role = self.of.role.get(node)
         return node if role is None or role[0] != run else self.stands_for[self.of.runs[run].own[number][role[2]]]
 
-    def _meta(self, node: fx.Node, run: Run, number: int) -> dict[str, Any]:
+    def _meta(self, node: fx.Node, run: BlockRun, number: int) -> dict[str, Any]:
         """The `meta` of the copy of a template's node. Entries that the node took over from an operator are taken from
         the operator in the same place of the copy's own block."""
         meta: dict[str, Any] = {}
@@ -245,7 +245,7 @@ class _Copier:
                 found += step * (number - TEMPLATE)
         return found
 
-    def _value(self, value: Any, mine: Place, number: int) -> Any:
+    def _value(self, value: Any, mine: BlockPlace, number: int) -> Any:
         """The value of the node at the place `mine` as block `number` has it: tensors of the same kind, in that block's
         memory."""
         if isinstance(value, torch.Tensor):
@@ -258,7 +258,7 @@ class _Copier:
             return type(value)([self._value(element, mine, number) for element in value])
         return value
 
-    def _storage(self, tensor: torch.Tensor, mine: Place, number: int) -> torch.UntypedStorage | None:
+    def _storage(self, tensor: torch.Tensor, mine: BlockPlace, number: int) -> torch.UntypedStorage | None:
         """The storage in which a tensor of the node at the place `mine` lies in block `number`; None where it is the
         one in which the tensor lies already."""
         maker, at = self.of.made_by(tensor)

@@ -15,14 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
+from memopt.compat.operators import RunningBy, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import (
     data_symbols_of,
     known_sizes,
     largest_value,
     limit_of,
     plain_symbol,
-    shape_symbols,
 )
 from memopt.compat.tensors import has_no_storage
 from memopt.training_state import containers_restored, undone, values_restored
@@ -98,29 +97,27 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
     activations. The model, random generators and the tensors, dictionaries and lists of the call are afterwards as
     before, also where the forward raises.
     """
-    observer = Observer()
+    seen: list[Observed] = []
     kept = values_restored(tensors_in(call))
-    with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observer:
+    with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observing(seen):
         run(*call[0], **call[1])
-    return tuple(observer.observed)
+    return tuple(seen)
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records, on real tensors, the results of operators that make data-dependent sizes."""
+def observing(observed: list[Observed]) -> RunningBy:
+    """A block that appends to `observed`, on real tensors, the results of operators that make data-dependent sizes."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.observed: list[Observed] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with kernels_as_in_eager_mode():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         if _may_depend_on_data(func, args):
             first = _first(result)
             size = tuple(first.shape) if isinstance(first, torch.Tensor) else first
             if isinstance(size, (tuple, int)) and not isinstance(size, bool):  # a truth value is no size
-                self.observed.append(Observed(str(func), size))
+                observed.append(Observed(str(func), size))
         return result
+
+    return RunningBy(run)
 
 
 class _StandIn(TorchFunctionMode):
@@ -236,13 +233,6 @@ def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
     """The most elements that these tensors have in the shape to which they are broadcast."""
     shapes = [[largest_value(size) for size in reversed(one.shape)] for one in tensors]
     return math.prod(map(max, zip_longest(*shapes, fillvalue=1)))
-
-
-def in_shapes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The part of `sizes`, by symbol name, that is in the shape of a tensor of the graph. No memory depends on the
-    rest."""
-    names = set().union(*(shape_symbols(node.meta.get("val")) for node in graph.nodes))
-    return {name: size for name, size in sizes.items() if name in names}
 
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:

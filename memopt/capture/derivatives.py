@@ -21,6 +21,11 @@ from memopt.compat.operators import (
     takes_derivative,
 )
 
+DIFFERENTIATED = "create_graph=True asks for gradients of gradients, which a captured backward does not have"
+TAKEN_WITHIN = (
+    "have a loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
+)
+
 
 def takes_derivatives(graph_module: fx.GraphModule) -> bool:
     """Whether the code of a region takes derivatives itself, by `torch.autograd.grad` or a transform of torch.func."""

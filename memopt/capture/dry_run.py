@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memopt.capture.between import CROSSED, Between, CrossedByDerivative, EagerCodeTooLargeError, Passed, stand_in
-from memopt.capture.data_sizes import Observer, is_real
+from memopt.capture.data_sizes import Observed, is_real, observing
 from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamic_shapes import together
 from memopt.capture.dynamo import Backend, GraphBreak, in_brief_with_line, may_run_other_regions, short_path
@@ -28,7 +28,6 @@ from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.tensors import storage_key
 from memopt.errors import CaptureError
-from memopt.training_state import TrainingState
 
 
 class _Crossed:
@@ -81,12 +80,12 @@ class DryRun:
         with self.between.planned():
             forward = self.forward_of(region) if self.forward_of else forward_of(region.graph_module)
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
-        observer = Observer() if region.depends_on_data and all(map(is_real, given)) else None
-        with observer or nullcontext():
+        observed: list[Observed] = []
+        with observing(observed) if region.depends_on_data and all(map(is_real, given)) else nullcontext():
             outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
         if region.feeds and region.deferred is None:
             self._inner.append(InnerOutputs(outputs, region.feeds, _Crossed()))
-        self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
+        self.runs.append(replace(run, observed=tuple(observed)))
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)
         self._values.append(_ValuesOfRun(len(self._values), passed_on, self._given(inputs), outputs_memory))
@@ -280,13 +279,14 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
     """A block in which parameters have no gradients; those that they had are restored after it."""
-    state = TrainingState.of(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter in model.parameters():
+        for parameter, _ in gradients:
             parameter.grad = None
         yield
     finally:
-        state.restore_gradients()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 NOTHING_CAPTURED = (

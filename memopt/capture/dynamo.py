@@ -111,6 +111,11 @@ _NO_GRADIENT = "One of the differentiated Tensors does not require grad"
 _BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is called: code that is compiled may not"
 
 
+class CallStopped(Exception):
+    """Ends a call within a region that it runs. Between the region and whoever began the call lie the frames of Dynamo
+    and of the model, so that the reason cannot be returned."""
+
+
 class GraphBreak(CaptureError):
     """Raised where a call cannot be captured as one graph; the message is Dynamo's reason."""
 

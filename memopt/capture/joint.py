@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
-from memopt.device.storages import StorageInfo, find_storages, fused_away, is_generated
+from memopt.device.storages import find_storages, fused_away, is_generated
 from memopt.errors import CaptureError
 from passes import CANONICAL, FoundReuse, FreeFirst, PassError, find_decisions, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent
@@ -233,15 +233,13 @@ class JointGraph:
             node = nodes[position]
             assert node is not None
             blocks = storages.of.get(node, ())
-            return len(blocks) == 1 and users[blocks[0]] == 1 and self._fills(node, storages.infos[blocks[0]], backward)
+            if len(blocks) != 1 or users[blocks[0]] != 1:
+                return False
+            maker = storages.blocks[blocks[0]].maker
+            made_here = maker in backward and maker.op != "placeholder"
+            return made_here and storages.bytes[blocks[0]] == node.meta["val"].nbytes
 
         return frozenset(filter(is_own, self.parameter_gradients))
-
-    @staticmethod
-    def _fills(node: fx.Node, storage: StorageInfo, backward: Collection[fx.Node]) -> bool:
-        """Whether a node's value is all of a storage that is made in the backward."""
-        made_here = storage.maker in backward and storage.maker.op != "placeholder"
-        return made_here and storage.bytes == node.meta["val"].nbytes
 
     @cached_property
     def ends_before_loss(self) -> bool:

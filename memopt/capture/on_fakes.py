@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.dry_run import DryRun, as_run_later, record_dry_run
-from memopt.capture.dynamo import GraphBreak, compile_call, training_call
+from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.compat.dynamo import keep_nodes
@@ -78,10 +78,6 @@ def replaced_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.T
         set_generators(generators, home)
 
 
-class _Recorded(Exception):
-    """Ends a call once its only region is recorded."""
-
-
 def capture_on_fakes(
     model: nn.Module,
     call: Call,
@@ -111,11 +107,11 @@ def capture_on_fakes(
             )
             found.append(region)
             keep_nodes(graph_module)
-            raise _Recorded
+            raise CallStopped
 
         try:
             compile_call(to_capture(), record_whole, whole=True)(*args, **kwargs)
-        except _Recorded:
+        except CallStopped:
             return CapturedCall.of(found[0])
         except GraphBreak as broken:
             reason = str(broken)

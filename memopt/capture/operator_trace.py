@@ -60,7 +60,8 @@ def _trace(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str
         try:
             traced = pre_dispatch_graph(interpreter.trace, mode, fakes)
         finally:
-            modes.leave_all()
+            while modes.authored:
+                modes.leave_autocast()
     _check_gradients(graph_module, interpreter.differentiable)
     return _OperatorTrace(traced, len(interpreter.differentiable))
 
@@ -103,7 +104,22 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Set grad mode and autocast as the call says; trace any other call."""
         if isinstance(target, HigherOrderOperator):
-            return self.call_higher_order(target, args, kwargs)
+            if is_checkpoint(target):
+                # The plan decides what is recomputed, so the author's checkpoint is inlined.
+                inner, *rest = args
+                own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
+                return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
+            if autocast_is_on():
+                raise Untraceable(
+                    f"{target} runs under autocast, and the casts that autocast adds inside of it cannot be captured"
+                )
+            if not torch.is_grad_enabled():
+                raise Untraceable(f"{target} runs under no_grad")
+            if str(target) == _REGISTER_HOOK:
+                raise Untraceable(
+                    "the region calls Tensor.register_hook, and passes may change the value whose gradient it gets"
+                )
+            return opaque_call(target, args, kwargs, self.mode)
         if sets_grad_mode(target):
             with without_torch_functions():
                 target(*args, **kwargs)
@@ -115,29 +131,6 @@ class _Interpreter(fx.Interpreter):
         if reads_data(target):  # no operator: its result would be a constant of the trace
             return DATA(*args)
         return super().call_function(target, args, kwargs)
-
-    def call_higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inline the author's activation checkpoints; trace other higher-order operators as one opaque node.
-
-        Raises `Untraceable` for those under autocast or `no_grad`, and for hooks: the hook of a value that is cast
-        would see only a part of its gradient.
-        """
-        if is_checkpoint(target):
-            # The plan decides what is recomputed, so the author's checkpoint is inlined.
-            inner, *rest = args
-            own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
-            return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
-        if autocast_is_on():
-            raise Untraceable(
-                f"{target} runs under autocast, and the casts that autocast adds inside of it cannot be captured"
-            )
-        if not torch.is_grad_enabled():
-            raise Untraceable(f"{target} runs under no_grad")
-        if str(target) == _REGISTER_HOOK:
-            raise Untraceable(
-                "the region calls Tensor.register_hook, and passes may change the value whose gradient the hook gets"
-            )
-        return opaque_call(target, args, kwargs, self.mode)
 
 
 def _placeholders(module: fx.GraphModule) -> set[str]:

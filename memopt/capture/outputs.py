@@ -1,18 +1,30 @@
-"""The outputs of a captured region: which of them are differentiated, and how a forward that waits learns of its
-backward."""
+"""The outputs of a region beside its loss: which are not differentiated, and which the region does not return, as
+pieces of its forward compute them on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from memopt.capture.inner_outputs import GradientSource, InnerOutputs
-from memopt.compat.autograd import is_batched, keeps_graph, note_reached
-from memopt.errors import UnplannedGradientError
-from passes import copy_graph_module
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.operators import RunningBy, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
+from memopt.compat.symbols import data_symbols_of, largest_value
+
+SMALLEST_BYTES = 16 * 1024
+"""Outputs of at most this size are always returned: to defer them would save too little."""
+SMALL_SHARE = 1 / 64
+"""Outputs that only a second forward could give are returned where they take less than this share of the parameters'
+bytes."""
+_MOST_NODES = 16
+"""The most calls between an output and the values that it is computed from."""
 
 
 def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
@@ -23,7 +35,7 @@ def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
     values of its cache), and the graph would carry it through the backward. Scalars that do not depend on all of these
     parameters (a learned temperature, a commitment loss, a balance between experts) are a part of a loss that the
     caller computes: then no output is detached. If a gradient does arrive at a detached output, a second forward
-    computes the gradients that follow from it (`hand_out`)."""
+    computes the gradients that follow from it (`memopt.run.replay`)."""
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
@@ -55,28 +67,6 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {node for node, value in inputs if isinstance(value, nn.Parameter) or _requires_grad(value)}
 
 
-def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | None]) -> fx.GraphModule:
-    """A copy of a graph, to be run under autocast, that casts each output to its dtype in `dtypes`, in order; None
-    leaves an output as it is.
-
-    The outputs go to code that runs outside of autocast, where most operators refuse operands of two dtypes, and losses
-    sum in the dtype of their input."""
-    copied = copy_graph_module(graph_module)
-    output = copied.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    with copied.graph.inserting_before(output):
-        cast: dict[fx.Node, fx.Node] = {}
-        for number, (node, dtype) in enumerate(zip(results, dtypes, strict=True)):
-            if dtype is not None and node.op != "placeholder":
-                if node not in cast:
-                    cast[node] = copied.graph.call_method("to", (node, dtype))
-                    cast[node].meta.update(node.meta)
-                results[number] = cast[node]
-    output.args = (tuple(results),)
-    copied.recompile()
-    return copied
-
-
 def example_of(result: Any) -> torch.Tensor | None:
     """The fake tensor that Dynamo traced for `result`, or for the value that it detaches; None where there is none."""
     if not isinstance(result, fx.Node):
@@ -90,170 +80,263 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-class _Awaited(Protocol):
-    """A forward whose backward has not run yet."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A piece of a region's forward graph that computes, on demand, outputs which the region does not return."""
 
-    def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
-        """Called before the backward of a region that reads these leaves runs from these gradients of its outputs; may
-        raise to prevent it."""
-
-    def after_backward(self) -> None:
-        """Called when the forward's saved values are no longer needed."""
-
-
-class _Replays(GradientSource, Protocol):
-    """A second forward of a region. It gives the gradients that follow from outputs which the region does not
-    differentiate, gradients that are to be differentiated, and the gradients of inner outputs
-    (`memopt.capture.inner_outputs`)."""
+    graph: fx.Graph = field(repr=False)
+    """Takes the region's inputs `inputs`, then the value `taken` if there is one, and returns the outputs."""
+    root: fx.GraphModule = field(repr=False)
+    """The module whose attributes the graph reads."""
+    inputs: tuple[int, ...]
+    """Numbers of the region's inputs that it reads."""
+    taken: fx.Node | None
+    """The value of the forward that it starts from; None for a second run of the forward from its inputs."""
 
     @property
-    def leaves(self) -> Sequence[torch.Tensor]:
-        """The region's inputs that require gradients; empty where there is no second forward."""
+    def draws(self) -> bool:
+        """Whether the piece may draw random numbers. It must then run with the random generators in the state in which
+        the forward began."""
+        return self.taken is None
 
-    def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of `leaves`, in their order. `of` holds gradients of outputs, by the positions of these. Raises
-        `UnplannedGradientError` where no second forward gives them."""
+    def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs. `arguments` are the values of the region's inputs that the piece reads, then the value of the
+        forward that it starts from, if any; that may have another dtype than in the plain forward."""
+        given = list(arguments)
+        if self.taken is not None:
+            given[-1] = given[-1].to(_example(self.taken).dtype)
+        results: tuple[torch.Tensor, ...] = self._module(*given)
+        return results
 
-    def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """As `gradients`, for the outputs that the region differentiates too, in a backward that is to be
-        differentiated: the gradients have an autograd graph. That backward passes over the region."""
-
-    def release(self) -> None:
-        """Free what it needs: the forward's backward has run."""
-
-
-def hand_out(
-    outputs: Sequence[Any],
-    forward: _Awaited,
-    replay: _Replays | None = None,
-    others: Collection[int] = (),
-    feeds: Mapping[int, frozenset[int]] | None = None,
-) -> tuple[Any, ...]:
-    """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
-
-    Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds` is the result of
-    `feeding`: where the gradient of an inner output in it is read, `replay` computes the part that the captured
-    backward lacks. Without `replay`, neither is possible, nor a backward with `create_graph=True`.
-    """
-    handed = list(outputs)
-    handled = [
-        position for position, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
-    leaves = () if replay is None else replay.leaves
-    if handled:
-        hand_out_all: Any = _HandOut.apply
-        values = hand_out_all(forward, replay, handled, *[outputs[position] for position in handled], *leaves)
-        for position, value in zip(handled, values, strict=True):
-            handed[position] = value
-    if others:
-        beside: Any = _Replayed.apply
-        positions = sorted(others)
-        leaves = leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
-        values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
-        for position, value in zip(positions, values, strict=True):
-            handed[position] = value
-    if feeds and replay is not None:
-        inner = InnerOutputs(handed, feeds, replay)
-        nodes: set[Any] = {value.grad_fn for value in handed if isinstance(value, torch.Tensor)} - {None}
-        for node in nodes:
-            node.inner = inner
-    return tuple(handed)
+    @cached_property
+    def _module(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.graph)
 
 
-class _HandOut(torch.autograd.Function):
-    """The identity between a region's outputs and the caller's autograd graph, which goes on from it to the region and,
-    for gradients that are to be differentiated, past the region to the leaves of the second forward."""
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Outputs that are computed together when one of them is first read."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, forward: _Awaited, replay: _Replays | None, positions: Sequence[int], *values: torch.Tensor
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.forward, ctx.replay, ctx.positions = forward, replay, positions
-        ctx.past = (None,) * (len(values) - len(positions))
-        # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
-        return tuple([value.detach() for value in values[: len(positions)]])
+    positions: tuple[int, ...]
+    """Their positions among the outputs of the model's call."""
+    examples: tuple[torch.Tensor, ...] = field(repr=False)
+    """A fake tensor for each."""
+    head: Piece | None
+    """Computes them from a value that the region returns in their place; None where only a second forward does."""
+    forward: Piece | None
+    """Computes them by a second run of the forward; None where that would change something, such as running
+    statistics."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _check_one_by_one(gradients)
-        gradients = _through_hooks(ctx, gradients)
-        if torch.is_grad_enabled():
-            return None, None, None, *(None for _ in gradients), *_derivatives(ctx, gradients)
-        edges = ctx.next_functions[: len(gradients)]
-        note_reached([one for one in zip(edges, gradients, strict=True) if one[0][0] is not None])
-        if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
-            return None, None, None, *gradients, *ctx.past
-        ctx.forward.before_backward(_leaves_behind(ctx), gradients)
-        if not keeps_graph():
-            ctx.forward.after_backward()
-            # A model that keeps an output keeps this node, which must not keep the model.
-            ctx.forward = ctx.inner = None
-            if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
-                ctx.replay.release()
-        return None, None, None, *gradients, *ctx.past
+    @cached_property
+    def is_static(self) -> bool:
+        """Whether the shapes and strides of the group's outputs are numbers, without symbols."""
+        sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
+        return all(isinstance(number, int) for number in sizes)
 
 
-class _Replayed(torch.autograd.Function):
-    """The identity on outputs that a region does not differentiate; made after `_HandOut`, so that a backward through
-    both comes to this one first."""
+@dataclass(frozen=True, eq=False)
+class DeferredOutputs:
+    """The outputs that a region does not return but computes on demand, and the values that it returns instead."""
 
-    @staticmethod
-    def forward(ctx: Any, replay: _Replays, positions: Sequence[int], *values: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.replay, ctx.positions, ctx.others = replay, positions, len(values) - len(positions)
-        return tuple([value.detach() for value in values[: len(positions)]])
+    groups: tuple[Group, ...]
+    returned: tuple[int, ...]
+    """The positions, among the outputs of the model's call, of the outputs that the region does return."""
+    taken: tuple[fx.Node, ...]
+    """The values that the region returns after these, from which `Group.head` computes outputs."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _check_one_by_one(gradients)
-        gradients = _through_hooks(ctx, gradients)
-        if torch.is_grad_enabled():
-            found = _derivatives(ctx, gradients)
-        else:
-            given = _given(ctx, gradients)
-            found = ctx.replay.gradients(given) if given else [None] * ctx.others
-        return None, None, *(None for _ in ctx.positions), *found
+    @property
+    def released(self) -> frozenset[int]:
+        """Which values returned in place of outputs are freed when the backward begins, by position among the region's
+        results. Outputs that are first read after that are computed by a second run of the forward."""
+        needed = {group.head.taken for group in self.groups if group.head and not group.forward}
+        first = len(self.returned)
+        return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)
 
-
-def _given(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    """The gradients that have arrived, by the positions of their outputs."""
-    return {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
+    @property
+    def bytes(self) -> int:
+        """The bytes of the outputs that are not returned."""
+        return sum(_bytes(example) for group in self.groups for example in group.examples)
 
 
-def _derivatives(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """The gradients of the leaves in a backward that is to be differentiated. Raises `UnplannedGradientError` where no
-    second forward gives them."""
-    if ctx.replay is None:
-        raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
-    return ctx.replay.derivatives(_given(ctx, gradients))
+def defer_outputs(graph_module: fx.GraphModule, detached: Collection[int]) -> DeferredOutputs | None:
+    """Change a region's graph to return, instead of large outputs, the smaller values that they can be computed from.
+
+    `detached` has the positions of the outputs that may be deferred; each is a call of `detach`. An output is deferred
+    alone where few operators compute it from a value of at most half of its bytes (logits of a language model, from
+    hidden states and the head's weight). The others are deferred together where they have many bytes and a second
+    forward gives them (keys and values of a cache). Edits the graph; returns None, with the graph unchanged, where
+    nothing is deferred."""
+    output = graph_module.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    large = {
+        position: node
+        for position in sorted(detached)
+        if _is_known(node := results[position].args[0]) and _bytes(_example(node)) > SMALLEST_BYTES
+    }
+    found: list[Group] = []
+    for position, node in large.items():
+        if head := _head(graph_module, node):
+            found.append(Group((position,), (_example(node),), head, _second_forward(graph_module, [node])))
+    heads = {position for one in found for position in one.positions}
+    others = {position: node for position, node in large.items() if position not in heads}
+    if _worth_a_forward(graph_module, others) and (forward := _second_forward(graph_module, [*others.values()])):
+        found.append(Group(tuple(others), tuple(map(_example, others.values())), None, forward))
+    if not found:
+        return None
+    taken = tuple(dict.fromkeys(one.head.taken for one in found if one.head and one.head.taken))
+    gone = {position for one in found for position in one.positions}
+    returned = tuple(position for position in range(len(results)) if position not in gone)
+    with graph_module.graph.inserting_before(output):
+        given = [graph_module.graph.call_method("detach", (node,)) for node in taken]
+    output.args = ((*(results[position] for position in returned), *given),)
+    for position in gone:
+        graph_module.graph.erase_node(results[position])
+        if position in heads:
+            _erase_unread(graph_module.graph, large[position])
+    graph_module.recompile()
+    return DeferredOutputs(tuple(found), returned, taken)
 
 
-DIFFERENTIATED = "create_graph=True asks for gradients of gradients, which a captured backward does not have"
-TAKEN_WITHIN = (
-    "have a loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
-)
+def _worth_a_forward(graph_module: fx.GraphModule, outputs: Mapping[int, fx.Node]) -> bool:
+    """Whether outputs that only a second forward gives are large enough to be deferred."""
+    given = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
+    weights = sum(_bytes(value) for value in given if isinstance(value, nn.Parameter))
+    return sum(_bytes(_example(node)) for node in outputs.values()) > SMALL_SHARE * weights
 
 
-def _check_one_by_one(gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise `UnplannedGradientError` in a backward that torch.func.vmap runs."""
-    if any(map(is_batched, gradients)):
-        raise UnplannedGradientError(
-            "a captured backward does not run for several gradients at once (is_grads_batched=True, vectorize=True, "
-            "torch.func.vmap); ask for one after the other, or call memopt.remove(model)"
-        )
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a pure node that nothing reads, and what only it has read."""
+    if node.users or node.op == "placeholder":
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for given in inputs:
+        _erase_unread(graph, given)
 
 
-def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as the hooks of inner outputs leave them."""
-    inner = getattr(ctx, "inner", None)
-    return gradients if inner is None else inner.arrived(ctx, gradients)
+def _head(graph_module: fx.GraphModule, output: fx.Node) -> Piece | None:
+    """The piece of a few pure operators that computes an output from one value of at most half of its bytes, and from
+    inputs of the region; None where there is none."""
+    most = _bytes(_example(output)) // 2
+    inside: set[fx.Node] = set()
+    taken: set[fx.Node] = set()
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        if node in inside or node in taken or node.op == "placeholder":
+            continue
+        value = node.meta.get("example_value")
+        small = isinstance(value, torch.Tensor) and _bytes(value) <= most
+        if small and node is not output and not _from_weights(node):
+            taken.add(node)
+            continue
+        inside.add(node)
+        waiting += node.all_input_nodes
+        if len(inside) > _MOST_NODES or len(taken) > 1 or node.op not in ("call_function", "call_method"):
+            return None
+    if len(taken) != 1 or not all(map(_is_unwritten, (*inside, *taken, *_placeholders_of(inside)))):
+        return None
+    piece = _piece(graph_module, inside, [output], *taken)
+    return piece if _is_pure(piece, _example(output)) else None
 
 
-def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
-    """The leaf tensors that regions read whose outputs the autograd node `hand_out`, one of `_HandOut`, has handed
-    out."""
-    regions = {edge for edge, _ in hand_out.next_functions[: len(hand_out.positions)] if edge is not None}
-    edges = [edge for region in regions for edge, _ in region.next_functions]
-    return [edge.variable for edge in edges if hasattr(edge, "variable")]
+def _second_forward(graph_module: fx.GraphModule, outputs: Sequence[fx.Node]) -> Piece | None:
+    """The piece that computes outputs from the region's inputs; None where a second run would change something."""
+    nodes = list(graph_module.graph.nodes)
+    last = max(map(nodes.index, outputs))
+    inside = {node for node in nodes[: last + 1] if node.op != "placeholder"}
+    if not all(map(_is_unwritten, _placeholders_of(inside))) or any(map(_acts_outside, inside)):
+        return None
+    return _piece(graph_module, inside, outputs)
+
+
+def _piece(
+    graph_module: fx.GraphModule, inside: set[fx.Node], outputs: Sequence[fx.Node], taken: fx.Node | None = None
+) -> Piece:
+    """The calls `inside`, in the autocast blocks that they stand in, as a graph of their own."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    read = set(_placeholders_of(inside))
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    numbers = tuple(number for number, node in enumerate(placeholders) if node in read)
+    for node in (*(placeholders[number] for number in numbers), *([taken] if taken else ())):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = node.meta
+    for node in graph_module.graph.nodes:
+        autocast = node.op == "call_function" and (enters_autocast(node.target) or leaves_autocast(node.target))
+        if (node in inside and not sets_grad_mode(node.target)) or autocast:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return Piece(graph, graph_module, numbers, taken)
+
+
+def _placeholders_of(nodes: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """The region's inputs that these nodes read."""
+    return (given for node in nodes for given in node.all_input_nodes if given.op == "placeholder")
+
+
+def _example(node: fx.Node) -> torch.Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a node computes a dense tensor whose sizes are known once those of the inputs are."""
+    value = node.meta.get("example_value")
+    return (
+        node.op != "placeholder"
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not data_symbols_of(value)
+    )
+
+
+def _is_unwritten(node: fx.Node) -> bool:
+    """Whether nothing in the forward writes to a node's value."""
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or value._version == 0
+
+
+def _from_weights(node: fx.Node) -> bool:
+    """Whether a node's value depends on parameters alone, by a few calls."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        source = waiting.pop()
+        if source.op == "placeholder" and not isinstance(source.meta.get("example_value"), nn.Parameter):
+            return False
+        seen.add(source)
+        waiting += [given for given in source.all_input_nodes if given not in seen]
+        if len(seen) > _MOST_NODES:
+            return False
+    return any(source.op == "placeholder" for source in seen)
+
+
+def _acts_outside(node: fx.Node) -> bool:
+    """Whether a second run of a node may change what lies outside of the piece: statistics, or other ranks."""
+    name = f"{getattr(node.target, '__module__', '')} {node.target}"
+    return any(word in name for word in ("batch_norm", "instance_norm", "c10d", "distributed"))
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """The bytes of a tensor's elements, for the sizes at hand; more than any other's where they depend on data."""
+    if data_symbols_of(value):
+        return sys.maxsize
+    sizes = map(largest_value, value.shape)
+    return math.prod(sizes) * value.element_size()
+
+
+def _is_pure(piece: Piece, example: torch.Tensor) -> bool:
+    """Whether a piece calls only ATen operators that write to nothing and draw no random numbers."""
+    mode = example.fake_mode if isinstance(example, FakeTensor) else nullcontext()
+    pure = True
+
+    def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal pure
+        schema = schema_of(func)
+        aten = schema.name.startswith(("aten::", "prim::")) and "batch_norm" not in schema.name
+        pure &= aten and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
+        return func(*args, **kwargs)
+
+    with torch.no_grad(), mode, RunningBy(run):
+        piece.run([node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")])
+    return pure

@@ -13,14 +13,13 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
-from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
-from memopt.capture.deferred_outputs import DeferredOutputs, defer_outputs
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
 from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
+from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
@@ -144,8 +143,22 @@ class RecordedRegion:
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
         """The region's graph with casts of its results to the dtypes that they have in the plain model. It is run in
-        place of the graph where a plan adds autocast to a region."""
-        return keeping_dtypes(self.graph_module, self.result_dtypes)
+        place of the graph where a plan adds autocast to a region: the results go to code outside of autocast, where
+        most operators refuse operands of two dtypes, and losses sum in the dtype of their input."""
+        copied = copy_graph_module(self.graph_module)
+        output = copied.graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        with copied.graph.inserting_before(output):
+            cast: dict[fx.Node, fx.Node] = {}
+            for number, (node, dtype) in enumerate(zip(results, self.result_dtypes, strict=True)):
+                if dtype is not None and node.op != "placeholder":
+                    if node not in cast:
+                        cast[node] = copied.graph.call_method("to", (node, dtype))
+                        cast[node].meta.update(node.meta)
+                    results[number] = cast[node]
+        output.args = (tuple(results),)
+        copied.recompile()
+        return copied
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype | None, ...]:
@@ -296,7 +309,7 @@ class RegionRun:
     """The changing sizes of the run (`RecordedRegion.changing`)."""
     most: Sizes = ()
     """The largest changing sizes that the run is planned for."""
-    eager: EagerBytes = field(default_factory=EagerBytes)
+    eager: EagerCodeBytes = field(default_factory=EagerCodeBytes)
     """The bytes that eager code holds around the run."""
     passed: Passed = field(default_factory=Passed)
     """The outputs, gradients and inputs that the run shares with other code."""

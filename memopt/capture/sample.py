@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable
+from memopt.capture.between import undifferentiated
 from memopt.capture.derivatives import forward_of
-from memopt.capture.dynamo import GraphBreak, compile_call, training_call
+from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import OperatorGraph, Rewriting
 from memopt.capture.region import RecordedRegion
-from memopt.training_state import TrainingState, containers_restored, parameters_restored, values_restored
+from memopt.training_state import containers_restored, undone, values_restored
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
 """Runs a region's operator graph on real inputs and returns its outputs."""
-
-
-class _Done(Exception):
-    """Ends a call once its only region has run: its outputs are not needed."""
 
 
 def run_sample(
@@ -43,15 +40,14 @@ def run_sample(
     `CaptureError` where the forward cannot be captured."""
     sample = _Sample(run_region, rewriting, differentiate_all=differentiate_all)
     args, kwargs = call
-    with _state_restored(model, call):
+    with undone(model), values_restored(tensors_in(call)), containers_restored(call):
         try:
             compile_call(training_call(model, loss_fn), sample.whole, whole=True)(*args, **kwargs)
-        except _Done:
+        except CallStopped:
             return
         except GraphBreak:
             pass
-        with _attributes_restored(model):
-            compile_call(training_call(model, loss_fn), sample.region, whole=False)(*args, **kwargs)
+        compile_call(training_call(model, loss_fn), sample.region, whole=False)(*args, **kwargs)
 
 
 class _Sample:
@@ -62,25 +58,18 @@ class _Sample:
 
     def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A backend for Dynamo, for calls that are to be one graph: runs the graph while it is compiled and raises
-        `_Done`, so that the rest of the model's Python code does not run."""
+        `CallStopped`, so that the rest of the model's Python code does not run."""
         run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all)
         if run is not None:
             run(*inputs)
-        raise _Done
+        raise CallStopped
 
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for one of several regions: its outputs require gradients where the model's do, but have no
         backward."""
         run = self._runner(graph_module, inputs, differentiate_all=True) or forward_of(graph_module)
-        (results,) = graph_module.graph.output_node().args
-        known = [node.meta.get("example_value") for node in results]  # type: ignore[union-attr]
-        differentiable = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in known)
-
-        def region(*args: Any) -> Any:
-            stand_in: Any = _StandIn.apply
-            return stand_in(run, differentiable, *args)
-
-        return region
+        stand_in: Any = _StandIn.apply
+        return partial(stand_in, run, undifferentiated(graph_module))
 
     def _runner(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool
@@ -100,38 +89,12 @@ class _StandIn(torch.autograd.Function):
     """Runs a region without gradients; its outputs require gradients where the model's do."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], differentiable: tuple[bool, ...], *arguments: Any) -> Any:
+    def forward(ctx: Any, run: Callable[..., Any], constant: Sequence[int], *arguments: Any) -> Any:
         # Detached, because autograd takes an output that is an input for one that was written over.
-        results = [value.detach() if isinstance(value, torch.Tensor) else value for value in run(*arguments)]
-        constant = [value for value, flows in zip(results, differentiable, strict=True) if not flows]
-        ctx.mark_non_differentiable(*(value for value in constant if isinstance(value, torch.Tensor)))
-        return tuple(results)
+        results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in run(*arguments))
+        ctx.mark_non_differentiable(*(results[position] for position in constant))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise AssertionError("a sample run is a forward only, which must not be differentiated")
-
-
-@contextmanager
-def _state_restored(model: nn.Module, call: Call) -> Iterator[None]:
-    """Restores parameters, buffers, random generators and the tensors of the call after the block."""
-    state = TrainingState.of(model)
-    try:
-        with parameters_restored(model), values_restored(tensors_in(call)), containers_restored(call):
-            yield
-    finally:
-        state.undo_forward()
-
-
-@contextmanager
-def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules after the block."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in model.modules():
-        before += [(table, dict(table)) for table in (vars(module), module._parameters, module._buffers)]
-    try:
-        yield
-    finally:
-        for table, values in before:
-            table.clear()
-            table.update(values)

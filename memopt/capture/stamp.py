@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import fx
 
-from memopt.capture.blocks import TEMPLATE, Run, find_runs
+from memopt.capture.blocks import TEMPLATE, BlockRun, find_runs
 from memopt.capture.copies import with_copies
 from memopt.capture.marks import mark_operators, traced_from
 from memopt.capture.standing import standing_blocks
@@ -56,7 +56,7 @@ def trace_blocks_once(
     return trace(module)
 
 
-def _without_missing(module: fx.GraphModule, runs: Sequence[Run]) -> fx.GraphModule:
+def _without_missing(module: fx.GraphModule, runs: Sequence[BlockRun]) -> fx.GraphModule:
     """A copy of a module without the missing blocks: what reads the last one of them reads the template instead."""
     instead = {
         node: run.blocks[TEMPLATE][place]

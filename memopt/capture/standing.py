@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.blocks import TEMPLATE, Run, constant_key
+from memopt.capture.blocks import TEMPLATE, BlockRun, constant_key
 from memopt.capture.marks import traced_from
 from memopt.compat.tensors import storage_key
 from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tensors, value_kind
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """Where a node of the joint graph belongs: to which run of equal blocks, forward or backward, which block of the
     run, and which node of the block."""
 
@@ -46,8 +46,8 @@ class Standing:
     forward_outputs: int
     module: fx.GraphModule
     """The module that the joint graph was traced from, with all blocks."""
-    runs: tuple[Run, ...]
-    place: dict[fx.Node, Place] = field(default_factory=dict)
+    runs: tuple[BlockRun, ...]
+    place: dict[fx.Node, BlockPlace] = field(default_factory=dict)
     pieces: dict[tuple[int, bool, int], list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     """The nodes of the forward or the backward of a standing block, by the run, whether it is the backward, and the
     block."""
@@ -70,7 +70,7 @@ class Standing:
 
 
 def standing_blocks(
-    joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[Run, ...]
+    joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[BlockRun, ...]
 ) -> Standing | None:
     """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where the
     standing blocks do not prove that the missing ones are equal to them."""
@@ -122,7 +122,7 @@ def _set_places(found: Standing) -> bool:
         if key is not None:
             if key != before:
                 order.append(key)
-            found.place[node] = Place(*key, len(found.pieces[key]))
+            found.place[node] = BlockPlace(*key, len(found.pieces[key]))
             found.pieces[key].append(node)
         before = key
     if not all(_take_sizes_out(found, key) for key in found.pieces):
@@ -148,7 +148,7 @@ def _take_sizes_out(found: Standing, key: tuple[int, bool, int]) -> bool:
     if shared:
         found.pieces[key] = [node for node in found.pieces[key] if node not in shared]
         for number, node in enumerate(found.pieces[key]):
-            found.place[node] = Place(run, backward, block, number)
+            found.place[node] = BlockPlace(run, backward, block, number)
     return not shared or block != (TEMPLATE if backward else TEMPLATE + 1)
 
 
@@ -266,6 +266,6 @@ class _Proof:
 
 def _block_later(before: Any, after: Any) -> bool:
     """Whether two places, or two roles, are the same in neighbouring blocks."""
-    if isinstance(before, Place):
+    if isinstance(before, BlockPlace):
         return bool(after == replace(before, block=before.block + 1))
     return bool(after == (before[0], before[1] + 1, before[2]))

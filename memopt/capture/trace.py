@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators
@@ -20,17 +20,13 @@ from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
-from memopt.compat.joint_trace import AotTrace, trace_region
+from memopt.compat.joint_trace import AotTrace, JointGraphTraced, trace_region
 from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import data_symbols_of, is_symbolic
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
 from passes.graphs.edit import on_stored_values, refresh
 from passes.graphs.node_facts import is_tangent, tensors
-
-
-class _JointGraphTraced(Exception):
-    """Ends inductor's compilation once the joint graph is traced."""
 
 
 def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int]:
@@ -45,10 +41,10 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
         _tag_forward(joint.graph, num_fwd_outputs)
         lay_out_again(joint.graph)
         found.append((joint, num_fwd_outputs))
-        raise _JointGraphTraced
+        raise JointGraphTraced
 
     try:
-        with suppress(_JointGraphTraced):  # a copy, because inductor changes the module that it compiles
+        with suppress(JointGraphTraced):  # a copy, because inductor changes the module that it compiles
             compile_by_inductor(copy_graph_module(module), list(inputs), take_joint, _as_compiled, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
@@ -247,7 +243,7 @@ def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[i
     return frozenset(found)
 
 
-def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
+def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerCodeBytes, ...]:
     """The bytes that eager code before, during and after each run with a joint graph holds, in the order of the runs.
     Runs without a joint graph count as eager code here.
 
@@ -255,21 +251,21 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
     after the forward, and `before_backward` the most between the last region with a joint graph and the end of the
     forward."""
     scheduled = set(map(id, differentiated_runs(joints, captured)))
-    found: list[EagerBytes] = []
-    skipped = EagerBytes()
+    found: list[EagerCodeBytes] = []
+    skipped = EagerCodeBytes()
     after_bytes = captured.after_bytes
     for run in captured.runs:
         if id(run) in scheduled:
             found.append(replace(run.eager, before=max(run.eager.before, skipped.before)))
-            skipped = EagerBytes()
+            skipped = EagerCodeBytes()
         else:
-            skipped |= EagerBytes(max(run.eager.before, run.eager.during))
+            skipped |= EagerCodeBytes(max(run.eager.before, run.eager.during))
             later = max(run.eager.before_backward, run.eager.during_backward)
             if found:  # its backward runs before that of the run before it
-                found[-1] |= EagerBytes(before_backward=later)
+                found[-1] |= EagerCodeBytes(before_backward=later)
             else:
                 after_bytes = max(after_bytes, later)
-    return (*found, EagerBytes(after_bytes, captured.held_bytes, max(captured.returning_bytes, skipped.before)))
+    return (*found, EagerCodeBytes(after_bytes, captured.held_bytes, max(captured.returning_bytes, skipped.before)))
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:

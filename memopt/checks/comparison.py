@@ -21,7 +21,7 @@ WORST_ROWS = 10
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRun:
     """One forward and backward: its loss, the most bytes on the device at once, and its seconds."""
 
     loss: float
@@ -81,14 +81,14 @@ class Comparison:
     """A step of the optimised model compared with one of the plain model from the same state, batch and random numbers,
     and the errors of both, and of a step under torch.autocast, against a reference."""
 
-    plain: Run
-    optimized: Run
+    plain: StepRun
+    optimized: StepRun
     gradients: tuple[Difference, ...]
     """The differences of the gradients, one for each parameter that has a gradient in either run."""
     buffers: tuple[Difference, ...]
     """The differences of the buffers after the step."""
     budget_bytes: int
-    autocast: Run | None = None
+    autocast: StepRun | None = None
     """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None where the plan computes in fp32."""
     autocast_dtype: str = ""
     """"bf16" or "fp16"; empty without `autocast`."""
@@ -151,7 +151,7 @@ class Comparison:
         )
 
     @property
-    def _columns(self) -> tuple[tuple[str, Run, Accuracy | None], ...]:
+    def _columns(self) -> tuple[tuple[str, StepRun, Accuracy | None], ...]:
         """Title, run and accuracy of each run that was made."""
         known = self.accuracies
         runs = [
@@ -186,7 +186,7 @@ class Comparison:
         return table
 
 
-def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accuracy | None]]) -> Table:
+def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, StepRun, Accuracy | None]]) -> Table:
     """A table of the relative error of each gradient in each run, the worst of the optimised run first."""
     runs = {name: accuracy.gradients for name, _, accuracy in columns if accuracy is not None}
     errors = [{error.name: error for error in gradients} for gradients in runs.values()]

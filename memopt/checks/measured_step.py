@@ -16,7 +16,7 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
-from memopt.checks.comparison import Run
+from memopt.checks.comparison import StepRun
 from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
 from memopt.meter import measure_peak, resident_cpu_blocks
@@ -47,7 +47,7 @@ def optimised(model: nn.Module) -> Session:
 class MeasuredStep:
     """The results of one forward and backward: loss, peak and seconds, gradients, buffers and random states."""
 
-    run: Run
+    run: StepRun
     gradients: Tensors
     buffers: Tensors
     generators: tuple[Any, ...]
@@ -72,7 +72,7 @@ def measured(
         started = time.perf_counter()
         loss = train(call, scale, context)
         seconds = time.perf_counter() - started
-    return _step(Run(loss, peak.bytes - _bytes_on(start.device, aside), seconds, scale), start)
+    return _step(StepRun(loss, peak.bytes - _bytes_on(start.device, aside), seconds, scale), start)
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
@@ -81,11 +81,11 @@ def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | 
     then."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
-    step = _step(Run(train(call, scale), 0, 0.0, scale), start)
+    step = _step(StepRun(train(call, scale), 0, 0.0, scale), start)
     return step if scale == 1 or _is_finite(step) else None
 
 
-def _step(run: Run, start: TrainingState) -> MeasuredStep:
+def _step(run: StepRun, start: TrainingState) -> MeasuredStep:
     """The results of a run, with the gradients (unscaled), buffers and generator states that it has left."""
     gradients = start.gradients_now()
     if run.loss_scale != 1:

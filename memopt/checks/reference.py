@@ -13,7 +13,7 @@ from torch import nn
 
 from memopt.capture.dynamo import in_brief, plain_loss_call
 from memopt.capture.inputs import Call
-from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode, schema_of, tree_map, without_autocast
+from memopt.compat.operators import RunningBy, kernels_as_in_eager_mode, schema_of, tree_map, without_autocast
 from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 
@@ -161,7 +161,7 @@ def float64_step(
         twin_loss = copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn
         args, kwargs = tree_map(_widened, call)
         set_generators(generators, device)
-        with without_autocast(), torch.enable_grad(), _InFloat64():  # type: ignore[no-untyped-call]
+        with without_autocast(), torch.enable_grad(), RunningBy(_run_in_float64):
             loss = scalar_loss(plain_loss_call(twin, twin_loss)(*args, **kwargs))
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as failure:  # the model's code may fail in float64 with any error
@@ -181,20 +181,17 @@ def _widened(value: Any) -> Any:
     return wide.requires_grad_(value.requires_grad)
 
 
-class _InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes operators that are told to compute in fp32 compute in float64, and draws random numbers in fp32."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = schema_of(func).name.removeprefix("aten::")
-        if name == "native_dropout":
-            return _dropped(func, *args, **kwargs)
-        if name in _DRAWS:
-            return _drawn(func, args, kwargs)
-        if kwargs.get("dtype") == torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        with kernels_as_in_eager_mode():
-            return func(*args, **kwargs)
+def _run_in_float64(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The results of an operator, in float64 where it is told to compute in fp32; random numbers are drawn in fp32."""
+    name = schema_of(func).name.removeprefix("aten::")
+    if name == "native_dropout":
+        return _dropped(func, *args, **kwargs)
+    if name in _DRAWS:
+        return _drawn(func, args, kwargs)
+    if kwargs.get("dtype") == torch.float32:
+        kwargs = {**kwargs, "dtype": torch.float64}
+    with kernels_as_in_eager_mode():
+        return func(*args, **kwargs)
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:

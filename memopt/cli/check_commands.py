@@ -62,7 +62,7 @@ def check(job: Job, locked: str | None) -> int | None:
         return check_lock(job, locked)
     prepared = job.prepare()
     account, comparison = _trained(prepared)
-    held, exact = _within_budget(account, prepared.budget_gb), _exact(comparison)
+    held, exact = account.total.measured_bytes <= prepared.budget_gb * 1024**3, _exact(comparison)
     if job.json:
         show_json(_figures(account, comparison, held, exact))
     else:
@@ -103,10 +103,6 @@ def _random_batch(prepared: Prepared, device: Any) -> Any:
     torch.manual_seed(0)
     highest = highest_values(prepared.model, prepared.shapes)
     return prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
-
-
-def _within_budget(account: AccountCheck, budget_gb: float) -> bool:
-    return account.total.measured_bytes <= budget_gb * 1024**3
 
 
 def _exact(comparison: Comparison) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from memopt.cli.failures import UsageError
 from memopt.cli.job import Job
@@ -38,7 +37,8 @@ def explain_file(job: Job, op: str | None) -> bool:
         show_json(plan_figures(plan)) if job.json else show(*parts(plan, columns()))
     else:
         history = read_history(path)
-        show_json(history_figures(history)) if job.json else show(*history_parts(history, job.model))
+        figures = {**asdict(history), "rows": history.rows, "advice": history.advice}
+        show_json(figures) if job.json else show(*history_parts(history, job.model))
     return True
 
 
@@ -49,11 +49,6 @@ def _is_plan(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and "format" in values
-
-
-def history_figures(history: MemoryHistory) -> dict[str, Any]:
-    """A memory history for JSON: its fields by name, and "rows" and "advice" of it, by kind of memory."""
-    return {**asdict(history), "rows": history.rows, "advice": history.advice}
 
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:

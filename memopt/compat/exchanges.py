@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from memopt.compat.fsdp import groups_of
+from memopt.compat.fsdp import Exchange, groups_of
 from memopt.compat.host import HOST
 from memopt.compat.tensors import users_of
 from passes.compat import private
@@ -142,18 +142,17 @@ def settle_gloo(model: nn.Module) -> None:
         if group.device.type == HOST.type and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
             gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
             if type(gather).__name__ == "DefaultAllGather":
-                group._all_gather_comm = _Gather(gather)
+                group._all_gather_comm = Exchange(gather, partial(_gather, gather))
             if type(reduce).__name__ == "DefaultReduceScatter":
-                group._reduce_scatter_comm = _Reduce(reduce)
+                group._reduce_scatter_comm = Exchange(reduce, reduce_scatter)
 
 
 def unsettle_gloo(model: nn.Module) -> None:
     """Undo `settle_gloo`: the sharded modules communicate by FSDP2's defaults again."""
     for group in groups_of(model):
-        if isinstance(group._all_gather_comm, _Gather):
-            group._all_gather_comm = group._all_gather_comm.usual
-        if isinstance(group._reduce_scatter_comm, _Reduce):
-            group._reduce_scatter_comm = group._reduce_scatter_comm.usual
+        for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            if isinstance(exchange := getattr(group, name), Exchange):
+                setattr(group, name, exchange.usual)
 
 
 def gather_of(module: nn.Module) -> Any:
@@ -161,30 +160,13 @@ def gather_of(module: nn.Module) -> Any:
     return groups_of(module, recurse=False)[0]._all_gather_comm
 
 
-class _Gather:
-    """Takes the place of FSDP2's all-gather: calls it, then waits until gloo's threads have dropped both tensors."""
-
-    def __init__(self, usual: Any) -> None:
-        self.usual, self.allocate = usual, usual.allocate
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        with settling(output_tensor), settling(input_tensor):
-            self.usual(output_tensor, input_tensor, group=group, async_op=False)
+def _gather(usual: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+    """FSDP2's all-gather `usual`, and a wait until gloo's threads have dropped both tensors."""
+    with settling(output_tensor), settling(input_tensor):
+        usual(output_tensor, input_tensor, group=group, async_op=False)
 
 
-class _Reduce:
-    """Takes the place of FSDP2's reduce-scatter: calls `reduce_scatter`, which leaves no memory to gloo's threads."""
-
-    def __init__(self, usual: Any) -> None:
-        self.usual, self.allocate = usual, usual.allocate
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        reduce_scatter(output_tensor, input_tensor, group, op)
-
-
-def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
+def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
     """Write this rank's part of the reduced input to the output; both have one dimension. Like gloo's own
     reduce-scatter this reduces a copy of the whole input, but the copy belongs to this thread, which waits until gloo's
     threads have dropped it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -100,30 +100,23 @@ def _stage(tensor: torch.Tensor) -> None:
         torch.empty_like(tensor)
 
 
-class _OwnGather:
+class Exchange:
+    """Takes the place of an exchange of FSDP2's (`usual`): tensors are allocated as by that one, and exchanged by
+    `run`."""
+
+    def __init__(self, usual: Any, run: Callable[..., None]) -> None:
+        self.usual, self.allocate, self.run = usual, usual.allocate, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.run(*args, **kwargs)
+
+
+def _own_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
     """An all-gather without communication: every rank's part of the output is this rank's shard."""
-
-    def __init__(self, usual: Any) -> None:
-        self.allocate = usual.allocate
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        _stage(output_tensor)
-        for place in output_tensor.view(-1, input_tensor.numel()):
-            if place.data_ptr() != input_tensor.data_ptr():
-                place.copy_(input_tensor)
-
-
-class _OwnReduce:
-    """A reduce-scatter without communication: the output is the first part of this rank's input. It notes in `whole`,
-    the gradients that earlier backwards have left unreduced in this group, that they are reduced now."""
-
-    def __init__(self, usual: Any, whole: _WholeGradients) -> None:
-        self.allocate, self.whole = usual.allocate, whole
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.whole.are_reduced = True
-        _stage(input_tensor)
-        output_tensor.copy_(input_tensor[: output_tensor.numel()])
+    _stage(output_tensor)
+    for place in output_tensor.view(-1, input_tensor.numel()):
+        if place.data_ptr() != input_tensor.data_ptr():
+            place.copy_(input_tensor)
 
 
 class _WholeGradients:
@@ -135,6 +128,12 @@ class _WholeGradients:
         self.group, self.bytes = group, _whole_gradient_bytes(group)
         self.are_reduced = False
         self._taken = 0
+
+    def reduce(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        """A reduce-scatter without communication: the output is the first part of this rank's input."""
+        self.are_reduced = True
+        _stage(input_tensor)
+        output_tensor.copy_(input_tensor[: output_tensor.numel()])
 
     @property
     def waiting_bytes(self) -> int:
@@ -188,8 +187,8 @@ class Gathered:
             stack.callback(self._whole.clear)
             for group, whole in zip(self._groups, self._whole, strict=True):
                 gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
-                stack.enter_context(replaced(group, "_all_gather_comm", _OwnGather(gather)))
-                stack.enter_context(replaced(group, "_reduce_scatter_comm", _OwnReduce(reduce, whole)))
+                stack.enter_context(replaced(group, "_all_gather_comm", Exchange(gather, _own_gather)))
+                stack.enter_context(replaced(group, "_reduce_scatter_comm", Exchange(reduce, whole.reduce)))
                 stack.enter_context(replaced(group, "all_reduce_grads", False))
                 stack.enter_context(replaced(group, "_partial_reduce_output", None))
             for parameter in self._parameters:

@@ -60,8 +60,8 @@ it."""
 _disable: Any = torch.compiler.disable
 
 
-class _JointGraphTraced(Exception):
-    """Ends the second phase of AOTAutograd once the joint graph is known."""
+class JointGraphTraced(Exception):
+    """Ends a compilation, of AOTAutograd or inductor, once the joint graph is known."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
     def look(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
         found.append((joint, num_fwd_outputs))
-        raise _JointGraphTraced
+        raise JointGraphTraced
 
-    with suppress(_JointGraphTraced):
+    with suppress(JointGraphTraced):
         _second_phase(state, capture, look, _no_compiler, _no_compiler, log=False)
     joint, forward_outputs = found[0]
     forget_erased(joint.graph)

@@ -56,6 +56,17 @@ def plain_tensors() -> ExitStack:
     return stack
 
 
+class RunningBy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block in which `run(operator, args, kwargs)` runs each operator and returns its results."""
+
+    def __init__(self, run: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
 def modes_of_the_user() -> str:
     """The names of the active dispatch modes that belong neither to torch's own tracing nor to memopt, such as
     `torch.utils.flop_counter.FlopCounterMode`; empty where there are none."""

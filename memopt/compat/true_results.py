@@ -8,10 +8,16 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.operators import plain_tensors, schema_of, tree_leaves, tree_map, without_torch_functions
+from memopt.compat.operators import (
+    RunningBy,
+    plain_tensors,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    without_torch_functions,
+)
 from memopt.compat.symbols import hint_of, is_symbolic
 from passes.compat import private
 
@@ -227,29 +233,27 @@ def _same(real: Any, fake: Any) -> bool:
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class RaisingForRefusedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands.
+def raising_for_refused_dtypes() -> RunningBy:
+    """A block for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands.
 
     Each kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32. An
     operator that fails in fp32 too may have refused the made-up values, so no error is raised; nor for random
     operators, which would advance the generator."""
+    tried: set[Hashable] = set()
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tried: set[Hashable] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         dtypes = tuple(tensor.dtype for tensor in tensors)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not random and any(dtype in _LOW for dtype in dtypes) and not any(map(is_symbolic, leaves)):
             kind = func, dtypes, *(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-            if kind not in self._tried:
-                self._tried.add(kind)
+            if kind not in tried:
+                tried.add(kind)
                 _try(func, args, kwargs, tensors[0].device)
         return func(*args, **kwargs)
+
+    return RunningBy(run)
 
 
 def _try(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:

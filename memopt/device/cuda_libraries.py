@@ -84,15 +84,10 @@ _ROOM = 64 * 1024**2
 """Bytes by which a free segment is made larger than what a call needs, so that all blocks of the call lie in it."""
 
 
-def is_run(call: OpCall) -> bool:
-    """Whether the operator of a call has to be run to find out what it allocates."""
-    return schema_of(call.op).name.split("::")[-1] in _OPS
-
-
 def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
     """The allocations and frees during a run of an operator that has a workspace. None for other operators, where this
     process uses no card with that `chip`, and where the card has no room for the operator now."""
-    if not is_run(call) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if schema_of(call.op).name.split("::")[-1] not in _OPS or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     if reported_chip(device) != chip:

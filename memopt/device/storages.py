@@ -25,22 +25,13 @@ from passes.graphs.op_kinds import is_pointwise, mutated_arguments, op_name
 tensors_of = results_of
 
 
-@dataclass(frozen=True)
-class StorageInfo:
-    """A block of memory: the node that makes it (a `placeholder` if it exists before the step), and its bytes."""
-
-    name: str
-    bytes: int
-    maker: fx.Node
-
-
 class Storages(Aliases):
     """The storages of a graph with their bytes: the blocks of memory that `find_aliases` finds in the graph."""
 
     @cached_property
-    def infos(self) -> tuple[StorageInfo, ...]:
-        """The description of every storage, in the order of their indices."""
-        return tuple(StorageInfo(block.maker.name, storage_bytes(block.value), block.maker) for block in self.blocks)
+    def bytes(self) -> tuple[int, ...]:
+        """The bytes of every storage, in the order of `blocks`."""
+        return tuple(storage_bytes(block.value) for block in self.blocks)
 
 
 def find_storages(

@@ -36,7 +36,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class HeldOutputs:
     """Which results of a forward its caller gets, and how long each of them, numbered from 0, is held at least."""
 
     number: int
@@ -47,7 +47,7 @@ class Outputs:
     """Those that are held to the end of the step, whatever the caller does."""
 
 
-def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
+def footprint(forward: Half, backward: Half, outputs: HeldOutputs) -> Footprint:
     """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors. Sizes that change are
     those of the block `sizes_up_to` that it is called in.
 
@@ -59,7 +59,7 @@ def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
     return replace(found, ways=found.ways + _dry_run(forward, backward, outputs, dropped=True)[0].ways)
 
 
-def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) -> tuple[Footprint, bool]:
+def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bool) -> tuple[Footprint, bool]:
     """The bytes that forward and backward hold in a dry run. Also whether an output that the caller may drop is large,
     where a caching allocator is used. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()

@@ -24,7 +24,7 @@ from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import sizes_up_to
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import behind_views, can_inline, is_elementwise, is_view, readers_of, storage_bytes
-from memopt.emit.footprint import Half, Outputs, footprint
+from memopt.emit.footprint import Half, HeldOutputs, footprint
 from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
 from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
@@ -117,13 +117,13 @@ class _Halves:
             return None
 
 
-def _outputs(joint: JointGraph) -> Outputs:
+def _outputs(joint: JointGraph) -> HeldOutputs:
     """How long the region's results are held. Values from which deferred outputs are computed are freed when the
     backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
     deferred = joint.trace.region.deferred
     first = joint.forward_outputs if deferred is None else len(deferred.returned)
     taken = frozenset(range(first, joint.forward_outputs))
-    return Outputs(joint.forward_outputs, joint.released, taken - joint.released)
+    return HeldOutputs(joint.forward_outputs, joint.released, taken - joint.released)
 
 
 def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:

@@ -10,15 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from memopt.optimizers.one_parameter import Piece
+from memopt.optimizers.one_parameter import Slice
 from memopt.optimizers.parameterwise import Parameterwise, is_per_element
 
 _HALF = 0x8000
-
-
-def widened(value: torch.Tensor) -> torch.Tensor:
-    """A new float32 tensor with the values of a bfloat16 tensor."""
-    return value.detach().to(torch.float32, copy=True)
 
 
 def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
@@ -98,11 +93,11 @@ class BF16ParametersOptimizer(Parameterwise):
                 if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
                     state[key] = value.float()
 
-    def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
         part = piece.of(kept)
-        return widened(part) if _is_narrow(kept) else part
+        return part.detach().to(torch.float32, copy=True) if _is_narrow(kept) else part
 
-    def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
+    def _close(self, parameter: torch.Tensor, piece: Slice, tensor: torch.Tensor) -> None:
         if _is_narrow(parameter):
             round_stochastically(tensor, piece.of(parameter), self.generators.on(parameter.device))
 

@@ -72,7 +72,7 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """A part of a parameter and of all tensors of its shape: elements `start` to `stop` in memory order, or the whole
     tensor in its shape (`flat=False`), for optimizers that use the shape."""
 
@@ -92,18 +92,18 @@ class Piece:
         return flat(tensor)[self.start : self.stop] if self.flat else tensor.detach()
 
 
-def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Piece]:
+def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Slice]:
     """The pieces of a parameter, to be stepped one after the other; one piece unless `elementwise`."""
     elements = parameter.numel()
     if not (elementwise and parameter.dim() and is_dense(parameter)):
-        yield Piece(0, elements, flat=False, first=True, last=True)
+        yield Slice(0, elements, flat=False, first=True, last=True)
         return
     starts = range(
         0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS
     )  # the last piece takes the rest, so that none is small
     for start in starts:
         stop = elements if start == starts[-1] else start + PIECE_ELEMENTS
-        yield Piece(start, stop, flat=True, first=start == 0, last=stop == elements)
+        yield Slice(start, stop, flat=True, first=start == 0, last=stop == elements)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

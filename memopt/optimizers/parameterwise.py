@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import optim
 
-from memopt.optimizers.one_parameter import Piece, is_elementwise, like, pieces_of, step_one
+from memopt.optimizers.one_parameter import Slice, is_elementwise, like, pieces_of, step_one
 
 State = dict[str, Any]
 
@@ -145,7 +145,7 @@ class Parameterwise(optim.Optimizer):
         group: dict[str, Any],
         parameter: torch.Tensor,
         gradient: torch.Tensor,
-        piece: Piece,
+        piece: Slice,
         known: frozenset[str],
     ) -> None:
         state = self.state[parameter]
@@ -157,15 +157,15 @@ class Parameterwise(optim.Optimizer):
         self._give(parameter, state, piece, given, after)
         self._close(parameter, piece, tensor)
 
-    def _open(self, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
         """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor of its
         shape."""
         return piece.of(kept)
 
-    def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
+    def _close(self, parameter: torch.Tensor, piece: Slice, tensor: torch.Tensor) -> None:
         """Write `tensor`, which `_open` returned for a piece and `inner` has stepped, back into the parameter."""
 
-    def _take(self, parameter: torch.Tensor, state: State, piece: Piece) -> State:
+    def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:
         """The state of a piece, in the form that `inner` expects."""
         given = {}
         for key, value in state.items():
@@ -179,7 +179,7 @@ class Parameterwise(optim.Optimizer):
                 given[key] = value.clone() if isinstance(value, torch.Tensor) and not piece.last else value
         return given
 
-    def _give(self, parameter: torch.Tensor, state: State, piece: Piece, given: State, after: State) -> None:
+    def _give(self, parameter: torch.Tensor, state: State, piece: Slice, given: State, after: State) -> None:
         """Keep the state of a piece as `inner` left it (`after`); `given` is what `_take` returned before."""
         shape = piece.of(parameter).shape
         for key, value in after.items():
@@ -195,7 +195,13 @@ class Parameterwise(optim.Optimizer):
                 state[key] = self._close_other(parameter, state.get(key), value)
 
     def _close_state(
-        self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
+        self,
+        parameter: torch.Tensor,
+        state: State,
+        key: str,
+        piece: Slice,
+        value: torch.Tensor,
+        in_place: bool,
     ) -> None:
         """Keep `value` as a piece's part of the state tensor `key`, which has the parameter's shape. `in_place` says
         that it is the tensor that `_open` returned, which `inner` has written to."""
@@ -219,12 +225,12 @@ class Parameterwise(optim.Optimizer):
         divided into pieces; `kept` is the one kept before."""
         return value
 
-    def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
+    def span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
         """The range of elements of the state tensor `key`, whose shape differs from the parameter's, that belong to a
         piece of the parameter; None where that tensor is not divided into pieces."""
         return self._inner_span(key, parameter, piece)
 
-    def _inner_span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
+    def _inner_span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
         inner = self.inner if isinstance(self.inner, Parameterwise) else None
         return inner.span(key, parameter, piece) if inner is not None and not piece.whole else None
 

@@ -17,7 +17,7 @@ from torch import optim
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer
-from memopt.optimizers.one_parameter import Piece, flat, is_dense
+from memopt.optimizers.one_parameter import Slice, flat, is_dense
 from memopt.optimizers.parameterwise import Parameterwise, Span, State
 
 BLOCK = 256
@@ -114,11 +114,11 @@ class LowBitOptimizer(Parameterwise):
         super().__init__(inner)
         for parameter, state in self.state.items():
             for key in _SIGNED.keys() & state.keys() if _is_kept_low(parameter) else ():
-                whole = Piece(0, parameter.numel(), flat=True, first=True, last=True)
+                whole = Slice(0, parameter.numel(), flat=True, first=True, last=True)
                 value = flat(state.pop(key))
                 self._close_state(parameter, state, key, whole, value.float().clone(), in_place=False)
 
-    def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
+    def span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
         elements = parameter.numel()
         if key.endswith("_codes"):
             return Span(piece.start, piece.stop, elements)
@@ -126,7 +126,7 @@ class LowBitOptimizer(Parameterwise):
             return Span(piece.start // BLOCK, blocks_of(piece.stop), blocks_of(elements))
         return super().span(key, parameter, piece)
 
-    def _take(self, parameter: torch.Tensor, state: State, piece: Piece) -> State:
+    def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:
         low = {key for key in _SIGNED if f"{key}_codes" in state}
         hidden = {f"{key}_{part}" for key in low for part in ("codes", "scales")}
         given = super()._take(parameter, {key: value for key, value in state.items() if key not in hidden}, piece)
@@ -137,7 +137,13 @@ class LowBitOptimizer(Parameterwise):
         return given
 
     def _close_state(
-        self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
+        self,
+        parameter: torch.Tensor,
+        state: State,
+        key: str,
+        piece: Slice,
+        value: torch.Tensor,
+        in_place: bool,
     ) -> None:
         if key not in _SIGNED or not _is_kept_low(parameter):
             super()._close_state(parameter, state, key, piece, value, in_place)
@@ -154,7 +160,7 @@ def _is_kept_low(parameter: torch.Tensor) -> bool:
     return parameter.numel() >= LEAST_ELEMENTS and is_dense(parameter)
 
 
-def _slices(state: State, key: str, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _slices(state: State, key: str, piece: Slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a piece's codes and scales; a piece begins where a block does."""
     assert piece.start % BLOCK == 0
     codes, scales = state[f"{key}_codes"], state[f"{key}_scales"]
@@ -196,13 +202,19 @@ class OffloadedOptimizer(Parameterwise):
         made = torch.empty_like(tensor, dtype=dtype, device=HOST, requires_grad=False)
         return made.pin_memory() if parameter.is_cuda else made
 
-    def _take(self, parameter: torch.Tensor, state: State, piece: Piece) -> State:
+    def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:
         given = super()._take(parameter, state, piece)
         arrays = {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
         return {**given, **{key: _copy(value, parameter.device) for key, value in arrays.items()}}
 
     def _close_state(
-        self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
+        self,
+        parameter: torch.Tensor,
+        state: State,
+        key: str,
+        piece: Slice,
+        value: torch.Tensor,
+        in_place: bool,
     ) -> None:
         if key not in state:
             state[key] = self.room_for(parameter, parameter, value.dtype)

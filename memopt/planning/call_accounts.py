@@ -15,7 +15,7 @@ import torch
 from memopt.account.account import Account, Trains, account_of, in_blocks
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
-from memopt.account.elsewhere import Found
+from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
 from memopt.capture.inputs import Call, tensors_in
@@ -40,7 +40,7 @@ class Looks(Protocol):
         them."""
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Elsewhere:
         """The result of the latest `look`."""
 
     @property
@@ -62,7 +62,7 @@ class Looks(Protocol):
         """A sentence for plans and errors on the bytes on the device that are no part of the step; empty where these
         are next to none."""
 
-    def look(self, call: Call) -> Found:
+    def look(self, call: Call) -> Elsewhere:
         """Looks for the bytes on the device that do not belong to the step of a call that begins now."""
 
 
@@ -72,7 +72,7 @@ class CallAccounts:
 
     def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
         self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside
-        self._found: Found | None = None
+        self._found: Elsewhere | None = None
         """What was found when the planning that is under way began; None at other times."""
         self.reached: frozenset[int] = frozenset()
         """The `id`s of the parameters that got a gradient in any call that was captured."""
@@ -202,12 +202,8 @@ class CallAccounts:
         gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
             device_of(device).start_libraries(device)
-        return card_state(self.terms.model, tensors_in(call), self._libraries, device)
-
-    @property
-    def _libraries(self) -> tuple[int, ...]:
-        """The bytes of the blocks that the card's libraries keep."""
-        return device_of(self.terms.card).library_workspaces(self.terms.card)
+        libraries = device_of(self.terms.card).library_workspaces(self.terms.card)
+        return card_state(self.terms.model, tensors_in(call), libraries, device)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:

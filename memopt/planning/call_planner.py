@@ -33,7 +33,7 @@ from memopt.levers.recompute import RECOMPUTE
 from memopt.lru import LruCache
 from memopt.planning.call_accounts import CallAccounts, Looks
 from memopt.planning.cluster import ShardedCall
-from memopt.planning.job_key import Job
+from memopt.planning.job_key import PlanJob
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -265,7 +265,7 @@ class CallPlanner:
                 narrowed=narrowed,
             )
 
-    def job(self, call: Call, situation: Situation) -> Job:
+    def job(self, call: Call, situation: Situation) -> PlanJob:
         """Everything that the plan of a call depends on, from which the key of the plan on disk is made."""
         chosen = self.optimizer_choice.chosen.names if self.optimizer_choice.chosen else ()
         elsewhere = in_steps(self.accounts.account(call, situation).elsewhere, self.terms.options.budget_bytes)
@@ -275,7 +275,7 @@ class CallPlanner:
             else ""
         )
         further = self.terms.backend, chosen, sorted(self.optimizer_choice.allowed), elsewhere, live
-        return Job(self.terms.model, call, situation, self.terms.options, self.terms.card, self.loss_fn, further)
+        return PlanJob(self.terms.model, call, situation, self.terms.options, self.terms.card, self.loss_fn, further)
 
     @property
     def screens(self) -> bool:

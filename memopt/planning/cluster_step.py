@@ -11,7 +11,6 @@ from torch import fx
 from memopt.account.account import Account
 from memopt.account.sharded import ParameterGroup, Sharding, block_of
 from memopt.capture.tensor_parallel import is_exchange
-from memopt.device import Hardware
 from memopt.device.time_model import bound_by_arithmetic
 from memopt.planning.joined import Joined
 from memopt.planning.priced_step import PricedStep
@@ -74,7 +73,10 @@ def cluster_step(
     root, blocks = times[0], times[1:]
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
-    bounds += _only(MEMORY, _optimizer_seconds(account, step.settings.hardware))
+    card = step.settings.hardware
+    # The optimiser's step reads parameters, gradients and state, and writes the first and the last.
+    moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
+    bounds += _only(MEMORY, moved / (card.bytes_per_second * card.bandwidth_efficiency))
     mesh = sharding.cluster.mesh
     return ClusterStep(
         str(mesh),
@@ -128,12 +130,6 @@ def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Se
     if gather + reduce <= compute.total():
         return Counter(compute)
     return Counter({GATHER: gather, REDUCE: reduce})
-
-
-def _optimizer_seconds(account: Account, card: Hardware) -> float:
-    """Seconds of the optimiser's step: it reads parameters, gradients and state, and writes the first and the last."""
-    moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
-    return moved / (card.bytes_per_second * card.bandwidth_efficiency)
 
 
 def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding: Sharding) -> list[_GroupTimes]:

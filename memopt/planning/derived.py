@@ -50,25 +50,25 @@ def among_equals(
         beside `others_bytes`."""
         assert least_of is not None
         found = least_of(plan)
-        return found, found.ceiling_bytes - others_bytes + others * _held(found)
+        return found, found.ceiling_bytes - others_bytes + others * found.held_bytes
 
     try:
         found = beside(0)
     except BudgetError as refused:
         room = budget_bytes - refused.smallest_bytes
         alone = beside(room)
-        works_bytes = refused.smallest_bytes + others * _held(alone)
+        works_bytes = refused.smallest_bytes + others * alone.held_bytes
         if least_of:
             works_bytes = min(works_bytes, least(alone, room)[1])
         raise _refusal(budget_bytes, works_bytes, others, alone) from None
-    low, lacking = 0, others * _held(found)  # what the others lack where they have `low`
+    low, lacking = 0, others * found.held_bytes  # what the others lack where they have `low`
     high = lacking
     try:
         found = beside(high)
     except BudgetError as refused:
         high -= refused.smallest_bytes - budget_bytes
         found = beside(high)
-        if (missing := others * _held(found) - high) > 0:
+        if (missing := others * found.held_bytes - high) > 0:
             works_bytes = budget_bytes + missing
             if least_of:
                 tight, needed_bytes = least(found, high)
@@ -76,14 +76,14 @@ def among_equals(
                     return tight
                 works_bytes = min(works_bytes, needed_bytes)
             raise _refusal(budget_bytes, works_bytes, others, found) from None
-    spare = high - others * _held(found)
+    spare = high - others * found.held_bytes
     for _ in range(_ROUNDS):
         if found.added_time <= NEGLIGIBLE or high - low <= budget_bytes // _CLOSE:
             break
         keep = (high - low) // _MARGIN
         middle = min(high - keep, max(low + keep, low + (high - low) * lacking // max(1, lacking + spare)))
         closer = beside(middle)
-        if (needed := others * _held(closer)) <= middle:
+        if (needed := others * closer.held_bytes) <= middle:
             found, high = closer, middle
             spare = high - needed
         else:
@@ -98,11 +98,6 @@ def _refusal(budget_bytes: int, works_bytes: int, others: int, plan: Plan) -> Bu
     if elsewhere := plan.account.elsewhere:
         reason += f", elsewhere {size(elsewhere)}"
     return BudgetError(budget_bytes, works_bytes, reason, least=False)
-
-
-def _held(plan: Plan) -> int:
-    """The bytes that the plan's forward holds until its backward."""
-    return plan.held_bytes
 
 
 METHOD = "known regions as before"

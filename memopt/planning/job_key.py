@@ -36,7 +36,7 @@ _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """A training call and everything that its plan depends on; makes the keys under which plans are stored."""
 
     model: nn.Module

@@ -120,7 +120,7 @@ def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined
     for region, priced in enumerate(prices):
         add(region, range(priced.problem.forward_ops))
     # The last region's tangents come between its forward and its backward: nothing runs before they are there.
-    forward_ops = len(ops) + _tangents(prices[-1].problem)
+    forward_ops = len(ops) + prices[-1].problem.tangents
     for region, priced in reversed(list(enumerate(prices))):
         add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
     storages = tuple(storage for priced in prices for storage in priced.problem.storages)
@@ -163,12 +163,6 @@ def _reads_of_others(
             for at in readers:
                 found[region, at].append((maker, prices[maker].outputs[position]))
     return found
-
-
-def _tangents(problem: RematProblem) -> int:
-    """The number of ops at the start of the backward that only receive the gradients of the outputs."""
-    backward = problem.ops[problem.forward_ops :]
-    return next((number for number, op in enumerate(backward) if not op.is_receipt), len(backward))
 
 
 ROUNDS = 4

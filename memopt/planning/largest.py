@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -14,6 +13,7 @@ from memopt.capture.operators import NothingToRewrite
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.joined import Joined
+from memopt.planning.plan import Plan
 from memopt.planning.planner import Request, smallest, solve_on_card
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
@@ -142,17 +142,6 @@ _ENDLESS = 2**24
 _FIRST, _FIRST_ESTIMATES = (1, 2), (2, 16)
 
 
-class _PlannedSize(Protocol):
-    """The attributes of a plan that the search for the largest size reads; `memopt.Plan` has them."""
-
-    @property
-    def added_time(self) -> float:
-        """Added time as a fraction of that of the step with nothing recomputed."""
-
-    def smallest_bytes(self) -> int:
-        """The smallest budget in bytes that works for the size."""
-
-
 @dataclass
 class LargestSize:
     """Searches for the largest multiple of `step`, up to `at_most`, whose plan fits and adds at most `added_time`.
@@ -161,7 +150,7 @@ class LargestSize:
     `estimate(size)`, in bytes, takes a fraction of a plan's time: the search first follows estimates, and plans only
     sizes near the one that these lead to. A wrong estimate costs time and changes no result."""
 
-    plan: Callable[[int], _PlannedSize]
+    plan: Callable[[int], Plan]
     budget_bytes: int
     step: int = 1
     at_most: int | None = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import NamedTuple
 
 import torch
 
@@ -60,20 +59,15 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     bare = replace(bare, lowering=0)
     key = (schedule, bare)
     if key not in joined.on_cards:
-        joined.on_cards[key] = _least_replayed(joined, schedule, bare)
+        ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
+        free = peaks_without_limit(ways, blocks, expandable_segments=bare.expandable)
+
+        def fitted(budget_bytes: int) -> Account | None:
+            return within(joined, schedule, bare, budget_bytes, ways=ways)
+
+        joined.on_cards[key] = _with_least_budget(fitted, joined, schedule, bare.context, free)
     found = joined.on_cards[key]
     return replace(account, rounding=found.rounding, fragmentation=found.fragmentation)
-
-
-def _least_replayed(joined: Joined, schedule: Schedule, bare: Account) -> Account:
-    """The result of `on_card`."""
-    ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
-    free = peaks_without_limit(ways, blocks, expandable_segments=bare.expandable)
-
-    def fitted(budget_bytes: int) -> Account | None:
-        return within(joined, schedule, bare, budget_bytes, ways=ways)
-
-    return _with_least_budget(fitted, joined, schedule, bare.context, free)
 
 
 def _with_least_budget(
@@ -265,14 +259,7 @@ _MARGIN = 0.02
 _GRAIN = GIB // 16
 
 
-class _FreeBudget(NamedTuple):
-    """The budget where none is given, and what to say of it."""
-
-    gb: float
-    note: str
-
-
-def free_budget(model: torch.nn.Module) -> _FreeBudget:
+def free_budget(model: torch.nn.Module) -> tuple[float, str]:
     """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
     the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
     and for a device that does not tell its free memory."""
@@ -293,4 +280,4 @@ def free_budget(model: torch.nn.Module) -> _FreeBudget:
         f"{margin / GIB:.2g} GB"
     )
     tell(note)
-    return _FreeBudget(nbytes / GIB, note)
+    return nbytes / GIB, note

@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,8 @@ class Kept:
 
     plan: Plan
     """The plan, without graphs."""
+    schedule: Schedule
+    """Its schedule, which is no part of a plan's own file."""
     lever_set: int
     """The index of its lever set among the planner's lever sets."""
     footprint: Footprint | None = None
@@ -100,29 +103,7 @@ class Kept:
 
     def live(self, step: Callable[[], PricedStep]) -> Plan:
         """The plan with its graphs: `step` is called to capture and price them when they are first needed."""
-        return replace(self.plan, source=StepOfPlan(step))
-
-    def as_json(self) -> dict[str, Any]:
-        """The plan as values for JSON, from which `from_json` makes an equal one."""
-        assert self.plan.schedule is not None
-        return as_json(_Written(self.plan, self.plan.schedule, self.lever_set, self.footprint))
-
-    @classmethod
-    def from_json(cls, values: Any) -> Kept:
-        """The stored plan from the values of `as_json`. Raises `ValueError` for values that are damaged or of another
-        version."""
-        found = value_from(_Written, values)
-        return cls(replace(found.plan, schedule=found.schedule), found.lever_set, found.footprint)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The fields of a kept plan's file."""
-
-    plan: Plan
-    schedule: Schedule
-    lever_set: int
-    footprint: Footprint | None = None
+        return replace(self.plan, schedule=self.schedule, source=StepOfPlan(step))
 
 
 def is_on() -> bool:
@@ -133,25 +114,23 @@ def is_on() -> bool:
 def find(key: str | None) -> Kept | None:
     """The plan stored on disk under `key`; None if there is none. If the file of this key holds no plan, it is
     deleted."""
-    return _read(key, Kept.from_json)
+    return _read(key, partial(value_from, Kept))
 
 
 def keep(key: str | None, kept: Kept) -> None:
     """Store a plan on disk under `key`; does nothing where `key` is None. Where the folder cannot be written to, it
     warns once."""
     if key is not None:
-        _write(key, kept.as_json())
+        _write(key, as_json(kept))
 
 
-def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
-    """The key that `note` last stored under `sketch` (see `Job.sketch`), and the plan stored under that key; None for
-    what is not stored."""
-    key = _read(sketch, _key_of)
-    return key, find(key)
+def noted_key(sketch: str | None) -> str | None:
+    """The key that `note` last stored under `sketch` (see `PlanJob.sketch`); None where it has stored none."""
+    return _read(sketch, _key_of)
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store a job's key under its sketch, so that `find_by` finds the plan before the call is captured. Does nothing
+    """Store a job's key under its sketch, so that `noted_key` finds the plan before the call is captured. Does nothing
     where either is None."""
     if sketch is not None and key is not None:
         _write(sketch, key)
@@ -191,7 +170,9 @@ def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
 def _write(name: str, value: Any) -> None:
     try:
         write_json(_path(name), sealed({"name": name, "value": value}))
-        _drop_the_oldest()
+        files = sorted((cache_folder() / "plans").glob("*.json"), key=_age, reverse=True)
+        for file in files[_MOST:]:
+            file.unlink(missing_ok=True)
     except OSError as error:
         warn_not_kept("plans", str(error))
 
@@ -199,13 +180,6 @@ def _write(name: str, value: Any) -> None:
 def _path(name: str) -> Path:
     """The file of a key or a sketch. Raises `OSError` where the user has no home and named no folder."""
     return cache_folder() / "plans" / f"{name}.json"
-
-
-def _drop_the_oldest() -> None:
-    """Delete all but the newest `_MOST` files."""
-    files = sorted((cache_folder() / "plans").glob("*.json"), key=_age, reverse=True)
-    for file in files[_MOST:]:
-        file.unlink(missing_ok=True)
 
 
 def _age(file: Path) -> Any:
@@ -224,6 +198,6 @@ def agreed(key: str, kept: Kept) -> Kept:
     store = shared_store()
     if store is None:
         return kept
-    own = base64.b64encode(zlib.compress(json.dumps(kept.as_json()).encode())).decode()
+    own = base64.b64encode(zlib.compress(json.dumps(as_json(kept)).encode())).decode()
     first: bytes = store.compare_set(f"memopt/{key}", "", own)
-    return kept if first == own.encode() else Kept.from_json(json.loads(zlib.decompress(base64.b64decode(first))))
+    return kept if first == own.encode() else value_from(Kept, json.loads(zlib.decompress(base64.b64decode(first))))

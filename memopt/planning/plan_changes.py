@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Operators
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import (
     CAST,
@@ -55,14 +54,10 @@ def pass_changes(captured: TracedStep) -> Iterator[Change]:
     for number, region in enumerate(captured.regions):
         for operators in (region.operators, region.passes):
             if operators is not None and operators.stages:
-                yield from _of_region(operators, number)
-
-
-def _of_region(operators: Operators, number: int) -> Iterator[Change]:
-    for names, reasons, before, after in operators.spans():
-        meant = [name for name in names if name not in _CLEAN_UP]
-        if meant:
-            yield from _Span(before, after, reasons, meant, number).changes()
+                for names, reasons, before, after in operators.spans():
+                    meant = [name for name in names if name not in _CLEAN_UP]
+                    if meant:
+                        yield from _Span(before, after, reasons, meant, number).changes()
 
 
 class _Span:

@@ -228,7 +228,9 @@ class PlanSearch:
 
         for chosen in self.combinations(wanted):
             allowed = self.allowed.issuperset(chosen.names)
-            if not allowed and self._is_hopeless(chosen):
+            if not allowed and all(
+                chosen.adjusted(priced.account).resident_bytes > self.budget_bytes for priced in self._steps
+            ):
                 continue
             if not allowed and not tries.allow(_in_allow(chosen.names), self._traces(chosen.levers, lean), lean):
                 left_out.append(chosen.names)
@@ -276,10 +278,6 @@ class PlanSearch:
     def _is_near(self, smallest_bytes: int) -> bool:
         """Whether the budget is near the smallest that works."""
         return smallest_bytes - self.budget_bytes <= self.budget_bytes // _NEAR
-
-    def _is_hopeless(self, chosen: PricedLevers) -> bool:
-        """Whether the resident bytes alone exceed the budget in every candidate."""
-        return all(chosen.adjusted(priced.account).resident_bytes > self.budget_bytes for priced in self._steps)
 
     def _narrowed(self, levers: Rewriting) -> Priced | None:
         """The step under a lever set with narrower parameters, captured once; None where it cannot be captured."""

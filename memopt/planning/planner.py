@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -147,7 +147,14 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
         return found
     if smallest(joined, request.account)[0] > request.budget_bytes:
         return None
-    return _first_within(_with_less(joined, request), request)
+    for taken, solution in _with_less(joined, request):
+        fitted = within(taken, solution.schedule, request.account, request.budget_bytes)
+        if (
+            fitted is not None
+            and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes
+        ):
+            return taken, solution, fitted
+    return None
 
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
@@ -176,20 +183,6 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
             break
         if allowance >= too_large:
             allowance = (too_small + too_large) // 2
-    return None
-
-
-def _first_within(
-    solutions: Iterable[tuple[Joined, Solution]], request: Request
-) -> tuple[Joined, Solution, Account] | None:
-    """The first solution with which the allocator keeps the budget."""
-    for taken, solution in solutions:
-        fitted = within(taken, solution.schedule, request.account, request.budget_bytes)
-        if (
-            fitted is not None
-            and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes
-        ):
-            return taken, solution, fitted
     return None
 
 

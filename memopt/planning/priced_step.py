@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from memopt.account.account import Account
-from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
@@ -89,7 +89,7 @@ class TracedStep:
     """The rewriting by which the operator graphs of the regions were changed."""
     run_sizes: tuple[DataSizes, ...] = ()
     """The changing sizes of each region of a call in several; empty for one region, whose sizes are `data_sizes`."""
-    eager: tuple[EagerBytes, ...] = ()
+    eager: tuple[EagerCodeBytes, ...] = ()
     """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
     passed: tuple[Passed, ...] = ()
     """The results of each region of a call in several that do not stay to the end of the step; else empty."""

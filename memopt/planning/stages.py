@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -268,6 +268,10 @@ class StepOfPlan:
     tightest: Callable[[int], Priced] | None = None
     """Gives, for a number n, the call with a batch n times as large under all levers that it may use; None where a plan
     is for training, which keeps no call."""
+    compiled_bytes: Callable[[Plan], int] | None = None
+    """Compiles a plan of the step and returns the peak of its code; None where nothing is compiled here."""
+    _least: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The smallest budget of compiled code, once it was asked for."""
 
     @property
     def priced(self) -> PricedStep:
@@ -276,7 +280,9 @@ class StepOfPlan:
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         step = self._freed(plan)
         try:
-            return with_rows_of(plan, step.solve(budget_bytes, effort))
+            found = with_rows_of(plan, step.solve(budget_bytes, effort))
+            assert isinstance(found.source, StepOfPlan)
+            return replace(found, source=replace(found.source, compiled_bytes=self.compiled_bytes))
         except BudgetError as error:
             notes = [note for note in step.step.traced.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
             raise error.adding(*notes) from None
@@ -305,7 +311,13 @@ class StepOfPlan:
         return tuple(on_cards(steps, larger))
 
     def smallest_bytes(self, plan: Plan) -> int:
-        return self._freed(plan).smallest()[0]
+        if self.compiled_bytes is None:
+            return self._freed(plan).smallest()[0]
+        if not self._least:
+            bare = replace(plan, account=replace(plan.account, lowering=0))
+            planned = self._freed(bare).smallest()[0]
+            self._least.append(max(planned, self.compiled_bytes(self.at(bare, planned, plan.effort))))
+        return self._least[0]
 
     def _freed(self, plan: Plan) -> Priced:
         """The step with the plan's account, with all blocks freed after their forward and no parameters on the host."""

@@ -23,8 +23,8 @@ from memopt.price.priced_graph import (
     PricedParameterStep,
     Reduction,
     numbered_calls,
-    place_reductions,
-    place_steps,
+    reductions_after,
+    steps_after,
 )
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
@@ -100,8 +100,8 @@ class _Pricer:
         self.storages: Storages = find_storages(self.graph, self.use.fused, self.use.reuses)
         self.resident = {
             index
-            for index, info in enumerate(self.storages.infos)
-            if info.maker.op in ("placeholder", "get_attr") and not is_tangent(info.maker)
+            for index, block in enumerate(self.storages.blocks)
+            if block.maker.op in ("placeholder", "get_attr") and not is_tangent(block.maker)
         }
         self.mutated = {
             index
@@ -119,9 +119,9 @@ class _Pricer:
 
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph, self.use.fused)
-        self.placed = place_steps(self.graph, self.storages, self.use.steps, backward)
+        self.placed = steps_after(self.graph, self.storages, self.use.steps, backward)
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
-        self.reduced = place_reductions(self.use.reductions, self.results, self.storages, backward)
+        self.reduced = reductions_after(self.use.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
         outputs, passed_on = range(self.forward_outputs), self.use.passed_on or _KEEPS_ALL
         self.lent = self.passed_on_among(outputs)
@@ -189,7 +189,7 @@ class _Pricer:
             (index,) = self.storages.of[nodes[number]]
             self.resident.discard(index)
             self.number[index] = len(self.listed)
-            name, nbytes = nodes[number].name, self.rounded(self.storages.infos[index].bytes)
+            name, nbytes = nodes[number].name, self.rounded(self.storages.bytes[index])
             self.listed.append(Storage(name, nbytes, home=True))
             self.values.append(name)
             self.append(Op(f"{name}_on_host", 0.0, (), (self.number[index],), recomputable=False))
@@ -253,7 +253,7 @@ class _Pricer:
         if recomputable and is_random(node):
             reads.append(len(self.listed) - 1)
         made = self.storages.made_by(node)
-        surplus = max(0, price.output_bytes - sum(self.storages.infos[index].bytes for index in made))
+        surplus = max(0, price.output_bytes - sum(self.storages.bytes[index] for index in made))
         makes = tuple(self.list_storage(index, surplus if index == made[0] else 0) for index in made)
         # To recompute a random op, the generator's present state is saved meanwhile.
         set_aside = _device(node).generator_state_bytes if recomputable and is_random(node) else 0
@@ -282,20 +282,20 @@ class _Pricer:
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         """List a storage of the graph, with `surplus_bytes` beyond what its shape says; return its position in
         `listed`."""
-        info = self.storages.infos[index]
+        maker, own_bytes = self.storages.blocks[index].maker, self.storages.bytes[index]
         self.number[index] = len(self.listed)
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
         lent = index in self.lent or index in self.given_on  # a copy on the host frees nothing: eager code holds them
-        fixed = written or lent or info.bytes < self.use.least_moved_bytes
+        fixed = written or lent or own_bytes < self.use.least_moved_bytes
         value = "" if fixed else self.value_of(index)
-        nbytes = self.rounded(info.bytes + surplus_bytes)
-        self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))
+        nbytes = self.rounded(own_bytes + surplus_bytes)
+        self.listed.append(Storage(maker.name, nbytes, kept=index in self.kept, movable=bool(value)))
         self.values.append(value)
         return self.number[index]
 
     def value_of(self, index: int) -> str:
         """The node whose tensor a storage is: its maker or an element of its results; "" if there is none."""
-        maker = self.storages.infos[index].maker
+        maker = self.storages.blocks[index].maker
         if is_tangent(maker):
             return ""
         nodes = [maker] if isinstance(maker.meta.get("val"), torch.Tensor) else list(maker.users)
@@ -339,7 +339,7 @@ class _Pricer:
         receivers = {number: number for number in gradients} if self.use.receivers is None else self.use.receivers
         pairs = [(inputs[number], gradients[position]) for position, number in receivers.items()]
         copied = [
-            (self.rounded(self.storages.infos[index].bytes), self.rounded(storage_bytes(given.meta["val"])))
+            (self.rounded(self.storages.bytes[index]), self.rounded(storage_bytes(given.meta["val"])))
             for given, gradient in pairs
             if isinstance(gradient, fx.Node) and _is_tensor(gradient) and _strides(gradient) != _strides(given)
             for index in self.storages.of[gradient]

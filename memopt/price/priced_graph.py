@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from memopt.account.breakdown import EAGER
-from memopt.capture.between import EagerBytes
+from memopt.capture.between import EagerCodeBytes
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
@@ -58,7 +58,7 @@ class MemoryUses:
         own, made = (self.storages.of.get(node, ()) for node in (self.inputs[number], gradient))
         if len(own) != 1 or len(made) != 1 or self.returned[own[0]] or self.returned[made[0]] != 1:
             return None
-        maker = self.storages.infos[made[0]].maker
+        maker = self.storages.blocks[made[0]].maker
         if maker.op != "call_function":
             return None
         readers = (node for index in (own[0], made[0]) for node in self.readers.get(index, ()))
@@ -99,7 +99,7 @@ class PlacedParameterStep:
     """Bytes that the step takes beside the parameter, its gradient and its state."""
 
 
-def place_steps(
+def steps_after(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
     """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
@@ -136,7 +136,7 @@ class Reduction:
     """Bytes of one card's share of the result; 0 where it is added to gradients that are held already."""
 
 
-def place_reductions(
+def reductions_after(
     reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
     """For each node of `backward` (in program order), the reductions that run right after it, each with the storages of
@@ -149,7 +149,7 @@ def place_reductions(
         given = [results[position] for position in reduction.positions]
         own = {index for node in given if isinstance(node, fx.Node) for index in storages.of.get(node, ())}
         # A view of the gradient may come later than the node that makes its memory.
-        nodes = [*given, *(storages.infos[index].maker for index in own)]
+        nodes = [*given, *(storages.blocks[index].maker for index in own)]
         last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
         if last is not None:
             found.setdefault(last, []).append((reduction, frozenset(own)))
@@ -275,7 +275,7 @@ class GraphUse:
 ALONE = GraphUse()
 
 
-def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) -> PricedGraph:
+def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
     """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
     backward.
 
@@ -296,7 +296,6 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     ]
     before = [_op(workspace_bytes=own.before), _op(makes=(forward,))]
     between = [_op(reads=(forward,))]
-    tangents = _leading_receipts(problem.ops[problem.forward_ops :])
     most_back = own.before_backward
     if last:
         storages.append(Storage(f"{EAGER}_held", around.during, movable=False))
@@ -306,7 +305,7 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     after = [_op(reads=(backward,))]
     if number == 0:
         after.append(_op(workspace_bytes=around.before))
-    split = problem.forward_ops + (tangents if last else 0)  # its tangents come before the backward begins
+    split = problem.forward_ops + (problem.tangents if last else 0)  # its tangents come before the backward begins
     pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
     ops, nodes, modules = _joined(pieces, priced)
     problem = replace(
@@ -341,8 +340,3 @@ def _joined(
 
 def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
     return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False)
-
-
-def _leading_receipts(backward: Sequence[Op]) -> int:
-    """The number of ops at the start of a backward that receive the gradients of outputs."""
-    return next((number for number, op in enumerate(backward) if op.reads or op.seconds), len(backward))

@@ -30,7 +30,7 @@ from passes.graphs.aliases import storages
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 from passes.ops.fp8_formats import E4M3, E5M2, turned
-from passes.ops.fp8_ops import SCALINGS, Scaling
+from passes.ops.fp8_ops import SCALINGS, Fp8Scaling
 
 # They read operands of products, or of smooth derivatives: a relative error of 2^-9 there is one of the gradients, no
 # more than their own rounding. `_log_softmax_backward_data` is not here: it takes the exponential.
@@ -180,7 +180,7 @@ class DecideFp8:
         return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
 
     @property
-    def _scaling(self) -> Scaling:
+    def _scaling(self) -> Fp8Scaling:
         return SCALINGS[self.scaling]
 
     @property
@@ -224,7 +224,7 @@ def _seconds(layer: FoundLinear, rate: str, card: Hardware) -> float:
     return sum(op_seconds(flops, nbytes, rate, card) for nbytes in moved)
 
 
-def _quantizing(layers: list[FoundLinear], by: Scaling, card: Hardware) -> float:
+def _quantizing(layers: list[FoundLinear], by: Fp8Scaling, card: Hardware) -> float:
     """Returns the seconds of quantising the operands of layers that read one value.
 
     The input is quantised once for all, weights and gradients for each layer; every time 16 bits are read twice and 8

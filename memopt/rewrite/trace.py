@@ -26,7 +26,7 @@ from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
-from memopt.compat.true_results import RaisingForRefusedDtypes
+from memopt.compat.true_results import raising_for_refused_dtypes
 from memopt.device.devices import kernels_of
 from memopt.errors import CaptureError
 from memopt.lru import LruCache
@@ -187,7 +187,7 @@ def _failure(region: RecordedRegion, autocast: torch.dtype | None) -> str:
     with region.tracing(), autocast_to(autocast, region):
         mode, fakes = fresh_fakes(region.inputs)
         try:
-            with mode, RaisingForRefusedDtypes():
+            with mode, raising_for_refused_dtypes():
                 region.for_autocast(*fakes)
         except RuntimeError as failure:
             return in_brief(failure)

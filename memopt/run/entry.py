@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import Account, distinct_bytes
-from memopt.account.elsewhere import Found
+from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import parameters_of
@@ -105,7 +105,7 @@ class LatestLooks:
     """What was found in the latest searches of the device for tensors outside of the step, at moments of one
     `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
 
-    found: Found
+    found: Elsewhere
     """What the latest one found."""
     levels: deque[tuple[int, int]]
     """For each look: the bytes allocated without those that are known (`Moment.known_bytes`), and how many of them it
@@ -184,7 +184,7 @@ class Entry:
     """The place of the latest forward in the order of all models'."""
     latest: weakref.ref[_Forward] | None = None
     """The forward that began last."""
-    found: Found = field(default_factory=Found)
+    found: Elsewhere = field(default_factory=Elsewhere)
     """What the latest look at any moment found."""
     most_elsewhere: int = 0
     """The most bytes elsewhere that a look found when a forward began."""

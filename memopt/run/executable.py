@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.data_sizes import in_shapes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat.symbols import known_sizes
+from memopt.compat.symbols import known_sizes, shape_symbols
 from memopt.device.storages import find_storages
 from memopt.emit.partition import Emitted
 from memopt.errors import CaptureError
@@ -67,7 +66,9 @@ class Executable:
         """The largest values of data-dependent sizes in planned run `number`, by their symbol in its graph."""
         changing = self.runs[number].data_sizes.allowed
         within = {name: most for name, most in self.step.sizes_of(number).items() if name not in changing}
-        return in_shapes(self.step.regions[number].module.graph, within)
+        nodes = self.step.regions[number].module.graph.nodes
+        names = set().union(*(shape_symbols(node.meta.get("val")) for node in nodes))
+        return {name: size for name, size in within.items() if name in names}
 
     @property
     def rewriting(self) -> Rewriting:
@@ -155,7 +156,8 @@ def values_of(joint: JointGraph) -> tuple[_Value, ...]:
     """The nodes of a graph that allocate memory or have side effects, in order, with their sizes: for symbolic sizes
     the upper bounds. Raises `CaptureError` where a size is not known."""
     graph = joint.module.graph
-    made = {info.maker: info.bytes for info in find_storages(graph).infos}
+    storages = find_storages(graph)
+    made = {block.maker: nbytes for block, nbytes in zip(storages.blocks, storages.bytes, strict=True)}
     of_node: dict[fx.Node, int] = {}
     found = []
     for node in graph.nodes:

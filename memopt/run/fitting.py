@@ -13,6 +13,7 @@ from typing import Any
 
 from memopt.account.elsewhere import in_steps
 from memopt.capture.dynamic_shapes import Place, all_places, markable
+from memopt.capture.dynamo import CallStopped
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.errors import BudgetError, CaptureError, without_frames
@@ -122,12 +123,7 @@ _MOST = 512
 """The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""
 
 
-class _Stopped(Exception):
-    """Ends a call within the stub of a region. Between the stub and whoever began the call lie the frames of Dynamo and
-    of the model, so that the reason cannot be returned."""
-
-
-class Recorded(_Stopped):
+class RegionRecorded(CallStopped):
     """The exception that ends a call which was run only to be captured; it has the captured region and its inputs."""
 
     def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
@@ -135,7 +131,7 @@ class Recorded(_Stopped):
         self.region, self.inputs = region, inputs
 
 
-class Insists(_Stopped):
+class Insists(CallStopped):
     """The exception that ends a call for whose sizes the captured graphs are not valid; it has, for each such size, the
     line of the model that requires another value."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt.compat.operators import TorchDispatchMode, schema_of, tree_map
+from memopt.compat.operators import RunningBy, schema_of, tree_map
 from memopt.planning.plan import Plan
 from passes.ops.offload_ops import bring, lend
 
@@ -130,24 +130,23 @@ def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-class _Bringing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block without gradients in which each operator gets a copy on the device of each parameter that lies on the
-    host, freed after the operator. Raises `RuntimeError` for an operator that may write to such a parameter."""
+def _run_on_copies(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The results of an operator, without gradients, that gets a copy on the device of each parameter that lies on the
+    host, freed after it. Raises `RuntimeError` for an operator that may write to such a parameter."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def there(value: Any) -> Any:
-            home = _homes.get(value) if isinstance(value, nn.Parameter) else None
-            if home is None:
-                return value
-            if schema_of(func).is_mutable:
-                raise RuntimeError(
-                    f"{func} may write to a parameter that lies in the host's memory (offload_parameters); call "
-                    "memopt.remove(model) first"
-                )
-            return bring(home.host, home.shell.device)
+    def there(value: Any) -> Any:
+        home = _homes.get(value) if isinstance(value, nn.Parameter) else None
+        if home is None:
+            return value
+        if schema_of(func).is_mutable:
+            raise RuntimeError(
+                f"{func} may write to a parameter that lies in the host's memory (offload_parameters); call "
+                "memopt.remove(model) first"
+            )
+        return bring(home.host, home.shell.device)
 
-        args, kwargs = tree_map(there, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    args, kwargs = tree_map(there, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 @contextmanager
@@ -160,5 +159,5 @@ def plainly(model: nn.Module, *, compiled: bool) -> Iterator[None]:
     if not _lying(model):
         yield
         return
-    with on_device(model), _Bringing():  # type: ignore[no-untyped-call]
+    with on_device(model), RunningBy(_run_on_copies):
         yield

@@ -1,9 +1,13 @@
-"""Plans made earlier for the same step, and the smallest budget of a step whose graphs are compiled."""
+"""Plans made earlier for the same step, and the smallest budget of a step whose graphs are compiled.
+
+A plan from disk or from another rank is used only if it was made for the same options and graphs, and if its schedule
+is valid for these and has the peak that it states (`is_sound`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from memopt.account.account import Account
@@ -15,143 +19,135 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.planning import plan_cache
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner, CompiledKey
-from memopt.planning.cards import OnCard
 from memopt.planning.figures import recounted
-from memopt.planning.frontier import Frontier, Recipe
-from memopt.planning.options import Effort
-from memopt.planning.plan import Plan, PlanSource
-from memopt.planning.plan_cache import Kept, agreed, is_sound
-from memopt.planning.priced_step import PricedStep
+from memopt.planning.plan import Plan
+from memopt.planning.plan_cache import Kept, is_sound
 from memopt.planning.refit import Footprint, as_compiled
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 
 
-class KeptPlans:
-    """Finds and stores the plans of one model's calls on disk. A plan from disk or from another rank is used only if it
-    was made for the same options and graphs, and if its schedule is valid for these and has the peak that it states
-    (`is_sound`)."""
+def key(recorded: Recorded) -> str | None:
+    """The key that plans of a recorded call are stored under. None where they are not stored: for a call in several
+    regions, one whose inputs the caller changes in place, and with `MEMOPT_CACHE=0`."""
+    graph = recorded.captured.graph
+    changed = any(region.changed for region in recorded.captured.regions)
+    if graph is None or changed or not _keeps(recorded.planner):
+        return None
+    return recorded.planner.job(recorded.call, recorded.situation).key(graph)
 
-    def __init__(self, planner: CallPlanner) -> None:
-        self.planner = planner
 
-    def key(self, recorded: Recorded) -> str | None:
-        """The key that plans of a recorded call are stored under. None where they are not stored: for a call in several
-        regions, one whose inputs the caller changes in place, and with `MEMOPT_CACHE=0`."""
-        graph = recorded.captured.graph
-        changed = any(region.changed for region in recorded.captured.regions)
-        if graph is None or changed or not self._keeps():
-            return None
-        return self.planner.job(recorded.call, recorded.situation).key(graph)
+def note(key: str | None, recorded: Recorded) -> None:
+    """Store the key of a recorded call on disk, so that `find_uncaptured` finds the call's plan in a later process.
+    Does nothing if `key` is None."""
+    plan_cache.note(_sketch(recorded.planner, recorded.call, recorded.situation), key)
 
-    def note(self, key: str | None, recorded: Recorded) -> None:
-        """Store the key of a recorded call on disk, so that `find_uncaptured` finds the call's plan in a later process.
-        Does nothing if `key` is None."""
-        plan_cache.note(self._sketch(recorded.call, recorded.situation), key)
 
-    def find_uncaptured(self, call: Call, situation: Situation) -> Kept | None:
-        """The plan on disk for a call that is not captured yet, if it fits together with what lies elsewhere on the
-        device now; it still has to be checked against the call's graphs before it runs."""
-        key, kept = plan_cache.find_by(self._sketch(call, situation))
-        if kept and not self._belongs(kept):
-            plan_cache.drop(key)
-            return None
-        return kept if kept and self.planner.accounts.still_fits(kept.plan, call, situation) else None
+def find_uncaptured(planner: CallPlanner, call: Call, situation: Situation) -> Kept | None:
+    """The plan on disk for a call that is not captured yet, if it fits together with what lies elsewhere on the device
+    now; it still has to be checked against the call's graphs before it runs."""
+    kept = find(planner, plan_cache.noted_key(_sketch(planner, call, situation)))
+    return kept if kept and planner.accounts.still_fits(kept.plan, call, situation) else None
 
-    def find(self, key: str | None) -> Kept | None:
-        """The plan on disk under `key`; None where there is none, or one made for other options, which is deleted."""
-        kept = plan_cache.find(key)
-        if kept and not self._belongs(kept):
-            plan_cache.drop(key)
-            return None
-        return kept
 
-    def plan(self, key: str | None, recorded: Recorded) -> Plan | None:
-        """The plan on disk under `key`, with the graphs of this recorded call. None where there is none, or one for
-        other graphs, which is deleted."""
-        kept = self.find(key)
-        plan = self.adopted(kept, recorded) if kept else None
-        if plan is None:
-            plan_cache.drop(key)
-        return plan
-
-    def keep(self, key: str | None, plan: Plan, footprint: Footprint | None = None) -> None:
-        """Store a plan on disk for later processes, with the bytes that its compiled code holds."""
-        kept = self._data_of(plan, footprint)
-        if kept is not None:
-            plan_cache.keep(key, kept)
-
-    def drop(self, key: str | None) -> None:
-        """Delete the plan stored under `key`, which turned out to belong to another step."""
+def find(planner: CallPlanner, key: str | None) -> Kept | None:
+    """The plan on disk under `key`; None where there is none, or one made for other options, which is deleted."""
+    kept = plan_cache.find(key)
+    if kept and not _belongs(planner, kept):
         plan_cache.drop(key)
+        return None
+    return kept
 
-    def adopted(self, kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan | None:
-        """The stored plan, from disk or another rank, with the graphs of this recorded call; None where it was made for
-        other graphs or is not sound for these (`is_sound`). `lowering_bytes`: what compiled code holds beyond the peak
-        of its schedule."""
-        planner = self.planner
-        # What was left to other models is in no figure of a plan.
-        recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
-        if not self._belongs(kept) or not planner.accounts.still_fits(kept.plan, recorded.call, recorded.situation):
-            return None
-        try:
-            traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])
-        except NothingToRewrite:
-            return None
-        if [joint.fingerprint for joint in traced.step.regions] != [one.fingerprint for one in kept.plan.regions]:
-            return None
-        account = planner.optimizer_choice.account_of(traced.account(lowering_bytes), kept.plan)
-        priced = traced.price_for(kept.plan, account)
-        plan = kept.live(lambda: priced.step)
-        return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
 
-    def agreed(self, plan: Plan, recorded: Recorded, lowering_bytes: int = 0) -> Plan:
-        """The plan that the first rank to need one made for this call, with this rank's graphs; `plan` itself on one
-        rank, or where that plan is not valid here. `lowering_bytes` is as for `adopted`."""
-        kept = self._data_of(plan)
-        first = self.of_ranks(kept, recorded, lowering_bytes) if kept else None
-        if first is kept or first is None:
-            return plan
-        return self.adopted(first, recorded, lowering_bytes=lowering_bytes) or plan
+def plan(key: str | None, recorded: Recorded) -> Plan | None:
+    """The plan on disk under `key`, with the graphs of this recorded call. None where there is none, or one for
+    other graphs, which is deleted."""
+    kept = find(recorded.planner, key)
+    found = adopted(kept, recorded) if kept else None
+    if found is None:
+        plan_cache.drop(key)
+    return found
 
-    def of_ranks(self, kept: Kept, recorded: Recorded, lowering_bytes: int = 0) -> Kept:
-        """The plan by which all ranks run this recorded call: that of the rank that planned it first. `kept`, this
-        rank's own plan, where the ranks run no collectives together in the call."""
-        captured, situation = recorded.captured, recorded.situation
-        if captured.graph is None or (situation.buckets is None and not captured.split):
-            return kept
-        key = self.planner.job(recorded.call, situation).key_of_ranks(captured.graph)
-        return kept if key is None else agreed(f"{key}-{lowering_bytes}", kept)
 
-    def _keeps(self) -> bool:
-        return self.planner.terms.options.to_train and plan_cache.is_on()
+def keep(planner: CallPlanner, key: str | None, plan: Plan, footprint: Footprint | None = None) -> None:
+    """Store a plan on disk for later processes, with the bytes that its compiled code holds."""
+    kept = _data_of(planner, plan, footprint)
+    if kept is not None:
+        plan_cache.keep(key, kept)
 
-    def _sketch(self, call: Call, situation: Situation) -> str | None:
-        """The key on disk of a call that is not captured yet; None where plans are not kept."""
-        return self.planner.job(call, situation).sketch() if self._keeps() else None
 
-    def _data_of(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
-        """The part of a plan that later processes and other ranks need; None where it depends on sizes that depend on
-        data, or has parameters on the host."""
-        captured = plan.captured
-        assert captured is not None
-        rewritings = self.planner.terms.lever_sets
-        if captured.data_sizes.allowed or captured.rewriting not in rewritings or plan.hosted_bytes:
-            return None
-        return Kept(plan, rewritings.index(captured.rewriting), footprint)
+def adopted(kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan | None:
+    """The stored plan, from disk or another rank, with the graphs of this recorded call; None where it was made for
+    other graphs or is not sound for these (`is_sound`). `lowering_bytes`: what compiled code holds beyond the peak
+    of its schedule."""
+    planner = recorded.planner
+    # What was left to other models is in no figure of a plan.
+    recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
+    if not _belongs(planner, kept) or not planner.accounts.still_fits(kept.plan, recorded.call, recorded.situation):
+        return None
+    try:
+        traced = recorded.trace(planner.terms.lever_sets[kept.lever_set])
+    except NothingToRewrite:
+        return None
+    if [joint.fingerprint for joint in traced.step.regions] != [one.fingerprint for one in kept.plan.regions]:
+        return None
+    account = planner.optimizer_choice.account_of(traced.account(lowering_bytes), kept.plan)
+    priced = traced.price_for(kept.plan, account)
+    plan = kept.live(lambda: priced.step)
+    return plan if is_sound(plan, kept.footprint, account, recorded.situation.to_come) else None
 
-    def _belongs(self, kept: Kept) -> bool:
-        """Whether a plan is for the budget and the levers of these options."""
-        options, plan = self.planner.terms.options, kept.plan
-        known = 0 <= kept.lever_set < len(self.planner.terms.lever_sets) and options.allow.issuperset(plan.proposals)
-        return known and plan.budget_bytes == options.budget_bytes
+
+def agreed(plan: Plan, recorded: Recorded, lowering_bytes: int = 0) -> Plan:
+    """The plan that the first rank to need one made for this call, with this rank's graphs; `plan` itself on one
+    rank, or where that plan is not valid here. `lowering_bytes` is as for `adopted`."""
+    kept = _data_of(recorded.planner, plan)
+    first = of_ranks(kept, recorded, lowering_bytes) if kept else None
+    if first is kept or first is None:
+        return plan
+    return adopted(first, recorded, lowering_bytes=lowering_bytes) or plan
+
+
+def of_ranks(kept: Kept, recorded: Recorded, lowering_bytes: int = 0) -> Kept:
+    """The plan by which all ranks run this recorded call: that of the rank that planned it first. `kept`, this
+    rank's own plan, where the ranks run no collectives together in the call."""
+    captured, situation = recorded.captured, recorded.situation
+    if captured.graph is None or (situation.buckets is None and not captured.split):
+        return kept
+    key = recorded.planner.job(recorded.call, situation).key_of_ranks(captured.graph)
+    return kept if key is None else plan_cache.agreed(f"{key}-{lowering_bytes}", kept)
+
+
+def _keeps(planner: CallPlanner) -> bool:
+    return planner.terms.options.to_train and plan_cache.is_on()
+
+
+def _sketch(planner: CallPlanner, call: Call, situation: Situation) -> str | None:
+    """The key on disk of a call that is not captured yet; None where plans are not kept."""
+    return planner.job(call, situation).sketch() if _keeps(planner) else None
+
+
+def _data_of(planner: CallPlanner, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
+    """The part of a plan that later processes and other ranks need; None where it depends on sizes that depend on
+    data, or has parameters on the host."""
+    (step, schedule), rewritings = plan.solved, planner.terms.lever_sets
+    captured = step.traced
+    if captured.data_sizes.allowed or captured.rewriting not in rewritings or plan.hosted_bytes:
+        return None
+    return Kept(plan, schedule, rewritings.index(captured.rewriting), footprint)
+
+
+def _belongs(planner: CallPlanner, kept: Kept) -> bool:
+    """Whether a plan is for the budget and the levers of these options."""
+    options, plan = planner.terms.options, kept.plan
+    known = 0 <= kept.lever_set < len(planner.terms.lever_sets) and options.allow.issuperset(plan.proposals)
+    return known and plan.budget_bytes == options.budget_bytes
 
 
 def check_compiled_least(recorded: Recorded) -> None:
     """Raise `BudgetError` where an earlier compilation has shown that the budget is too small for this call's compiled
     code."""
     planner = recorded.planner
-    if not _compiles(planner, recorded.situation):
+    if not compiles(planner, recorded.situation):
         return
     key, account = _key(recorded)
     known = planner.compiled_least.get(key)
@@ -174,7 +170,7 @@ def as_compiled_least(
         plan = smallest_plan(refusal.smallest_bytes, recorded)
         if plan is None:
             return refusal
-        compiled = _compiled_bytes(plan, emit)
+        compiled = compiled_bytes(plan, emit)
     except (BudgetError, CaptureError):
         return refusal
     named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, compiled))
@@ -188,7 +184,7 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     `BudgetError` names; found once, later returned with the bytes of tensors outside of the step now. `planned_bytes`
     is the smallest budget without regard to compiled code. None where nothing can be compiled here. Raises
     `BudgetError` where no plan fits in `planned_bytes`, and `CaptureError` where the call cannot be traced."""
-    if not _compiles(recorded.planner, recorded.situation):
+    if not compiles(recorded.planner, recorded.situation):
         return None
     key, account = _key(recorded)
     if known := recorded.planner.compiled_least.get(key):
@@ -198,59 +194,13 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     return search_for(recorded, advise=False, budget_bytes=planned_bytes).fastest(recorded)
 
 
-def finished_as_compiled(
-    plan: Plan, planner: CallPlanner, situation: Situation, emit: Callable[[Plan], Sequence[Emitted]]
-) -> Plan:
-    """`plan`, whose `smallest_bytes` is from now on what compiled code needs, where its graphs are compiled here.
-    `emit` compiles the smallest plan when that figure is first asked for."""
-    known = plan.source is None or isinstance(plan.source, _CompiledStep)
-    if known or not _compiles(planner, situation):
-        return plan
-    assert plan.source is not None
-    return replace(plan, source=_CompiledStep(plan.source, emit))
-
-
-@dataclass(eq=False)
-class _CompiledStep:
-    """The `PlanSource` of a plan whose graphs are compiled. The smallest plan is compiled when its budget is first
-    asked for."""
-
-    own: PlanSource
-    emit: Callable[[Plan], Sequence[Emitted]]
-    _least: int | None = field(default=None, init=False)
-
-    @property
-    def priced(self) -> PricedStep:
-        return self.own.priced
-
-    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
-        found = self.own.at(plan, budget_bytes, effort)
-        return found if found.source is None else replace(found, source=_CompiledStep(found.source, self.emit))
-
-    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
-        return self.own.frontier(plan, points, effort)
-
-    def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        return self.own.recipes(plan)
-
-    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
-        return self.own.cards(plan)
-
-    def smallest_bytes(self, plan: Plan) -> int:
-        if self._least is None:
-            bare = replace(plan, account=replace(plan.account, lowering=0))
-            planned = self.own.smallest_bytes(bare)
-            self._least = max(planned, _compiled_bytes(self.own.at(bare, planned, plan.effort), self.emit))
-        return self._least
-
-
-def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> int:
+def compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> int:
     """The peak of a plan's compiled code, which is compiled now; 0 where the backend does not say what it holds."""
     footprints = [region.footprint for region in emit(plan)]
     return as_compiled(plan, footprints).ceiling_bytes if any(footprints) else 0
 
 
-def _compiles(planner: CallPlanner, situation: Situation) -> bool:
+def compiles(planner: CallPlanner, situation: Situation) -> bool:
     """Whether the graphs of a call are compiled here, and planned alone: for this device, with real values, without
     levers on the optimizer, and not together with other forwards or other ranks."""
     if not planner.terms.fuses:

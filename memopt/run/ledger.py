@@ -15,7 +15,7 @@ import torch
 from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES, Account
 from memopt.account.eager_bytes import AllocationLimit, allocated_bytes
-from memopt.account.elsewhere import Found, in_steps
+from memopt.account.elsewhere import Elsewhere, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
@@ -257,7 +257,7 @@ class Moment:
         device; in a backward, a search would also find what the step has saved."""
         return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), account)
 
-    def _beside(self, found: Found, account: Account) -> int:
+    def _beside(self, found: Elsewhere, account: Account) -> int:
         return found.beside(account) + self._later(found.other) + self.lasting_bytes
 
 
@@ -300,16 +300,16 @@ class Ledger(ModelsOnDevice):
         finally:
             self._held_still = before
 
-    def at_most(self, moment: Moment, enough: int = 0) -> Found | None:
+    def at_most(self, moment: Moment, enough: int = 0) -> Elsewhere | None:
         """An upper bound on what lies elsewhere now, found in microseconds without a search of the device; None where
         only a search can tell. A bound of at most `enough` bytes need not be tight."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
-            return Found(entry.fixed_bytes)
+            return Elsewhere(entry.fixed_bytes)
         if self._held_still:
             return entry.found
         if enough and (limit := self._limit.bytes()) is not None and limit <= enough:
-            return Found(limit)
+            return Elsewhere(limit)
         return self._limit_by(entry, *self._level(moment))
 
     def latest_elsewhere(self, moment: Moment) -> int:
@@ -323,7 +323,7 @@ class Ledger(ModelsOnDevice):
             return entry.found.other
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
-    def look_before_planning(self, moment: Moment) -> Found:
+    def look_before_planning(self, moment: Moment) -> Elsewhere:
         """Search the device for what lies elsewhere before a call is planned, however long it takes. Planning leaves
         memory of its own behind, so the device is also searched at the next moment."""
         found = self.now(replace(moment, closely=True), planning=True)
@@ -331,7 +331,7 @@ class Ledger(ModelsOnDevice):
         moment.entry.due = True
         return found
 
-    def now(self, moment: Moment, *, planning: bool = False) -> Found:
+    def now(self, moment: Moment, *, planning: bool = False) -> Elsewhere:
         """What lies elsewhere now; an upper bound on it where a search would take too much of the training time.
         `planning`: the search is part of planning, so that its time does not count.
 
@@ -339,7 +339,7 @@ class Ledger(ModelsOnDevice):
         their share of the time, growth within the noise of `malloc` is ignored."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
-            return Found(entry.fixed_bytes)
+            return Elsewhere(entry.fixed_bytes)
         level, looked = self._level(moment)
         before = entry.found if self._held_still or looked is None else looked.found
         change = None if level is None or looked is None else abs(level - looked.level)
@@ -357,7 +357,7 @@ class Ledger(ModelsOnDevice):
         entry.found = before
         return before
 
-    def _limit_by(self, entry: Entry, level: int | None, looked: LatestLooks | None) -> Found | None:
+    def _limit_by(self, entry: Entry, level: int | None, looked: LatestLooks | None) -> Elsewhere | None:
         """An upper limit of what lies elsewhere, from the bytes that are allocated now (`level`) and the latest
         searches; None where these give no limit."""
         if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
@@ -391,7 +391,7 @@ class Ledger(ModelsOnDevice):
         meter = PeakMeter.running()
         return ("meter", meter.held_bytes()) if meter else ("profiler", None)
 
-    def _look(self, moment: Moment, before: Found, *, planning: bool) -> Found:
+    def _look(self, moment: Moment, before: Elsewhere, *, planning: bool) -> Elsewhere:
         started, entry = time.monotonic(), moment.entry
         found = self._found(moment)
         if found.other - before.other > entry.notable_bytes:
@@ -410,7 +410,7 @@ class Ledger(ModelsOnDevice):
         self.look_seconds += 0 if planning else self._latest_seconds
         return found
 
-    def _found(self, moment: Moment) -> Found:
+    def _found(self, moment: Moment) -> Elsewhere:
         """What a search of the device finds at this moment."""
         entry, kind = moment.entry, device_of(self.device)
         found = elsewhere.look(

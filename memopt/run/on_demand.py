@@ -8,16 +8,17 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from memopt.capture.deferred_outputs import Group, Piece
+from memopt.capture.outputs import Group, Piece
 from memopt.capture.region import RecordedRegion
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
 from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
+from memopt.run.pending import PendingForward
 from memopt.training_state import CallState, generator_states, generators_before, set_generators
 from memopt.units import size
 from passes.ops.offload_ops import bring
@@ -52,24 +53,12 @@ class Notice:
         )
 
 
-class _Waiting(Protocol):
-    """A forward whose backward has not run yet."""
-
-    def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Have `value` released, which frees `nbytes`, when the backward begins."""
-
-
-class Releasable(Protocol):
-    def release(self) -> None:
-        """Free the memory that this value can do without."""
-
-
 def run_deferring(
     region: RecordedRegion,
     run: Callable[..., Sequence[Any]],
     inputs: tuple[Any, ...],
     notice: Notice,
-    forward: _Waiting,
+    forward: PendingForward,
     before: CallState | None,
 ) -> Sequence[Any]:
     """Run a region by `run` and return the outputs of the model's call; outputs that the region defers are returned as

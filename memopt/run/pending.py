@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,7 +42,6 @@ from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
-from memopt.run.on_demand import Releasable
 from memopt.run.overlaps import Overlap
 from memopt.run.safety_net import GradientsBefore
 from memopt.run.second_run import SecondRun
@@ -50,6 +49,11 @@ from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBac
 from memopt.solver import Schedule
 from memopt.training_state import CallState
 from memopt.units import size
+
+
+class Releasable(Protocol):
+    def release(self) -> None:
+        """Free the memory that this value can do without."""
 
 
 @dataclass(eq=False)

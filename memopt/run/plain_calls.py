@@ -20,10 +20,10 @@ from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
+from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
-from memopt.capture.outputs import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.compat.autograd import Retention, keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves

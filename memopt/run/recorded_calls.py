@@ -18,7 +18,6 @@ from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
@@ -35,11 +34,11 @@ from memopt.rewrite.trace import forward_as_planned
 from memopt.run.changed_inputs import WatchedInputs
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
-from memopt.run.fitting import CallInProgress, PlansOfRegions, Recorded
+from memopt.run.fitting import CallInProgress, PlansOfRegions, RegionRecorded
 from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
-from memopt.run.replay import Replay
+from memopt.run.replay import Replay, hand_out
 from memopt.run.road import Road
 from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
@@ -158,7 +157,7 @@ class RecordedCalls:
         assert self._in_progress is None
         try:
             self._call_whole(call)
-        except Recorded as recorded:
+        except RegionRecorded as recorded:
             return self.regions.ahead(recorded.region, recorded.inputs, call)
         return None
 
@@ -309,7 +308,7 @@ class RecordedCalls:
         self.has_symbols |= bool(region.changing)
         self.changes_objects = bool(self.changes_objects) or region.changes_objects
         if self.whole and self._in_progress is None:
-            raise Recorded(region, inputs)
+            raise RegionRecorded(region, inputs)
         for number in region.to_require_grad:
             inputs[number].requires_grad_()
         if not region.differentiable:

@@ -1,40 +1,25 @@
-"""The second forward of a call, for gradients that the plan does not have."""
+"""What a backward finds behind the outputs of a region: the forward, which learns that its backward begins, and a
+second forward for gradients that the plan does not have."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from memopt.capture.inner_outputs import TensorKind, is_written, run_from
-from memopt.capture.outputs import DIFFERENTIATED, TAKEN_WITHIN
+from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
+from memopt.capture.inner_outputs import InnerOutputs, TensorKind, is_written, run_from
 from memopt.capture.region import RecordedRegion
+from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.compat.host import device_among
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
+from memopt.run.pending import PendingForward
 from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import CallState, generator_states, generators_before, set_generators
-
-
-class _Exceeded(Protocol):
-    """A forward whose backward has not run yet."""
-
-    def held(self) -> Sequence[torch.Tensor]:
-        """The tensors that the forward has saved."""
-
-    def check_differentiated(self, refused: UnplannedGradientError) -> None:
-        """Called before a second forward whose gradients are differentiated in turn. Raises `refused`, or a
-        `BudgetError` with it, before the first backward of its model."""
-
-    def replayed(self) -> None:
-        """Called once a second forward has run beside the plan of its backward."""
-
-    def replaced(self) -> None:
-        """Called once a second forward has run whose graph stays, and takes the place of the first one in the backward
-        that runs, if any does."""
 
 
 class Replay:
@@ -52,7 +37,7 @@ class Replay:
         region: RecordedRegion,
         inputs: Sequence[Any],
         weak: WeakInputs | None,
-        forward: _Exceeded,
+        forward: PendingForward,
         before: CallState | None,
         prevented: str,
         only_read: Collection[int],
@@ -68,6 +53,7 @@ class Replay:
         """Copies from before the first forward, by the numbers of the inputs, then."""
         differentiated = [one for number, one in tensors.items() if one.requires_grad and number not in only_read]
         self.leaves: Sequence[torch.Tensor] = () if prevented else differentiated
+        """The region's inputs that require gradients; empty where there is no second forward."""
         self.device = device_among(list(tensors.values()))
         self.generators = generators_before(before, self.device)
         kind = self.device.type
@@ -238,3 +224,134 @@ class _InnerGradient(Later):
 
     def compute(self) -> None:
         self.hand_over([self.replay.gradient_at(self.position, self.kind, self.given).to(self.kind.dtype)])
+
+
+def hand_out(
+    outputs: Sequence[Any],
+    forward: PendingForward,
+    replay: Replay | None = None,
+    others: Collection[int] = (),
+    feeds: Mapping[int, frozenset[int]] | None = None,
+) -> tuple[Any, ...]:
+    """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
+
+    Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
+    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds` is the result of
+    `feeding`: where the gradient of an inner output in it is read, `replay` computes the part that the captured
+    backward lacks. Without `replay`, neither is possible, nor a backward with `create_graph=True`.
+    """
+    handed = list(outputs)
+    handled = [
+        position for position, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    leaves = () if replay is None else replay.leaves
+    if handled:
+        hand_out_all: Any = _HandOut.apply
+        values = hand_out_all(forward, replay, handled, *[outputs[position] for position in handled], *leaves)
+        for position, value in zip(handled, values, strict=True):
+            handed[position] = value
+    if others:
+        beside: Any = _Replayed.apply
+        positions = sorted(others)
+        leaves = leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
+        values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
+        for position, value in zip(positions, values, strict=True):
+            handed[position] = value
+    if feeds and replay is not None:
+        inner = InnerOutputs(handed, feeds, replay)
+        nodes: set[Any] = {value.grad_fn for value in handed if isinstance(value, torch.Tensor)} - {None}
+        for node in nodes:
+            node.inner = inner
+    return tuple(handed)
+
+
+class _HandOut(torch.autograd.Function):
+    """The identity between a region's outputs and the caller's autograd graph, which goes on from it to the region and,
+    for gradients that are to be differentiated, past the region to the leaves of the second forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: PendingForward, replay: Replay | None, positions: Sequence[int], *values: torch.Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.forward, ctx.replay, ctx.positions = forward, replay, positions
+        ctx.past = (None,) * (len(values) - len(positions))
+        # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
+        return tuple([value.detach() for value in values[: len(positions)]])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _check_one_by_one(gradients)
+        gradients = _through_hooks(ctx, gradients)
+        if torch.is_grad_enabled():
+            return None, None, None, *(None for _ in gradients), *_derivatives(ctx, gradients)
+        edges = ctx.next_functions[: len(gradients)]
+        note_reached([one for one in zip(edges, gradients, strict=True) if one[0][0] is not None])
+        if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
+            return None, None, None, *gradients, *ctx.past
+        ctx.forward.before_backward(_leaves_behind(ctx), gradients)
+        if not keeps_graph():
+            ctx.forward.after_backward()
+            # A model that keeps an output keeps this node, which must not keep the model.
+            ctx.forward = ctx.inner = None
+            if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
+                ctx.replay.release()
+        return None, None, None, *gradients, *ctx.past
+
+
+class _Replayed(torch.autograd.Function):
+    """The identity on outputs that a region does not differentiate; made after `_HandOut`, so that a backward through
+    both comes to this one first."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, positions: Sequence[int], *values: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.replay, ctx.positions, ctx.others = replay, positions, len(values) - len(positions)
+        return tuple([value.detach() for value in values[: len(positions)]])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _check_one_by_one(gradients)
+        gradients = _through_hooks(ctx, gradients)
+        if torch.is_grad_enabled():
+            found = _derivatives(ctx, gradients)
+        else:
+            given = _given(ctx, gradients)
+            found = ctx.replay.gradients(given) if given else [None] * ctx.others
+        return None, None, *(None for _ in ctx.positions), *found
+
+
+def _given(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """The gradients that have arrived, by the positions of their outputs."""
+    return {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
+
+
+def _derivatives(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """The gradients of the leaves in a backward that is to be differentiated. Raises `UnplannedGradientError` where no
+    second forward gives them."""
+    if ctx.replay is None:
+        raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
+    return ctx.replay.derivatives(_given(ctx, gradients))
+
+
+def _check_one_by_one(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise `UnplannedGradientError` in a backward that torch.func.vmap runs."""
+    if any(map(is_batched, gradients)):
+        raise UnplannedGradientError(
+            "a captured backward does not run for several gradients at once (is_grads_batched=True, vectorize=True, "
+            "torch.func.vmap); ask for one after the other, or call memopt.remove(model)"
+        )
+
+
+def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients as the hooks of inner outputs leave them."""
+    inner = getattr(ctx, "inner", None)
+    return gradients if inner is None else inner.arrived(ctx, gradients)
+
+
+def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
+    """The leaf tensors that regions read whose outputs the autograd node `hand_out`, one of `_HandOut`, has handed
+    out."""
+    regions = {edge for edge, _ in hand_out.next_functions[: len(hand_out.positions)] if edge is not None}
+    edges = [edge for region in regions for edge, _ in region.next_functions]
+    return [edge.variable for edge in edges if hasattr(edge, "variable")]

@@ -29,6 +29,7 @@ from memopt.emit.gradients import Accumulation
 from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
+from memopt.planning import plan_cache
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.derived import (
@@ -46,14 +47,9 @@ from memopt.planning.plan_search import Decided, PlanSearch
 from memopt.planning.refit import FURTHER_ROUNDS, ROUNDS, Refit, as_compiled
 from memopt.planning.stages import Recorded, StepOfPlan
 from memopt.planning.terms import Situation
+from memopt.run import kept_plans
 from memopt.run.executable import Executable
-from memopt.run.kept_plans import (
-    KeptPlans,
-    as_compiled_least,
-    check_compiled_least,
-    finished_as_compiled,
-    smallest_plan,
-)
+from memopt.run.kept_plans import as_compiled_least, check_compiled_least, smallest_plan
 from memopt.run.until_backward import staying
 from memopt.solver import SolverError
 from memopt.units import size
@@ -68,8 +64,8 @@ class Road:
         self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None] = lambda call: None
     ) -> None:
         self.planner, self.accumulation = planner, accumulation
+        self._emit = partial(emit_plan, accumulation=accumulation)
         self._begins = planning
-        self.kept = KeptPlans(planner)
         self.plans = 0
         """The number of plans that were made, or read from disk."""
         self.planning_seconds = 0.0
@@ -96,19 +92,21 @@ class Road:
         recorded = Recorded(self.planner, captured, call, situation)
         with self._planning(call), self.planner.accounts.one_look(call, situation):
             self.plans += 1
-            key = self.kept.key(recorded)
-            self.kept.note(key, recorded)
-            if found := self.kept.plan(key, recorded):
+            key = kept_plans.key(recorded)
+            kept_plans.note(key, recorded)
+            if found := kept_plans.plan(key, recorded):
                 return self.finished(self.beside_plain(found, plain), situation)
             check_compiled_least(recorded)
             try:
                 plan = self._searched(recorded, search_for(recorded, ahead=True, advise=advise))
             except BudgetError as refusal:
-                raise self._named(self._as_compiled(refusal, recorded) if advise else refusal, recorded) from None
+                raise self._named(
+                    as_compiled_least(refusal, recorded, self._emit) if advise else refusal, recorded
+                ) from None
             plan = self.beside_plain(plan, plain)
             if not self.planner.terms.options.to_train and isinstance(plan.source, StepOfPlan):
                 plan = replace(plan, source=replace(plan.source, tightest=recorded.tightest))
-            self.kept.keep(key, plan)
+            kept_plans.keep(self.planner, key, plan)
             return self.finished(plan, situation)
 
     def plan_regions(self, captured: CapturedCall, call: Call, situation: Situation) -> Plan:
@@ -129,8 +127,10 @@ class Road:
     def finished(self, plan: Plan, situation: Situation) -> Plan:
         """The plan of a call as it is handed to the caller. Where the backend compiles code here, its `smallest_gb`
         compiles the smallest plan, since compiled code may hold other bytes than planned."""
-        emit = partial(emit_plan, accumulation=self.accumulation)
-        return finished_as_compiled(plan, self.planner, situation, emit)
+        if not (isinstance(plan.source, StepOfPlan) and kept_plans.compiles(self.planner, situation)):
+            return plan
+        compiled = plan.source.compiled_bytes or partial(kept_plans.compiled_bytes, emit=self._emit)
+        return replace(plan, source=replace(plan.source, compiled_bytes=compiled))
 
     def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
@@ -149,11 +149,12 @@ class Road:
                     device_of(device).start_libraries(device)
                     # A plan made ahead is kept already, but for one with proposals: they are part of the key in use.
                     on_disk = planned is not None and not planned.proposals and not self.planner.terms.fuses
-                    key = None if on_disk else self.kept.key(recorded)
+                    key = None if on_disk else kept_plans.key(recorded)
                     emitted = self._emitted_as_kept(key, recorded)
                     if emitted is None:
                         emitted = self._planned_and_emitted(recorded, planned)
-                        self.kept.keep(key, emitted.plan, emitted.region.footprint if emitted.region else None)
+                        footprint = emitted.region.footprint if emitted.region else None
+                        kept_plans.keep(self.planner, key, emitted.plan, footprint)
                 if captured.whole:
                     self._decided = captured.regions[0], Decided.by(emitted.plan)
                 return replace(emitted, plan=self.finished(emitted.plan, situation))
@@ -210,7 +211,7 @@ class Road:
         first = captured.regions[0]
         refit: Refit[tuple[Emitted, ...]] = Refit(self.planner.terms.options.budget_bytes, self._lowering.get(first, 0))
         for plan in self._rounds(refit, recorded, planned):
-            regions = emit_plan(plan, self.accumulation)
+            regions = self._emit(plan)
             footprints = [region.footprint for region in regions]
             if not any(footprints):
                 return self.ready(captured, plan, captured.runs, regions[0])
@@ -263,7 +264,7 @@ class Road:
                     if refit.again and refit.is_new(plan := solved(refit.lowering_bytes)):
                         yield plan
         elif refusal is not None:
-            raise self._named(self._as_compiled(refusal, recorded), recorded)
+            raise self._named(as_compiled_least(refusal, recorded, self._emit), recorded)
 
     def _planned_least(self, recorded: Recorded) -> int:
         """The bytes that the smallest plan of a call needs, before it is compiled."""
@@ -273,10 +274,6 @@ class Road:
         except BudgetError as refusal:
             return refusal.smallest_bytes - none_left
         raise AssertionError("a plan was found although no bytes of the budget were left for it")
-
-    def _as_compiled(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
-        """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
-        return as_compiled_least(refusal, recorded, partial(emit_plan, accumulation=self.accumulation))
 
     def _named(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
         """The refusal of a call, naming a budget that is enough for later steps of a training loop as well. Beyond the
@@ -334,7 +331,7 @@ class Road:
             sparing_it = replace(recorded, situation=sparing)
             fresh = search_for(sparing_it, advise=False) if nbytes else search
             found = fresh.fastest(sparing_it, lowering_bytes=lowering_bytes, decided=decided)
-            return self.kept.agreed(found, sparing_it, lowering_bytes)
+            return kept_plans.agreed(found, sparing_it, lowering_bytes)
 
         def beside(others_bytes: int) -> Plan:
             others = replace(situation, to_come=0, other_forwards=situation.other_forwards + others_bytes)
@@ -363,14 +360,14 @@ class Road:
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
-        kept = self.kept.find(key)
+        kept = kept_plans.find(self.planner, key)
         if kept is None or (self.planner.terms.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
             return None
         if not self.planner.terms.fuses:
-            kept = self.kept.of_ranks(kept, recorded)
-        plan = self.kept.adopted(kept, recorded)
-        region = emit_plan(plan, self.accumulation)[0] if plan else None
+            kept = kept_plans.of_ranks(kept, recorded)
+        plan = kept_plans.adopted(kept, recorded)
+        region = self._emit(plan)[0] if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:
-            self.kept.drop(key)
+            plan_cache.drop(key)
             return None
         return self.ready(recorded.captured, plan, recorded.captured.runs, region)

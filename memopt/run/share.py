@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES, distinct_bytes
-from memopt.account.elsewhere import Found, in_steps
+from memopt.account.elsewhere import Elsewhere, in_steps
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fsdp import is_fully_sharded
@@ -74,7 +74,7 @@ class Share:
         return self.entry.fixed_bytes
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Elsewhere:
         """What the latest search of the device found outside of the step."""
         return self.entry.found
 
@@ -123,7 +123,7 @@ class Share:
         """Make other models' plans leave no more room for this model than for a plain one."""
         self.entry.optimised = False
 
-    def look(self, call: Call) -> Found:
+    def look(self, call: Call) -> Elsewhere:
         """Search the device for what lies outside of a call that begins now. The result includes what other optimised
         models will hold."""
         counted = self._counted(call)

@@ -30,6 +30,7 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
+from memopt.run import kept_plans
 from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.fitting import CallInProgress
 from memopt.run.ledger import Moment
@@ -142,7 +143,7 @@ class TrainingCalls:
 
         self.planner.screen(call, situation)
         with self.planner.accounts.one_trial():
-            if kept := self.road.kept.find_uncaptured(call, situation):
+            if kept := kept_plans.find_uncaptured(self.planner, call, situation):
                 found = self.road.beside_plain(kept.live(self._priced_later(kept, call, situation)), plain)
                 return self.road.finished(found, situation)
             captured = self.recorded.capture(call)

@@ -19,7 +19,7 @@ its block each level tells modules apart."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """Where a module is in the model: its section (all blocks of one list, or a path outside of blocks), its block, and
     its path within the block."""
 
@@ -32,10 +32,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DiffEntry:
     """One change that operators at the same place in several blocks of a section have in common."""
 
-    place: Place
+    place: ModulePlace
     by_block: Mapping[str, Change]
     """The change in each block, by the block's path in the order of the blocks; by "" in a section without blocks."""
 
@@ -54,7 +54,7 @@ class Row:
 
     section: str
     inner: str
-    entries: tuple[Entry, ...]
+    entries: tuple[DiffEntry, ...]
 
     @property
     def first(self) -> Change:
@@ -77,7 +77,7 @@ class Row:
         return nbytes, seconds, len({found[0] for found in sums}) == 1
 
 
-def places(paths: Iterable[str]) -> dict[str, Place]:
+def places(paths: Iterable[str]) -> dict[str, ModulePlace]:
     """The place of each module path. A list of modules counts as a list of blocks if the paths have submodules of at
     least two of its elements."""
     paths = tuple(paths)
@@ -95,15 +95,15 @@ def _starred(parts: Sequence[str]) -> tuple[str, ...]:
     return tuple("*" if part.isdigit() else part for part in parts)
 
 
-def _place(parts: list[str], blocks: set[tuple[str, ...]]) -> Place:
+def _place(parts: list[str], blocks: set[tuple[str, ...]]) -> ModulePlace:
     stars = [at for at, part in enumerate(parts) if part.isdigit() and _starred(parts[:at]) in blocks]
     if not stars:
-        return Place(".".join(parts))
+        return ModulePlace(".".join(parts))
     section = ["*" if at in stars else part for at, part in enumerate(parts)][: stars[-1] + 1]
-    return Place(".".join(section), ".".join(parts[: stars[-1] + 1]), ".".join(parts[stars[-1] + 1 :]))
+    return ModulePlace(".".join(section), ".".join(parts[: stars[-1] + 1]), ".".join(parts[stars[-1] + 1 :]))
 
 
-def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry]:
+def entries(changes: Iterable[Change], where: Mapping[str, ModulePlace]) -> list[DiffEntry]:
     """The changes as entries: changes that differ only in their block become one. They are in the order of their
     modules in `where`."""
     order = {path: number for number, path in enumerate(where)}
@@ -113,13 +113,13 @@ def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry
         region = 0 if place.block else change.region
         what = change.sign, change.kind, change.operator, change.source, change.number, change.detail
         alike[(place.section, place.inner, *what, region)].append(change)
-    return [Entry(where[some[0].module], {where[one.module].block: one for one in some}) for some in alike.values()]
+    return [DiffEntry(where[some[0].module], {where[one.module].block: one for one in some}) for some in alike.values()]
 
 
-def rows(found: Iterable[Entry], level: int) -> list[Row]:
+def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
     """The entries as rows; each higher level (0 to `LEVELS` - 1) shows more entries in one row. Rows are sorted by
     section and module in the order of the entries, and by kind of change within a module."""
-    groups: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[DiffEntry]] = defaultdict(list)
     modules: dict[tuple[str, str], int] = {}
     for entry in found:
         section, inner = _section(entry, level), _inner(entry, level)
@@ -138,7 +138,7 @@ def rows(found: Iterable[Entry], level: int) -> list[Row]:
     )
 
 
-def _what(entry: Entry, level: int) -> tuple[object, ...]:
+def _what(entry: DiffEntry, level: int) -> tuple[object, ...]:
     """What entries of one module must have in common to be shown in one row, as a key to group by; less of it at each
     higher `level`."""
     change = entry.first
@@ -152,18 +152,18 @@ def _what(entry: Entry, level: int) -> tuple[object, ...]:
     return *same, change.source if level <= 2 else "", entry.blocks if level == 0 else None
 
 
-def _inner(entry: Entry, level: int) -> str:
+def _inner(entry: DiffEntry, level: int) -> str:
     """The module's path within its block, cut to as many parts as `level` tells apart for this kind of change."""
     depth = _DEPTHS[level] if entry.first.kind in _BY_LINE else _OTHER_DEPTHS[level]
     return ".".join(entry.place.inner.split(".")[:depth])
 
 
-def _section(entry: Entry, level: int) -> str:
+def _section(entry: DiffEntry, level: int) -> str:
     section = entry.place.section
     return section.split(".")[0] if level == LEVELS - 1 and not entry.place.block else section
 
 
-def folded(found: Sequence[Entry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
+def folded(found: Sequence[DiffEntry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
     """The rows (see `rows`) at the lowest level at which `lines(rows)`, the number of lines that they take, is at most
     `most`; those of the highest level if there is none."""
     for level in range(LEVELS):

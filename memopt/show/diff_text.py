@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from memopt.planning.changes import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
-from memopt.show.diff_rows import Entry, Place, Row, entries, folded, places
+from memopt.show.diff_rows import DiffEntry, ModulePlace, Row, entries, folded, places
 from memopt.terminal import Console, Text
 from memopt.units import duration, size
 
@@ -34,7 +34,7 @@ def render(heading: str, changes: Sequence[Change], modules: Sequence[str], widt
 
 def fold(
     changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH, taken: int = _HEADING
-) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
+) -> tuple[list[Row], list[DiffEntry], dict[str, list[str]]]:
     """The changes folded into rows for lines of `width` columns, the entries that the rows are made of, and the paths
     of the blocks of each section. `modules` are in the order in which they are to be shown; `taken` is the number of
     lines of the heading."""
@@ -71,7 +71,7 @@ def _count(change: Change) -> int:
     return change.times if change.kind in (RECOMPUTED, OFFLOADED) else 1
 
 
-def blocks_of(where: Mapping[str, Place]) -> dict[str, list[str]]:
+def blocks_of(where: Mapping[str, ModulePlace]) -> dict[str, list[str]]:
     """The paths of the blocks of each section, in the order of `where`; [""] for a section without blocks."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
@@ -80,7 +80,7 @@ def blocks_of(where: Mapping[str, Place]) -> dict[str, list[str]]:
 
 
 def _lines(
-    made: Sequence[Row], found: Sequence[Entry], sections: Mapping[str, Sequence[str]], width: int
+    made: Sequence[Row], found: Sequence[DiffEntry], sections: Mapping[str, Sequence[str]], width: int
 ) -> Iterator[Text]:
     """The rows as lines of text, with a title before each section of blocks."""
     alone = max((len(module_of(row)) for row in made if "*" not in row.section), default=0)
@@ -102,7 +102,7 @@ def module_of(row: Row) -> str:
     return row.inner or "(block)" if "*" in row.section else row.section or "(model)"
 
 
-def title_of(blocks: Sequence[str], found: Sequence[Entry]) -> str:
+def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
     """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`. `found` are
     the section's entries, which tell the blocks that change alike."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)

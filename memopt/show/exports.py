@@ -12,7 +12,7 @@ from memopt.account.breakdown import WORKSPACE
 from memopt.planning.plan_views import Format
 from memopt.show.memory_snapshot import memory_snapshot
 from memopt.show.step import Step, StepMemory
-from memopt.units import duration, size
+from memopt.units import duration, micros, size
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -67,7 +67,7 @@ def write_export(path: Path, given: str | None, step: Callable[[], Step], graph:
     elif chosen == "trace":
         path.write_text(json.dumps(chrome_trace(step()), separators=(",", ":")), encoding="utf-8")
     else:
-        path.write_text(graphviz(graph()), encoding="utf-8")
+        path.write_text("\n".join(("digraph plan {", *_lines(graph()), "}", "")), encoding="utf-8")
 
 
 def chrome_trace(step: Step) -> dict[str, Any]:
@@ -138,13 +138,13 @@ def _counters(memory: StepMemory) -> Iterator[Event]:
     *during, at_end = memory.held()
     for now, rows in zip(memory.evaluations, during, strict=True):
         held = {kind: rows.get(kind, 0) for kind in kinds}
-        yield {"ph": "C", "name": "memory", "ts": _micros(now.start), "args": held}
+        yield {"ph": "C", "name": "memory", "ts": micros(now.start), "args": held}
     at_end = {**dict.fromkeys(kinds, 0), **at_end}
-    yield {"ph": "C", "name": "memory", "ts": _micros(memory.seconds), "args": at_end}
+    yield {"ph": "C", "name": "memory", "ts": micros(memory.seconds), "args": at_end}
 
 
 def _slice(name: str, category: str, track: int, start: float, end: float, facts: dict[str, Any]) -> Event:
-    span = {"ts": _micros(start), "dur": _micros(end - start)}
+    span = {"ts": micros(start), "dur": micros(end - start)}
     return {"ph": "X", "name": name, "cat": category, "tid": track, **span, "args": facts}
 
 
@@ -152,21 +152,13 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
 
 
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
-
-
-def graphviz(graph: DiGraph) -> str:
-    """The text of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`. Each node shows its
-    operator, module, bytes, time and fate (saved, recomputed, …), by which it is coloured.
+def _lines(graph: DiGraph) -> Iterator[str]:
+    """The lines between the braces of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`.
+    Each node shows its operator, module, bytes, time and fate (saved, recomputed, …), by which it is coloured.
 
     Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
     the operator whose memory it sees.
     """
-    return "\n".join(("digraph plan {", *_lines(graph), "}", ""))
-
-
-def _lines(graph: DiGraph) -> Iterator[str]:
     yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
     yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
     for name, facts in graph.nodes(data=True):

@@ -224,12 +224,8 @@ def named(recipes: Iterable[Recipe]) -> str:
     """The names of several recipes as one short label: "per block" and "every k blocks" become the number k, as in "1,
     2, √L"."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
-    numbers = [name.split()[1] if _is_every(name) else name for name in names]
+    numbers = [name.split()[1] if name.startswith("every ") and name.endswith(" blocks") else name for name in names]
     return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))
-
-
-def _is_every(name: str) -> bool:
-    return name.startswith("every ") and name.endswith(" blocks")
 
 
 def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:

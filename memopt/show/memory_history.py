@@ -57,7 +57,7 @@ class SnapshotError(ValueError):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBlock:
     """The blocks of one kind of memory that one line of code allocated, at the moment of the peak."""
 
     row: str
@@ -78,7 +78,7 @@ class MemoryHistory:
     """Bytes of the blocks that were in use when the snapshot was taken."""
     peak_bytes: int
     """The most bytes in use at once while events were recorded."""
-    held: tuple[Held, ...]
+    held: tuple[HeldBlock, ...]
     """What was in use at that peak, the most bytes first."""
     gaps_bytes: int = 0
     """Bytes that were reserved at the peak and not in use."""
@@ -204,7 +204,7 @@ def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
     return event["size"] - before
 
 
-def _by_line(blocks: Iterable[Block]) -> Iterator[Held]:
+def _by_line(blocks: Iterable[Block]) -> Iterator[HeldBlock]:
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for nbytes, category, frames in blocks:
@@ -212,7 +212,7 @@ def _by_line(blocks: Iterable[Block]) -> Iterator[Held]:
         sums[key] += nbytes
         counts[key] += 1
     for key, nbytes in sums.items():
-        yield Held(*key, nbytes, counts[key])
+        yield HeldBlock(*key, nbytes, counts[key])
 
 
 def _row(frames: list[Mapping[str, Any]]) -> str:

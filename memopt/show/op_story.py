@@ -158,7 +158,8 @@ def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> s
     operators = region.operators
     if captured.rewriting.autocast is None or operators is None or "precision" not in operators.names:
         return "as the model's code has it: this plan chooses no dtypes"
-    name = _base_name(facts["operator"])
+    namespace, *rest = facts["operator"].split(".")
+    name = rest[0] if rest else namespace  # `addmm` for `aten.addmm.default`
     if name in _CASTS:
         return f"a cast for {', '.join(readers[:3]) or 'its readers'}, which are computed in that dtype"
     reasons = operators.reasons("precision")
@@ -177,9 +178,3 @@ def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> s
 def _is_of(node: fx.Node, facts: Mapping[str, Any]) -> bool:
     """Whether an op of the joint graph comes from a node of the operator graph: same module, same line of code."""
     return module_path(node) == facts["module"] and (source_line(node) or None) == facts["source"]
-
-
-def _base_name(operator: str) -> str:
-    """The operator's name without namespace and overload: `addmm` for `aten.addmm.default`."""
-    parts = operator.split(".")
-    return parts[1] if len(parts) > 1 else operator

@@ -22,6 +22,7 @@ from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
 from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
+from memopt.units import micros
 
 _Texts: TypeAlias = defaultdict[str, int]
 """The number of each text. The page has each text once, and refers to it by its number."""
@@ -66,10 +67,12 @@ def page(
         "why": WHY,
         "texts": list(texts),
     }
+    # Escaped, as it stands within a `script` element.
+    text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(f"{plan.model} on {plan.hardware}: memopt"),
         "style": page_style(),
-        "figures": _json(figures),
+        "figures": text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
     }
     before, *marked = _asset("page.html").split("{{")
@@ -84,12 +87,6 @@ def page_style() -> str:
 
 def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-
-
-def _json(figures: Mapping[str, Any]) -> str:
-    """The figures as JSON, escaped so that it may stand within a `script` element."""
-    text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
@@ -137,7 +134,7 @@ def _ops(ops: Sequence[StepOp], texts: _Texts) -> dict[str, list[Any]]:
         },
         "source": [texts[short_source(op.source)] for op in ops],
         "bytes": [op.nbytes for op in ops],
-        "micros": [_micros(op.seconds) for op in ops],
+        "micros": [micros(op.seconds) for op in ops],
         "again": [op.recomputed for op in ops],
     }
 
@@ -147,9 +144,9 @@ def _memory(memory: StepMemory, texts: _Texts) -> dict[str, Any]:
         "resident": _rows(memory.resident, texts),
         "optimizer": _rows(memory.optimizer, texts),
         "boundary": memory.boundary,
-        "micros": _micros(memory.seconds),
+        "micros": micros(memory.seconds),
         "op": [one.op for one in memory.evaluations],
-        "start": [_micros(one.start) for one in memory.evaluations],
+        "start": [micros(one.start) for one in memory.evaluations],
         "workspace": [[at, one.workspace_bytes] for at, one in enumerate(memory.evaluations) if one.workspace_bytes],
         "again": [at for at, one in enumerate(memory.evaluations) if one.again],
         "ranges": {
@@ -196,9 +193,9 @@ def _row(row: Row, blocks: Sequence[str], texts: _Texts) -> dict[str, Any]:
 
 
 def _change(change: Change, texts: _Texts) -> list[Any]:
-    op, module, nbytes, micros = texts[change.op], texts[change.module], change.nbytes, _micros(change.seconds)
+    op, module, nbytes, time = texts[change.op], texts[change.module], change.nbytes, micros(change.seconds)
     detail, reason, readers = texts[change.detail], texts[change.reason], texts[", ".join(change.readers)]
-    return [op, module, nbytes, micros, change.times, detail, reason, readers]
+    return [op, module, nbytes, time, change.times, detail, reason, readers]
 
 
 def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
@@ -229,7 +226,3 @@ def short_source(source: str) -> str:
     path = source.rpartition("site-packages/")[2]
     here = f"{Path.cwd()}/"
     return path.removeprefix(here)
-
-
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 3)

@@ -234,14 +234,10 @@ def receipt_table(plan: Plan) -> Table:
     for row in plan.receipt:
         less = before.peak_bytes - row.peak_bytes
         added = (row.seconds - before.seconds) / (plan.step_seconds or 1.0)
-        cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
+        cells = ("", "") if row is before else (size(less), f"{added:+.1%}")
         table.add_row(row.lever or AS_CAPTURED, size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
         before = row
     return table
-
-
-def _signed(nbytes: int) -> str:
-    return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:

@@ -181,7 +181,7 @@ def _options(local: _Local, few: bool) -> list[Option]:
     most, least = peak_bytes(arrays, save_all), min(peak_bytes(arrays, plan) for plan in plans)
     for share in np.linspace(0.9, 0.0, 2 if few else _CAPS):
         for seed in (plans[0], save_all):
-            repaired = repair(arrays, seed, int(least + share * (most - least) * 0.9), 1.0, 0.5).evaluations
+            repaired, _ = repair(arrays, seed, int(least + share * (most - least) * 0.9), 1.0, 0.5)
             if repaired is not None:
                 plans.append(repaired)
     options = []

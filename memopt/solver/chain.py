@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.solver.arrays import Floats, Ints, IntTable
-from memopt.solver.lower_bound import Held
+from memopt.solver.lower_bound import HeldBytes
 from memopt.solver.native import is_compiled, native, native_part
 from memopt.solver.problem import RematProblem
 
@@ -52,7 +52,7 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     A backward op goes to the block whose forward ops read the same storages: the gradient of a block's first op reads
     an input of this block, which is an output of the previous one.
     """
-    fixed = Held(problem)
+    fixed = HeldBytes(problem)
     movable = fixed.movable.tolist()
     last_reader = _last_forward_readers(problem)
     starts = _starts(_crossing_bytes(problem, movable, last_reader), most_blocks)

@@ -1,11 +1,10 @@
 """Lower bounds on the added seconds of schedules within a budget, and on the peak of all schedules.
 
-Also `Held`: the bytes that every schedule holds at each op's first evaluation, whatever it recomputes.
+Also `HeldBytes`: the bytes that every schedule holds at each op's first evaluation, whatever it recomputes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +23,7 @@ def movable_storages(problem: RematProblem) -> list[bool]:
     ]
 
 
-class Held:
+class HeldBytes:
     """The storages that every schedule holds at each op's first evaluation, besides those that the op reads and makes.
 
     They are results of the step that stay to its end, and storages still to be read that cannot be recomputed: those
@@ -70,28 +69,20 @@ class Held:
         return self._problem.resident_bytes + self.own_bytes + np.array(moved, np.int64)
 
 
-@dataclass(frozen=True)
-class _Floor:
-    """A lower bound on the peak of every schedule, which holds because the order of first evaluations is fixed."""
-
-    bytes: int
-    op: int
-    """The op that sets the bound; -1 for a problem without ops."""
-
-
-def floor_of(problem: RematProblem) -> _Floor:
-    """The largest need of any single op, with that op: bytes of the storages that it reads and makes, its workspace,
-    and bytes held in any case."""
+def floor_of(problem: RematProblem) -> tuple[int, int]:
+    """A lower bound in bytes on the peak of every schedule, which holds because the order of first evaluations is
+    fixed; and the op that sets it, or -1 for a problem without ops. It is the largest need of any single op: bytes of
+    the storages that it reads and makes, its workspace, and bytes held in any case."""
     if not problem.ops:
-        return _Floor(problem.resident_bytes, -1)
-    needs = Held(problem).needs
+        return problem.resident_bytes, -1
+    needs = HeldBytes(problem).needs
     op = int(np.argmax(needs))
-    return _Floor(int(needs[op]), op)
+    return int(needs[op]), op
 
 
 def floor_bytes(problem: RematProblem) -> int:
     """A lower bound in bytes on the peak of every schedule."""
-    return floor_of(problem).bytes
+    return floor_of(problem)[0]
 
 
 class LowerBound:
@@ -106,7 +97,7 @@ class LowerBound:
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._problem = problem
-        held = Held(problem)
+        held = HeldBytes(problem)
         self._positions = [Position(problem, index, held) for index in _crowded_ops(problem, positions)]
 
     def added_seconds(self, budget_bytes: int) -> float:
@@ -128,7 +119,7 @@ class Position:
 
     Its vertices are computed only near the bytes that are asked for."""
 
-    def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
+    def __init__(self, problem: RematProblem, index: int, held: HeldBytes) -> None:
         self.base_bytes = int(held.needs[index])
         self.present = held[index].union(problem.ops[index].reads)
         first = min(index, problem.forward_ops)

@@ -220,7 +220,8 @@ class OffloadPortfolio:
                 refused = infeasible
         search = OffloadSearch(self._arrays, budget_bytes, self._transfer_seconds(link), link.host_bytes)
         if plain is not None and not self._problem.home_bytes:  # which is on the device only once it is brought
-            search.offer(_without_offloads(plain))
+            nothing = np.zeros((0, 5), np.int64)
+            search.offer(OffloadCandidate(plain.method, to_array(plain.schedule), nothing, plain.added_seconds))
         for name, schedule in self._portfolio.users.at(budget_bytes):
             if schedule.offloads:
                 self._offer_proposed(search, name, schedule, budget_bytes, link)
@@ -313,9 +314,3 @@ class OffloadPortfolio:
             simulation.stall_seconds,
             simulation.host_bytes,
         )
-
-
-def _without_offloads(solution: Solution) -> OffloadCandidate:
-    """The portfolio's solution as a candidate with no offloads."""
-    nothing = np.zeros((0, 5), np.int64)
-    return OffloadCandidate(solution.method, to_array(solution.schedule), nothing, solution.added_seconds)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memopt.solver.arrays import Floats
-from memopt.solver.lower_bound import Held, LowerBound, Position
+from memopt.solver.lower_bound import HeldBytes, LowerBound, Position
 from memopt.solver.min_cut import Cut, CutNetwork, between, end_points
 from memopt.solver.problem import Link, RematProblem, Schedule
 from memopt.solver.simulator import simulate
@@ -110,7 +110,7 @@ class _Position(Position):
     """
 
     def __init__(
-        self, problem: RematProblem, index: int, held: Held, seconds_before: float, seconds_after: float
+        self, problem: RematProblem, index: int, held: HeldBytes, seconds_before: float, seconds_after: float
     ) -> None:
         super().__init__(problem, index, held)
         self._before, self._after = seconds_before, seconds_after
@@ -198,7 +198,7 @@ class OffloadBound:
             problem = replace(problem, storages=tuple(there))
         self._problem = problem
         self._without = LowerBound(problem)
-        self._held = Held(problem)
+        self._held = HeldBytes(problem)
         self._begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in problem.ops])])
         self._live = simulate(problem, Schedule.save_all(problem)).live_bytes
         self._stretches = [part for part in np.array_split(np.arange(len(problem.ops)), positions) if part.size]

@@ -9,7 +9,7 @@ from typing import get_args
 
 from memopt.solver.arrays import arrays_of, to_array, to_schedule
 from memopt.solver.chain_plans import NestedChain
-from memopt.solver.lower_bound import LowerBound, floor_of
+from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
 from memopt.solver.min_cut import MinimumCut
 from memopt.solver.native import is_compiled, ready_made
 from memopt.solver.problem import Op, RematProblem, Storage
@@ -93,8 +93,7 @@ class Portfolio:
             self._found += [] if search.best is None else [search.best]
             self._add_users_plans(search, quickly=effort == "fast")
         if search.best is None:
-            floor = floor_of(self._problem)
-            raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
+            raise Infeasible(self._smallest.peak_bytes, *floor_of(self._problem))
         if effort == "best":
             seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
             search_on(self._problem, self._arrays, search, seeds, bound, limit_seconds, report)
@@ -221,14 +220,14 @@ class Portfolio:
     @cached_property
     def _smallest(self) -> Candidate:
         """The plan with the smallest peak: our own, or one that users' solvers propose for the floor as budget."""
-        proposed = self._users_plans(floor_of(self._problem).bytes)
+        proposed = self._users_plans(floor_bytes(self._problem))
         return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
 
     @cached_property
     def _own_smallest(self) -> Candidate:
         """The plan with the smallest peak from the built-in solvers, found by bisection between the floor and the
         smallest peak known. It does not depend on earlier calls of `solve`, so that every process reports the same."""
-        low = floor_of(self._problem).bytes
+        low = floor_bytes(self._problem)
         known = [*self._baselines, *self._hull_plans]
         nested = self._deepest_nested(known)
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]

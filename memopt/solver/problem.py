@@ -99,6 +99,12 @@ class RematProblem:
         return tuple(producer)
 
     @cached_property
+    def tangents(self) -> int:
+        """The number of ops at the start of the backward that only receive the gradients of outputs."""
+        backward = self.ops[self.forward_ops :]
+        return next((number for number, op in enumerate(backward) if not op.is_receipt), len(backward))
+
+    @cached_property
     def home_bytes(self) -> int:
         """The bytes of the storages that are on the host for the whole step."""
         return sum(storage.bytes for storage in self.storages if storage.home)

@@ -15,8 +15,6 @@ recomputation which must come before it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from memopt.solver.arrays import Arrays, Floats, Ints, peak_bytes, remove_dead
@@ -29,7 +27,7 @@ from memopt.solver.replay import (
     NOW,
     PRESENT,
     USED,
-    Replay,
+    RepairState,
     cost,
     drop,
     evaluate,
@@ -62,7 +60,7 @@ def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
 
 
 @native_part
-def look_ahead(arrays: Arrays, replay: Replay, depth: int) -> None:
+def look_ahead(arrays: Arrays, replay: RepairState, depth: int) -> None:
     """Set `need` of the storages in memory, and pin those that the `depth` ops on the stack use."""
     scalars, need = replay.scalars, replay.need
     scalars[LOOK] += 1
@@ -86,7 +84,7 @@ def look_ahead(arrays: Arrays, replay: Replay, depth: int) -> None:
 
 
 @native_part
-def _look_at_away(arrays: Arrays, replay: Replay) -> int:
+def _look_at_away(arrays: Arrays, replay: RepairState) -> int:
     """Mark the ops that must recompute evicted storages that the seed still reads; returns the last one, or -1."""
     scalars = replay.scalars
     last = -1
@@ -106,7 +104,7 @@ def _look_at_away(arrays: Arrays, replay: Replay) -> int:
 
 
 @native_part
-def _next_read(replay: Replay, storage: int) -> int:
+def _next_read(replay: RepairState, storage: int) -> int:
     """Position of the seed's next read of the storage's current version; `NEVER` if the seed recomputes it first."""
     at, stop = replay.cursor[storage], replay.event_start[storage + 1]
     while at < stop and replay.events[at] < 2 * replay.scalars[NOW]:
@@ -118,7 +116,7 @@ def _next_read(replay: Replay, storage: int) -> int:
 
 
 @native_part
-def _need_op(replay: Replay, op: int, soonest: int) -> int:
+def _need_op(replay: RepairState, op: int, soonest: int) -> int:
     """Mark that the op must be recomputed by position `soonest` at the latest; returns the op."""
     if replay.op_look[op] != replay.scalars[LOOK]:
         replay.op_look[op] = replay.scalars[LOOK]
@@ -129,7 +127,7 @@ def _need_op(replay: Replay, op: int, soonest: int) -> int:
 
 
 @native_part
-def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
+def need_again(arrays: Arrays, replay: RepairState, storage: int) -> None:
     """After the eviction of `storage`: the inputs of its recomputation, missing ones included, are needed as soon as
     the storage was."""
     pending = replay.pending
@@ -153,7 +151,7 @@ def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
 
 
 @native_part
-def _pass_need_on(arrays: Arrays, replay: Replay, last: int) -> None:
+def _pass_need_on(arrays: Arrays, replay: RepairState, last: int) -> None:
     """From op `last` back to the first: the storages that an op to recompute reads are needed as soon as the op is."""
     scalars = replay.scalars
     for op in range(last, -1, -1):
@@ -171,15 +169,6 @@ def _pass_need_on(arrays: Arrays, replay: Replay, last: int) -> None:
 _SLACK = 0.01
 
 
-class _Repaired(NamedTuple):
-    """The outcome of a replay."""
-
-    evaluations: Ints | None
-    """The schedule, which is within the cap; None if the replay did not reach the end."""
-    spent: int
-    """Evaluations that the replay made, also those that nothing reads: the work that it took."""
-
-
 def repair(
     arrays: Arrays,
     seed: Ints,
@@ -187,8 +176,9 @@ def repair(
     bytes_exponent: float = 1.0,
     distance_exponent: float = 1.0,
     noise: Floats | None = None,
-) -> _Repaired:
-    """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule.
+) -> tuple[Ints | None, int]:
+    """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule, or None if the replay did not reach
+    the end; and the evaluations that the replay made, also those that nothing reads: the work that it took.
 
     `bytes_exponent` and `distance_exponent` are p and a of the module's rule; `noise` multiplies each storage's score
     (for a local search). The replay gives up after several times as many evaluations as there are ops, so it always
@@ -206,11 +196,11 @@ def repair(
     evaluations = remove_dead(arrays, replay.evaluations[:spent]) if whole else None
     if evaluations is not None and peak_bytes(arrays, evaluations) > cap_bytes:
         evaluations = None
-    return _Repaired(evaluations, spent)
+    return evaluations, spent
 
 
 @native
-def _replay_all(arrays: Arrays, replay: Replay, seed: Ints, cap_bytes: int, slack_bytes: int) -> bool:
+def _replay_all(arrays: Arrays, replay: RepairState, seed: Ints, cap_bytes: int, slack_bytes: int) -> bool:
     """Make every op's first evaluation in the seed's order; returns False if one cannot be made within the cap."""
     for position in range(seed.size):
         if not replay.made[seed[position]]:
@@ -221,7 +211,7 @@ def _replay_all(arrays: Arrays, replay: Replay, seed: Ints, cap_bytes: int, slac
 
 
 @native_part
-def _evaluate_with_inputs(arrays: Arrays, replay: Replay, op: int, cap_bytes: int, slack_bytes: int) -> bool:
+def _evaluate_with_inputs(arrays: Arrays, replay: RepairState, op: int, cap_bytes: int, slack_bytes: int) -> bool:
     """Recompute the inputs that `op` misses and evaluate it; returns False if the cap or the work limit forbids it."""
     stack = replay.stack
     stack[0] = op
@@ -255,7 +245,7 @@ def _evaluate_with_inputs(arrays: Arrays, replay: Replay, op: int, cap_bytes: in
 
 
 @native_part
-def _make_room(arrays: Arrays, replay: Replay, depth: int, allowed_bytes: int, slack_bytes: int) -> bool:
+def _make_room(arrays: Arrays, replay: RepairState, depth: int, allowed_bytes: int, slack_bytes: int) -> bool:
     """Free values without further reads, then evict by score, until at most `allowed_bytes` are in use.
 
     Returns whether that succeeded. Evictions go on until `slack_bytes`, and at most twice that, are free, so that the
@@ -285,7 +275,7 @@ def _make_room(arrays: Arrays, replay: Replay, depth: int, allowed_bytes: int, s
 
 
 @native_part
-def _least_first(arrays: Arrays, replay: Replay, count: int) -> bool:
+def _least_first(arrays: Arrays, replay: RepairState, count: int) -> bool:
     """Bring the candidate with the smallest current score to the front of the heap; returns False without candidates.
 
     Evictions only raise the scores of others, so the front candidate is the smallest once its score is up to date.
@@ -301,7 +291,7 @@ def _least_first(arrays: Arrays, replay: Replay, count: int) -> bool:
 
 
 @native_part
-def _drop_unneeded(arrays: Arrays, replay: Replay) -> int:
+def _drop_unneeded(arrays: Arrays, replay: RepairState) -> int:
     """Free values without further reads, and list those that may be evicted; returns the number of the latter."""
     scalars = replay.scalars
     count = 0
@@ -322,7 +312,7 @@ def _drop_unneeded(arrays: Arrays, replay: Replay) -> int:
 
 
 @native_part
-def _score(arrays: Arrays, replay: Replay, storage: int) -> float:
+def _score(arrays: Arrays, replay: RepairState, storage: int) -> float:
     """The score of evicting `storage` by the module's rule; the smallest is evicted first."""
     distance = max(replay.need[storage] - replay.scalars[NOW], 0) + 1
     return cost(arrays, replay, storage) / (replay.bytes_power[storage] * replay.distance_power[distance])

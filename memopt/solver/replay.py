@@ -11,11 +11,11 @@ from memopt.solver.native import native, native_part
 
 NEVER = 2**62
 
-# Places in `Replay.scalars`.
+# Places in `RepairState.scalars`.
 USED, EVALUATED, NOW, PRESENT, AWAY, STAMP, LOOK = range(7)
 
 
-class Replay(NamedTuple):
+class RepairState(NamedTuple):
     """The state; positions count the evaluations of the seed schedule from 0.
 
     `present` and `away` are lists whose lengths are in `scalars`. A look is one call of `look_ahead`, numbered from 1.
@@ -69,7 +69,7 @@ class Replay(NamedTuple):
     """Per number of evaluations: that number to the power a."""
 
 
-def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, distance_power: Floats) -> Replay:
+def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, distance_power: Floats) -> RepairState:
     """The state before the first evaluation of a replay of `seed`, with room for `most` evaluations.
 
     `bytes_power` is per storage, `distance_power` per number of evaluations up to `seed.size + 1`.
@@ -77,7 +77,7 @@ def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, dis
     ops, storages = arrays.seconds.size, arrays.size.size
     reads, makes = np.diff(arrays.read_start), np.diff(arrays.make_start)
     event_start = np.zeros(storages + 1, np.int64)
-    replay = Replay(
+    replay = RepairState(
         scalars=np.zeros(7, np.int64),
         evaluations=np.zeros(most, np.int64),
         event_start=event_start,
@@ -109,7 +109,7 @@ def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, dis
 
 
 @native
-def _list_events(arrays: Arrays, seed: Ints, replay: Replay) -> None:
+def _list_events(arrays: Arrays, seed: Ints, replay: RepairState) -> None:
     """Fill `events` and `event_start` with each storage's reads and recomputations in the order of the seed."""
     fill, start, made = replay.cursor, replay.event_start, replay.made
     for counting in (True, False):
@@ -137,7 +137,7 @@ def _list_events(arrays: Arrays, seed: Ints, replay: Replay) -> None:
 
 
 @native_part
-def evaluate(arrays: Arrays, replay: Replay, op: int) -> None:
+def evaluate(arrays: Arrays, replay: RepairState, op: int) -> None:
     """Record an evaluation of `op`: the storages that it makes are in memory then. Its inputs must be in memory."""
     scalars = replay.scalars
     replay.evaluations[scalars[EVALUATED]] = op
@@ -157,7 +157,7 @@ def evaluate(arrays: Arrays, replay: Replay, op: int) -> None:
 
 
 @native_part
-def drop(arrays: Arrays, replay: Replay, storage: int) -> None:
+def drop(arrays: Arrays, replay: RepairState, storage: int) -> None:
     """Free the memory of `storage`, which must be present."""
     scalars = replay.scalars
     scalars[PRESENT] -= 1
@@ -174,7 +174,7 @@ def drop(arrays: Arrays, replay: Replay, storage: int) -> None:
 
 
 @native_part
-def _spread_staleness(arrays: Arrays, replay: Replay, storage: int) -> None:
+def _spread_staleness(arrays: Arrays, replay: RepairState, storage: int) -> None:
     """Mark the costs that depend on whether `storage` is in memory, also through other missing storages, as stale."""
     scalars, pending = replay.scalars, replay.pending
     scalars[STAMP] += 1
@@ -197,7 +197,7 @@ def _spread_staleness(arrays: Arrays, replay: Replay, storage: int) -> None:
 
 
 @native_part
-def cost(arrays: Arrays, replay: Replay, storage: int) -> float:
+def cost(arrays: Arrays, replay: RepairState, storage: int) -> float:
     """Seconds to recompute `storage` and its missing inputs; infinite if one of them cannot be recomputed."""
     if not replay.stale[storage]:
         return replay.cost[storage]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from memopt.account.optimizer_trial import parameters_of
 from memopt.compat.ddp import unwrapped
 from memopt.compat.tensors import is_sharded
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
@@ -44,7 +45,7 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
             )
     known = {id(parameter) for parameter in model.parameters()}
     known |= {id(parameter) for parameter in loss_fn.parameters()} if isinstance(loss_fn, nn.Module) else set()
-    parameters = parameters_of(optimizers)
+    parameters = parameters_of(*optimizers)
     foreign = [parameter for parameter in parameters if id(parameter) not in known]
     if foreign:
         raise ValueError(
@@ -84,12 +85,6 @@ def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
     return schedulers
 
 
-def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """All parameters, in the order of the optimizers and their groups, groups added later included."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
-
-
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Raise `ValueError` where the model's plan assumes levers on the optimizer, such as "offload_optimizer", whose
     wrappers these optimizers do not have."""
@@ -125,13 +120,13 @@ def with_gradients(optimizers: Optimizers) -> Optimizers:
 
     Raises `ValueError` if none has one, or for sparse gradients.
     """
-    for parameter in parameters_of(optimizers):
+    for parameter in parameters_of(*optimizers):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and torch has no norm of "
                 "sparse gradients; build its module with sparse=False"
             )
-    found = tuple(optimizer for optimizer in optimizers if any(p.grad is not None for p in parameters_of([optimizer])))
+    found = tuple(optimizer for optimizer in optimizers if any(p.grad is not None for p in parameters_of(optimizer)))
     if not found:
         raise ValueError("no parameter of the optimizers got a gradient; the loss must depend on at least one of them")
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.account.optimizer_trial import parameters_of
 from memopt.checks.compare_step import verify
 from memopt.compat.ddp import unwrapped
 from memopt.compat.operators import tree_leaves
@@ -36,7 +37,6 @@ from memopt.train.optimizers import (
     clip,
     multiply,
     norm_limit,
-    parameters_of,
     with_gradients,
 )
 from memopt.train.scaling import FollowUp, Scaling, StepResult, check_autocast, check_scaler, scaler_for
@@ -200,7 +200,7 @@ class TrainStep:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of all optimizers."""
-        return parameters_of(self.optimizers)
+        return parameters_of(*self.optimizers)
 
     def _counts(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
         """The weight of each microbatch; 1, without counting, where the effective batch is a single microbatch on one

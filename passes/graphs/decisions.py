@@ -215,11 +215,7 @@ def _decides(node: Node) -> bool:
     if _name(node) == "div" and arguments_of(node).get("rounding_mode") is not None:
         return True
     discrete = any(not _is_float(value) for value in tensors(node.meta.get("val")))
-    return discrete and not _has_own_state(node)
-
-
-def _has_own_state(node: Node) -> bool:
-    return any(part in _name(node) for part in _OWN_STATE)
+    return discrete and not any(part in _name(node) for part in _OWN_STATE)
 
 
 def _draws_by_values(node: Node) -> bool:

@@ -18,7 +18,7 @@ _FP16_LIFT = 128.0
 
 
 @dataclass(frozen=True)
-class Options:
+class LossOptions:
     """The options of a cross entropy of `softcap * tanh(scale * x)`, where `x = hidden @ weight.T + bias`.
 
     With `softcap` 0 it is the cross entropy of `scale * x`."""
@@ -71,7 +71,7 @@ class ChunkedCrossEntropy:
         bias: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
-        how: Options,
+        how: LossOptions,
     ) -> None:
         self.how, self.class_weight = how, class_weight
         self.layer = ChunkedLinear(hidden, weight, bias)

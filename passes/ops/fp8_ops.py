@@ -30,7 +30,7 @@ from passes.ops.fp8_kernels import scaled_matmul
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Fp8Scaling:
     """How finely an 8-bit linear layer scales its operands: the tile, rows by columns of a block with one scale of its
     own, of values and of weights, and the 8-bit format of gradients.
 
@@ -51,10 +51,10 @@ class Scaling:
 
 CURRENT, DELAYED = "current", "delayed"
 SCALINGS = {
-    CURRENT: Scaling(),
-    DELAYED: Scaling(),
-    "block": Scaling("1x128", "128x128"),
-    "mx": Scaling("1x32", "1x32", gradients=E4M3),
+    CURRENT: Fp8Scaling(),
+    DELAYED: Fp8Scaling(),
+    "block": Fp8Scaling("1x128", "128x128"),
+    "mx": Fp8Scaling("1x32", "1x32", gradients=E4M3),
 }
 """`"current"`: one scale for each tensor, from its present values. `"delayed"`: from its values in earlier steps, for
 weights from the present ones. `"block"`: one for each 128 values, or 128 by 128 weights, as in DeepSeek-V3. `"mx"`:
@@ -170,7 +170,7 @@ def _both(x: Tensor, dtype: torch.dtype, tiles: tuple[str, str], wanted: tuple[b
     return [found[tile] if want else (None, None) for tile, want in zip(tiles, wanted, strict=True)]
 
 
-def _narrow_gradient(gradient: Tensor, by: Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
+def _narrow_gradient(gradient: Tensor, by: Fp8Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
     """Returns the gradient quantised by tiles along its columns and along its rows, as `_both` does.
 
     With a `history`, which delayed scaling has, both are the same copy, by one scale.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options, gradient_dtype
+from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, LossOptions, gradient_dtype
 
 
 def _with_gradients(
@@ -20,7 +20,7 @@ def _with_gradients(
     Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
     backward.
     """
-    how = Options(reduction, ignore_index, label_smoothing, scale, softcap, rows)
+    how = LossOptions(reduction, ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
     found = chunks.run(hidden=needs_hidden, weight=needs_weight and not later, bias=needs_bias and not later)
     gradients = ((found.hidden, hidden), (found.weight, weight), (found.bias, bias))
@@ -59,7 +59,7 @@ def _weight_gradient(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of weight and bias, times `factor`, from recomputed logits; empty where not needed."""
-    how = Options("sum", ignore_index, label_smoothing, scale, softcap, rows)
+    how = LossOptions("sum", ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
     found = chunks.run(hidden=False, weight=needs_weight, bias=needs_bias)
     of_weight, of_bias = (
@@ -154,7 +154,7 @@ LINEAR_CROSS_ENTROPY: Any = torch.ops.memopt.linear_cross_entropy.default
 """Cross entropy of `linear(hidden, weight, bias)` and targets, computed without holding the logits.
 
 `hidden` is [rows, width], `weight` [classes, width], the targets [rows]. Returns a scalar in fp32 (fp64 for fp64). The
-options are those of `Options`."""
+options are those of `LossOptions`."""
 
 
 @register_flop_formula(torch.ops.memopt.linear_cross_entropy_with_gradients)

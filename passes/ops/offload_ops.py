@@ -82,7 +82,8 @@ class _HostMemory:
                 self._free.remove(block)
             self._leased[block.address] = block
             self.most_leased_bytes = max(self.most_leased_bytes, sum(leased.nbytes for leased in self._leased.values()))
-            self._trim()
+            while sum(block.nbytes for block in self._free) > self.most_leased_bytes:
+                self._free.pop(0).unpin()
         held = memoryview(block.memory)
         ending = weakref.finalize(held, self._returned.append, block)
         ending.atexit = False
@@ -123,11 +124,6 @@ class _HostMemory:
             block.abandon_copy()
             del self._leased[block.address]
             self._free.append(block)
-
-    def _trim(self) -> None:
-        """Unpins free blocks until they hold at most `most_leased_bytes`."""
-        while sum(block.nbytes for block in self._free) > self.most_leased_bytes:
-            self._free.pop(0).unpin()
 
 
 def _pin(address: int, nbytes: int) -> bool:

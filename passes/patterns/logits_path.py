@@ -16,7 +16,7 @@ _SAME = frozenset({"alias", "contiguous", "clone"})
 
 
 @dataclass(frozen=True)
-class Step:
+class LogitsStep:
     """A call between the linear layer and the loss, with the dimension of its result that holds the classes."""
 
     node: Node
@@ -65,7 +65,7 @@ class _Formula:
 class Path:
     """The calls from a linear layer to a loss, and the function of the logits that they compute together."""
 
-    nodes: tuple[Step, ...]
+    nodes: tuple[LogitsStep, ...]
     """In order: the first is the linear layer, the last is the loss's input."""
     returned: tuple[Node, ...]
     """The nodes among them, or their detached values, that the graph returns."""
@@ -83,13 +83,13 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     `class_dim` is the dimension of the classes in `value`, and `reader` the call that reads `value` for the loss.
     Raises `NoMatch` where a call splits the classes or picks among them, where the calls together are no formula that
     `memopt::linear_cross_entropy` has, or where something else reads a value of the path."""
-    steps: list[Step] = []
+    steps: list[LogitsStep] = []
     returned: list[Node] = []
     formula = _Formula()
     while True:
         returned += _returned(value, reader)
         source, source_dim, moves = _source(value, class_dim)
-        steps.append(Step(value, class_dim, moves))
+        steps.append(LogitsStep(value, class_dim, moves))
         if source is None:
             return Path(tuple(reversed(steps)), tuple(returned), formula)
         formula = formula.above(value)
@@ -152,7 +152,7 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
     return None
 
 
-def keeps_order(step: Step) -> bool:
+def keeps_order(step: LogitsStep) -> bool:
     """Whether a call that moves rows keeps all of them in order, as views and moves of the class dimension do."""
     name, node = op_name(step.node), step.node
     if name not in ("transpose", "permute"):
@@ -166,7 +166,7 @@ def keeps_order(step: Step) -> bool:
     return rows == sorted(rows)
 
 
-def moved(step: Step, source: Node, width: int) -> Node:
+def moved(step: LogitsStep, source: Node, width: int) -> Node:
     """Returns a new call that does to `source` what the call of `step` does to rows of classes; `source` has `width`
     columns in place of the classes. It is inserted at the graph's insertion point."""
     node = step.node

@@ -16,7 +16,7 @@ _SIZED = RESHAPES - {"flatten"} | {"expand"}
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class RowsPlace:
     """Where a tensor has its rows: in the dimension `dim`, whose size is `outer` · rows · `inner`, since a view may
     have merged dimensions on either side into it. The sizes may be symbols."""
 
@@ -25,7 +25,7 @@ class Place:
     inner: Any = 1
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and same_sizes(
+        return isinstance(other, RowsPlace) and same_sizes(
             (self.dim, self.outer, self.inner), (other.dim, other.outer, other.inner)
         )
 
@@ -33,7 +33,7 @@ class Place:
         return hash(self.dim)
 
 
-def with_rows(node: Node, place: Place, resize: Callable[[Any, Place], Any]) -> tuple[Any, ...]:
+def with_rows(node: Node, place: RowsPlace, resize: Callable[[Any, RowsPlace], Any]) -> tuple[Any, ...]:
     """Returns the arguments of the call `node` for another number of rows; `place` is where its result has them.
 
     `resize` returns the new size of the dimension with the rows, given its current size and `place`."""
@@ -58,7 +58,7 @@ def shape_of(node: Any) -> tuple[Any, ...]:
     return tuple(next(tensors(node.meta["val"])).shape)
 
 
-def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: Place) -> Place | None:
+def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: RowsPlace) -> RowsPlace | None:
     """Returns the place of the rows once a tensor of shape `before` is viewed as `after`; None where the view splits
     the rows, or where that is not known for all values of symbols."""
     rows = _quotient(before[place.dim], place.outer * place.inner)
@@ -66,7 +66,7 @@ def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: Place) -
     for dim, size in enumerate(after):
         left, right = _quotient(outer, prod(after[:dim])), _quotient(inner, prod(after[dim + 1 :]))
         if None not in (rows, left, right) and statically_known_true(size == left * rows * right):
-            return Place(dim, left, right)
+            return RowsPlace(dim, left, right)
     return None
 
 
@@ -78,7 +78,7 @@ def _quotient(size: Any, by: Any) -> Any:
     return quotient if statically_known_true(quotient * by == size) else None
 
 
-def aligned_place(node: Node, source: Node, place: Place) -> Place | None:
+def aligned_place(node: Node, source: Node, place: RowsPlace) -> RowsPlace | None:
     """Returns the place of the rows in the operand `source`, which is broadcast to the result of `node`; None where the
     operand has size 1 there, one row for all. `place` is that of the rows in the result."""
     shape = shape_of(source)

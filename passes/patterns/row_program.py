@@ -15,18 +15,18 @@ from torch.fx import Node
 from passes.compat import overload_name, statically_known_true
 from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
-from passes.patterns.logits_path import Step, keeps_order, row_move, takes_all
+from passes.patterns.logits_path import LogitsStep, keeps_order, row_move, takes_all
 from passes.patterns.loss_pattern import picked_by_index
 from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, TOKEN_LOSSES, RowRegion, reduced
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
 
 @dataclass(frozen=True)
-class Operand:
+class RowOperand:
     """A value of the graph that a `RowProgram` reads, and the calls that move its rows before the program reads it."""
 
     node: Node
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LogitsStep, ...] = ()
     """The calls that move its rows."""
     like: Node | None = None
     """The value of the region whose rows it has, and with whose dimensions it is aligned, before those calls; None for
@@ -55,10 +55,10 @@ class RowProgram:
     `RowRegion`: its text, which is written line by line, with the nodes of its operands and results."""
 
     region: RowRegion
-    layers: list[Operand] = field(default_factory=list)
+    layers: list[RowOperand] = field(default_factory=list)
     """The linear layers; `node` is that of the layer."""
-    rows: list[Operand] = field(default_factory=list)
-    whole: list[Operand] = field(default_factory=list)
+    rows: list[RowOperand] = field(default_factory=list)
+    whole: list[RowOperand] = field(default_factory=list)
     results: list[RowResult] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class RowProgram:
             by_name[name] = read.union(*(by_name.get(one, read) for one in read))
         return frozenset().union(*(by_name[name] for name in self.returned))
 
-    def _operands(self) -> list[tuple[str, list[Operand]]]:
+    def _operands(self) -> list[tuple[str, list[RowOperand]]]:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
@@ -103,7 +103,7 @@ class RowProgram:
         self.lines[name] = expression
         return name
 
-    def _operand(self, kind: str, operand: Operand) -> str:
+    def _operand(self, kind: str, operand: RowOperand) -> str:
         layout = None if operand.like is None else str(tuple(operand.like.meta["val"].shape))
         key = kind, operand.node, _key(operand.steps), operand.class_dim, layout
         if key not in self.names:
@@ -112,7 +112,7 @@ class RowProgram:
             of.append(operand)
         return self.names[key]
 
-    def _value(self, node: Node, steps: tuple[Step, ...]) -> str:
+    def _value(self, node: Node, steps: tuple[LogitsStep, ...]) -> str:
         """Returns the name of a value with classes, after calls that move its rows."""
         steps, dim = _without_views(steps), self.region.inside[node]
         key = node, _key(steps)
@@ -120,13 +120,13 @@ class RowProgram:
             self.names[key] = self._written(node, steps, dim)
         return self.names[key]
 
-    def _written(self, node: Node, steps: tuple[Step, ...], dim: int) -> str:
+    def _written(self, node: Node, steps: tuple[LogitsStep, ...], dim: int) -> str:
         name = op_name(node)
         first: Any = node.args[0]
         if node in self.region.layers:
-            return self._operand("x", Operand(node, steps, node, dim))
+            return self._operand("x", RowOperand(node, steps, node, dim))
         if row_move(node, dim) is not None:
-            return self._value(first, steps if takes_all(node, dim) else (Step(node, dim, True), *steps))
+            return self._value(first, steps if takes_all(node, dim) else (LogitsStep(node, dim, True), *steps))
         if name in SAME - {"detach"}:
             return self._value(first, steps)
         values = [self._argument(argument, node, steps) for argument in node.args]
@@ -142,7 +142,7 @@ class RowProgram:
             raise NoMatch(f"{node.name} writes in place, and its operator has no variant that does not")
         return self._line(f"aten.{packet}.{overload}({', '.join(values)})")
 
-    def _argument(self, argument: Any, like: Node, steps: tuple[Step, ...]) -> str:
+    def _argument(self, argument: Any, like: Node, steps: tuple[LogitsStep, ...]) -> str:
         if isinstance(argument, (list, tuple)):
             return f"[{', '.join(self._argument(one, like, steps) for one in argument)}]"
         if not isinstance(argument, Node):
@@ -155,10 +155,10 @@ class RowProgram:
         value = argument.meta["val"]
         shape = (1,) * (dims - value.dim()) + tuple(value.shape)
         if all(statically_known_true(size == 1) for at, size in enumerate(shape) if at != dim):
-            return self._operand("w", Operand(argument))
-        return self._operand("r", Operand(argument, steps, like, dim))
+            return self._operand("w", RowOperand(argument))
+        return self._operand("r", RowOperand(argument, steps, like, dim))
 
-    def _reduced(self, node: Node, class_dim: int, steps: tuple[Step, ...]) -> str | None:
+    def _reduced(self, node: Node, class_dim: int, steps: tuple[LogitsStep, ...]) -> str | None:
         """Returns the name of a value [rows, 1] for a result that other values of the region read, such as a maximum.
 
         None for any other node.
@@ -174,7 +174,7 @@ class RowProgram:
         column = self._line(self._result(inner, value, steps)[0])
         return column if op_name(inner) == "gather" else self._line(f"aten.unsqueeze.default({column}, -1)")
 
-    def _result(self, node: Node, value: Node, steps: tuple[Step, ...]) -> tuple[str, str]:
+    def _result(self, node: Node, value: Node, steps: tuple[LogitsStep, ...]) -> tuple[str, str]:
         """Returns the expression of a result, after calls that move its rows, and its `RowResult.finish`."""
         name, given = op_name(node), arguments_of(node)
         if name in TOKEN_LOSSES:
@@ -199,11 +199,11 @@ class RowProgram:
         if name == "select":
             return f"aten.select.int({x}, -1, {given['index']})", ""
         if name == "gather":
-            index = Operand(given["index"], steps, value, self.region.inside[value])
+            index = RowOperand(given["index"], steps, value, self.region.inside[value])
             return f"aten.gather.default({x}, -1, {self._operand('r', index)})", ""
         targets = picked_by_index(node)
         assert targets is not None
-        column = self._line(f"aten.unsqueeze.default({self._operand('r', Operand(targets, steps))}, -1)")
+        column = self._line(f"aten.unsqueeze.default({self._operand('r', RowOperand(targets, steps))}, -1)")
         return f"aten.select.int({self._line(f'aten.gather.default({x}, -1, {column})')}, -1, 0)", ""
 
     def _token_loss(self, value: Node, name: str, given: dict[str, Any]) -> tuple[str, str]:
@@ -212,8 +212,8 @@ class RowProgram:
         finish = _FINISHES.get(given["reduction"], "")
         if finish and given["self"].meta["val"].dtype.itemsize < 4:
             x = self._line(f"aten.to.dtype({x}, torch.float32)")
-        targets = self._argument(target, value, ()) if soft else self._operand("r", Operand(target))
-        weight = given["weight"] and self._operand("w", Operand(given["weight"]))
+        targets = self._argument(target, value, ()) if soft else self._operand("r", RowOperand(target))
+        weight = given["weight"] and self._operand("w", RowOperand(given["weight"]))
         numbers = f"{given['ignore_index']}"
         if name == "cross_entropy_loss":
             numbers += f", {given['label_smoothing']}"
@@ -227,12 +227,12 @@ _FINISHES = {1: "mean", 2: "sum"}
 _PLACES = frozenset({"memory_format", "device", "layout", "pin_memory"})
 
 
-def _key(steps: Sequence[Step]) -> tuple[Any, ...]:
+def _key(steps: Sequence[LogitsStep]) -> tuple[Any, ...]:
     """Returns a key that is equal for calls that move rows alike."""
     return tuple((str(step.node.target), argument_key(step.node.args[1:]), step.class_dim) for step in steps)
 
 
-def _without_views(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _without_views(steps: tuple[LogitsStep, ...]) -> tuple[LogitsStep, ...]:
     """Returns the calls without those at their end that leave all rows in their order."""
     while steps and keeps_order(steps[-1]):
         steps = steps[:-1]

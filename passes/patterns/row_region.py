@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import arguments_of, is_random, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
-from passes.patterns.logits_path import Step, row_move, takes_all
+from passes.patterns.logits_path import LogitsStep, row_move, takes_all
 from passes.patterns.loss_pattern import Linear, match_linear, picked_by_index
 from passes.rewrite_pattern import NoMatch
 
@@ -41,13 +41,13 @@ class RowRegion:
     results: dict[Node, Node] = field(default_factory=dict)
     """Per result: the value with classes that it is computed from."""
 
-    def path(self, node: Node) -> tuple[Node, tuple[Step, ...]]:
+    def path(self, node: Node) -> tuple[Node, tuple[LogitsStep, ...]]:
         """Returns the linear layer that `node`, a value with classes, is computed from, and the calls in between that
         move rows of its logits, in order."""
-        steps: tuple[Step, ...] = ()
+        steps: tuple[LogitsStep, ...] = ()
         while node not in self.layers:
             moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])
-            steps = (Step(node, self.inside[node], True), *steps) if moves else steps
+            steps = (LogitsStep(node, self.inside[node], True), *steps) if moves else steps
             node = next(source for source in node.all_input_nodes if source in self.inside)
         return node, steps
 

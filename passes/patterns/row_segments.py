@@ -17,7 +17,7 @@ from passes.compat import size_seen, statically_known_true
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write, tensors
 from passes.graphs.op_kinds import mutated_arguments
-from passes.patterns.row_places import Place, shape_of
+from passes.patterns.row_places import RowsPlace, shape_of
 from passes.patterns.row_wise import Operands, row_result
 
 _MOST_MEMBERS = 200
@@ -32,9 +32,9 @@ class RowSegment:
     """A part of a graph that can run on some rows at a time: a row of its results depends only on that row of its
     inputs."""
 
-    members: tuple[tuple[str, Place], ...]
+    members: tuple[tuple[str, RowsPlace], ...]
     """The names of the calls, in order, with the place of the rows in the value of each."""
-    inputs: tuple[tuple[str, Place], ...]
+    inputs: tuple[tuple[str, RowsPlace], ...]
     """The values from outside that have these rows."""
     outputs: tuple[str, ...]
     """The members whose memory is read outside, perhaps by views that are members, too."""
@@ -109,13 +109,13 @@ class _Finder:
                 seen.update(best.places)
                 yield best.segment()
 
-    def _starts(self, call: Node) -> Iterator[tuple[Node, Place]]:
+    def _starts(self, call: Node) -> Iterator[tuple[Node, RowsPlace]]:
         """Yields the dimensions of a call's operands, but for those of parameters, that may have the rows."""
         for operand in call.all_input_nodes:
             if operand not in self.given and isinstance(operand.meta.get("val"), torch.Tensor):
                 for dim, size in enumerate(shape_of(operand)):
                     if (size_seen(size) or 0) >= self.tiles:
-                        yield operand, Place(dim)
+                        yield operand, RowsPlace(dim)
 
     def is_written(self, node: Node) -> bool:
         """Returns whether a call may write to the memory of a node's value."""
@@ -125,12 +125,12 @@ class _Finder:
 class _Growth:
     """A segment that grows from a call."""
 
-    def __init__(self, finder: _Finder, start: int, operand: Node, place: Place) -> None:
+    def __init__(self, finder: _Finder, start: int, operand: Node, place: RowsPlace) -> None:
         self.finder, self.start = finder, start
         self.rows = shape_of(operand)[place.dim]
         self.first = operand, place
-        self.places: dict[Node, Place] = {}
-        self.inputs: dict[Node, Place] = {}
+        self.places: dict[Node, RowsPlace] = {}
+        self.inputs: dict[Node, RowsPlace] = {}
         self.root: dict[Node, Node] = {}
         """Per member: the member that made the memory in which its value lies."""
         self.unread: dict[Node, int] = {}
@@ -192,7 +192,7 @@ class _Growth:
     def _fits(self, operands: Operands) -> bool:
         """Returns whether operands that belong to the segment have the rows where it has them, and whether the others
         can be split where the call needs their rows."""
-        needed_of: dict[Node, Place | None] = {}
+        needed_of: dict[Node, RowsPlace | None] = {}
         for source, needed in operands:
             if needed_of.setdefault(source, needed) != needed:
                 return False
@@ -203,7 +203,7 @@ class _Growth:
                 return False
         return True
 
-    def _can_split(self, source: Node, place: Place) -> bool:
+    def _can_split(self, source: Node, place: RowsPlace) -> bool:
         value = source.meta.get("val")
         return (
             isinstance(value, torch.Tensor)

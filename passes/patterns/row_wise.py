@@ -16,16 +16,16 @@ from torch.fx import Node
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import arguments_of, is_pure, same_sizes, tensors
 from passes.graphs.op_kinds import broadcasts, op_name
-from passes.patterns.row_places import RESHAPES, Place, aligned_place, moved_place, shape_of
+from passes.patterns.row_places import RESHAPES, RowsPlace, aligned_place, moved_place, shape_of
 
 aten = torch.ops.aten
 
 
-Operands: TypeAlias = tuple[tuple[Node, Place | None], ...]
+Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 """The operands of a call, each with the place of the rows in it; None for one that every row reads as a whole."""
 
 
-def row_operands(node: Node, place: Place) -> Operands | None:
+def row_operands(node: Node, place: RowsPlace) -> Operands | None:
     """Returns the operands of a call, each with the place where it has the rows (None: every row reads all of it),
     given where the result has them. None where the call is not known to compute each row from the same row of its
     operands."""
@@ -35,12 +35,13 @@ def row_operands(node: Node, place: Place) -> Operands | None:
     if not name or not (is_pure(node) or _draws_nothing(node, name)):
         return None
     if name in _ELEMENTWISE or broadcasts(node):
-        return _elementwise(node, place)
+        operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
+        return tuple((source, aligned_place(node, source, place)) for source in operands)
     rule = _RULES.get(name)
     return None if rule is None else rule(node, place)
 
 
-def row_result(node: Node, operand: Node, place: Place) -> tuple[Place, Operands] | None:
+def row_result(node: Node, operand: Node, place: RowsPlace) -> tuple[RowsPlace, Operands] | None:
     """Returns where the result of a call has the rows, and all its operands as `row_operands` does, given where the
     operand `operand` has the rows; None where the call mixes rows."""
     value = next(tensors(node.meta.get("val")), None)
@@ -60,12 +61,7 @@ def _draws_nothing(node: Node, name: str) -> bool:
     return name == "dropout" and (arguments["p"] == 0.0 or not arguments["train"])
 
 
-def _elementwise(node: Node, place: Place) -> Operands:
-    operands = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
-    return tuple((source, aligned_place(node, source, place)) for source in operands)
-
-
-def _sources(node: Node, *places: Place | None) -> Operands:
+def _sources(node: Node, *places: RowsPlace | None) -> Operands:
     """Returns the operands with these places, in the order of the arguments; those that follow are read as a whole."""
     given = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, Node)]
     return tuple((source, places[number] if number < len(places) else None) for number, source in enumerate(given))
@@ -79,7 +75,7 @@ def _dims(node: Node, name: str = "dim") -> frozenset[int]:
     return frozenset(dim % count for dim in (dims if isinstance(dims, (list, tuple)) else (dims,)))
 
 
-def _product_of_matrices(node: Node, place: Place) -> Operands | None:
+def _product_of_matrices(node: Node, place: RowsPlace) -> Operands | None:
     """`matmul` and its kin, where the rows are those of the first matrix, or columns of the second, or of a batch."""
     added: Operands = ()
     first, second = [value for value in node.args if isinstance(value, Node)][-2:]
@@ -98,7 +94,7 @@ def _product_of_matrices(node: Node, place: Place) -> Operands | None:
     return (*added, (first, aligned_place(node, first, place)), (second, aligned_place(node, second, place)))
 
 
-def _einsum(node: Node, place: Place) -> Operands | None:
+def _einsum(node: Node, place: RowsPlace) -> Operands | None:
     equation, given = node.args[:2]
     left, arrow, right = str(equation).replace(" ", "").partition("->")
     letters = left.split(",")
@@ -112,29 +108,29 @@ def _einsum(node: Node, place: Place) -> Operands | None:
     )
 
 
-def _linear(node: Node, place: Place) -> Operands | None:
+def _linear(node: Node, place: RowsPlace) -> Operands | None:
     return _sources(node, place) if place.dim < len(shape_of(node)) - 1 else None
 
 
-def _norm(node: Node, place: Place) -> Operands | None:
+def _norm(node: Node, place: RowsPlace) -> Operands | None:
     shape: Any = node.args[1]
     return _sources(node, place) if place.dim < len(shape_of(node)) - len(shape) else None
 
 
-def _samples(node: Node, place: Place) -> Operands | None:
+def _samples(node: Node, place: RowsPlace) -> Operands | None:
     return _sources(node, place) if place.dim == 0 else None
 
 
-def _along(name: str = "dim") -> Callable[[Node, Place], Operands | None]:
+def _along(name: str = "dim") -> Callable[[Node, RowsPlace], Operands | None]:
     """Returns the rule of operators that work along dimensions, and keep them."""
 
-    def rule(node: Node, place: Place) -> Operands | None:
+    def rule(node: Node, place: RowsPlace) -> Operands | None:
         return None if place.dim in _dims(node, name) else _sources(node, place)
 
     return rule
 
 
-def _reduction(node: Node, place: Place) -> Operands | None:
+def _reduction(node: Node, place: RowsPlace) -> Operands | None:
     """Reductions, `select` and `unbind`, whose result may lack the dimensions that they work along."""
     dims, dim = _dims(node), place.dim
     if not arguments_of(node).get("keepdim", False):
@@ -145,7 +141,7 @@ def _reduction(node: Node, place: Place) -> Operands | None:
     return None if dim in dims else _sources(node, replace(place, dim=dim))
 
 
-def _squeeze(node: Node, place: Place) -> Operands | None:
+def _squeeze(node: Node, place: RowsPlace) -> Operands | None:
     shape = shape_of(node.args[0])
     if "dim" not in arguments_of(node):
         return None
@@ -154,19 +150,19 @@ def _squeeze(node: Node, place: Place) -> Operands | None:
     return _sources(node, replace(place, dim=kept[place.dim]))
 
 
-def _unsqueeze(node: Node, place: Place) -> Operands | None:
+def _unsqueeze(node: Node, place: RowsPlace) -> Operands | None:
     dim = int(node.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
     return None if place.dim == dim else _sources(node, replace(place, dim=place.dim - (place.dim > dim)))
 
 
-def _slice(node: Node, place: Place) -> Operands | None:
+def _slice(node: Node, place: RowsPlace) -> Operands | None:
     """`slice` along another dimension than the rows, or one that takes all of them."""
     whole = statically_known_true(shape_of(node)[place.dim] == shape_of(node.args[0])[place.dim])
     from_start = arguments_of(node)["start"] in (None, 0) and arguments_of(node)["step"] == 1
     return _sources(node, place) if place.dim not in _dims(node) or (whole and from_start) else None
 
 
-def _permutation(node: Node, place: Place) -> Operands | None:
+def _permutation(node: Node, place: RowsPlace) -> Operands | None:
     count, arguments = len(shape_of(node)), arguments_of(node)
     order: list[Any] = list(range(count))
     if op_name(node) == "permute":
@@ -179,18 +175,18 @@ def _permutation(node: Node, place: Place) -> Operands | None:
     return _sources(node, replace(place, dim=order[place.dim]))
 
 
-def _reshape(node: Node, place: Place) -> Operands | None:
+def _reshape(node: Node, place: RowsPlace) -> Operands | None:
     source = node.args[0]
     moved = moved_place(shape_of(node), shape_of(source), place)
     return None if moved is None or node.target is aten.view.dtype else _sources(node, moved)
 
 
-def _expand(node: Node, place: Place) -> Operands | None:
+def _expand(node: Node, place: RowsPlace) -> Operands | None:
     source: Any = node.args[0]
     return ((source, aligned_place(node, source, place)),)
 
 
-def _joined(node: Node, place: Place) -> Operands | None:
+def _joined(node: Node, place: RowsPlace) -> Operands | None:
     """`cat` and `stack`."""
     dim, count = int(arguments_of(node).get("dim", 0)), len(shape_of(node))
     if place.dim == dim % count or any(len(shape_of(source)) == 1 for source in node.all_input_nodes if count > 1):
@@ -199,18 +195,18 @@ def _joined(node: Node, place: Place) -> Operands | None:
     return tuple((source, moved) for source in node.all_input_nodes)
 
 
-def _pad(node: Node, place: Place) -> Operands | None:
+def _pad(node: Node, place: RowsPlace) -> Operands | None:
     pads: Any = node.args[1]
     from_end = 2 * (len(shape_of(node)) - 1 - place.dim)
     constant = arguments_of(node).get("mode", "constant") == "constant"
     return _sources(node, place) if constant and not any(pads[from_end : from_end + 2]) else None
 
 
-def _triangle(node: Node, place: Place) -> Operands | None:
+def _triangle(node: Node, place: RowsPlace) -> Operands | None:
     return _sources(node, place) if place.dim < len(shape_of(node)) - 2 else None
 
 
-def _gather(node: Node, place: Place) -> Operands | None:
+def _gather(node: Node, place: RowsPlace) -> Operands | None:
     sizes = [shape_of(source)[place.dim : place.dim + 1] for source in node.all_input_nodes]
     equal = all(same_sizes(size, sizes[0]) for size in sizes)
     return _sources(node, place, place, place) if place.dim not in _dims(node) and equal else None
@@ -222,7 +218,7 @@ _ELEMENTWISE = frozenset(
         "zeros_like",
     }
 )  # fmt: skip
-_RULES: Mapping[str, Callable[[Node, Place], Operands | None]] = {
+_RULES: Mapping[str, Callable[[Node, RowsPlace], Operands | None]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product_of_matrices),
     "einsum": _einsum,
     "linear": _linear,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from memopt.capture.dynamo import compile_call, training_call
+from memopt.capture.dynamo import CallStopped, compile_call, training_call
 from memopt.capture.region import RecordedRegion
 from memopt.compat.dynamo import keep_nodes
 
@@ -20,12 +20,8 @@ def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False, sy
     def backend(graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         found.append(RecordedRegion.record(graph_module, given, differentiate_all=differentiate_all))
         keep_nodes(graph_module)
-        raise _Recorded  # the region may return less than the call does
+        raise CallStopped  # the region may return less than the call does
 
-    with suppress(_Recorded):
+    with suppress(CallStopped):
         compile_call(training_call(model, None), backend, whole=True, symbols=symbols)(*inputs)
     return found[0]
-
-
-class _Recorded(Exception):
-    """Ends a call once its only region is recorded."""

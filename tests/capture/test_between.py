@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memopt.capture.between import Between, EagerBytes, stand_in
+from memopt.capture.between import Between, EagerCodeBytes, stand_in
 from memopt.capture.region import CapturedCall, RegionRun
 from memopt.capture.trace import eager_of_runs
 from memopt.compat.fakes import FakeTensorMode
@@ -67,8 +67,8 @@ def test_kernels_of_eager_code_count_by_what_they_may_hold_whatever_their_values
 
 def test_bytes_around_runs_without_a_joint_graph_count_at_the_ends_of_the_step() -> None:
     regions: list[Any] = [SimpleNamespace() for _ in range(3)]
-    eager = [EagerBytes(1, 2, 30, 4), EagerBytes(5, 6, 7, 8), EagerBytes(90, 10, 11, 12)]
+    eager = [EagerCodeBytes(1, 2, 30, 4), EagerCodeBytes(5, 6, 7, 8), EagerCodeBytes(90, 10, 11, 12)]
     runs = [RegionRun(one, {}, eager=found) for one, found in zip(regions, eager, strict=True)]
     joint: Any = SimpleNamespace(trace=SimpleNamespace(region=regions[1]))
     call = CapturedCall(tuple(runs), held_bytes=13, after_bytes=14, returning_bytes=15)
-    assert eager_of_runs([joint], call) == (EagerBytes(5, 6, 12, 8), EagerBytes(30, 13, 90))
+    assert eager_of_runs([joint], call) == (EagerCodeBytes(5, 6, 12, 8), EagerCodeBytes(30, 13, 90))

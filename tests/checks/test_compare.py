@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.checks.comparison import Comparison, Difference, Run
+from memopt.checks.comparison import Comparison, Difference, StepRun
 from memopt.checks.reference import Accuracy, GradientError
 
 WIDTH = 64
@@ -176,9 +176,9 @@ def test_a_difference(
 
 
 def test_the_table_names_the_worst() -> None:
-    run = Run(loss=2.5, peak_bytes=3 * 1024**2, seconds=0.25)
+    run = StepRun(loss=2.5, peak_bytes=3 * 1024**2, seconds=0.25)
     off = Difference("layers.3.weight", 1e-6, 2e-5, False)
-    found = Comparison(run, Run(2.75, 2 * 1024**2, 0.3), (Difference("w", 0, 0, True), off), (), 2 * 1024**2)
+    found = Comparison(run, StepRun(2.75, 2 * 1024**2, 0.3), (Difference("w", 0, 0, True), off), (), 2 * 1024**2)
     assert not found.bitwise
     assert found.loss_error == 0.25
     assert found.worst == off

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.compat.fakes import new_fake_mode
-from memopt.compat.true_results import RaisingForRefusedDtypes
+from memopt.compat.true_results import raising_for_refused_dtypes
 
 REFUSED = [
     lambda x: torch.complex(x, x),
@@ -26,7 +26,7 @@ TAKEN = [
 
 
 def run(function: Any, dtype: torch.dtype) -> None:
-    with new_fake_mode(), RaisingForRefusedDtypes():
+    with new_fake_mode(), raising_for_refused_dtypes():
         function(torch.empty(64, 8, dtype=dtype))
 
 

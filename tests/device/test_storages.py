@@ -21,8 +21,8 @@ def describe(module: GraphModule) -> str:
     found = find_storages(module.graph)
     lines = []
     for node, indices in found.of.items():
-        made = [f"{found.infos[index].bytes} B" for index in found.made_by(node)]
-        seen = [found.infos[index].name for index in dict.fromkeys(indices) if index not in found.made_by(node)]
+        made = [f"{found.bytes[index]} B" for index in found.made_by(node)]
+        seen = [found.blocks[index].maker.name for index in dict.fromkeys(indices) if index not in found.made_by(node)]
         lines.append(f"{node.name}: {', '.join(made + [f'in {name}' for name in seen]) or 'nothing'}")
     return "\n".join(lines)
 
@@ -105,7 +105,7 @@ add_: in add
 copy_: in buffer""",
     )
     found = find_storages(module.graph)
-    assert [found.infos[index].name for index in found.read_by(epilogue)] == ["buffer", "add"]
+    assert [found.blocks[index].maker.name for index in found.read_by(epilogue)] == ["buffer", "add"]
 
 
 def test_bytes_are_those_of_the_storage() -> None:
@@ -139,7 +139,7 @@ def assert_agrees_with_fake_tensors(graph: Graph) -> None:
             if read in ours:
                 shares = bool(fake_storages(node) & fake_storages(read))
                 assert shares == (ours[read] == (mine,)), f"{node.name} of {read.name}"
-    assert all(found.infos[found.of[node][0]].maker is not node for node in nodes if is_view(node))
+    assert all(found.blocks[found.of[node][0]].maker is not node for node in nodes if is_view(node))
 
 
 @pytest.mark.parametrize("model", [gpt2, resnet, dynamic_mlp, rows_above_zero])
@@ -162,4 +162,4 @@ def test_a_result_over_an_operand_is_in_its_memory() -> None:
     found = find_storages(sketch.returns(mul).graph, reuses=[FoundReuse("mul", "view")])
     assert found.of[mul] == found.of[mm]
     assert not found.made_by(mul)
-    assert len(found.infos) == 2
+    assert len(found.blocks) == 2

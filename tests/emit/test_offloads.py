@@ -116,11 +116,11 @@ def live_bytes(graph: fx.Graph, tangents: int) -> list[int]:
         following += is_scheduled(node)
     live = [0] * count
     for index, places in spans.items():
-        if found.infos[index].maker.op == "placeholder" and not is_tangent(found.infos[index].maker):
+        if found.blocks[index].maker.op == "placeholder" and not is_tangent(found.blocks[index].maker):
             continue
         last = count - 1 if index in returned else max(places)
         for place in range(min(places), min(last, count - 1) + 1):
-            live[place] += found.infos[index].bytes
+            live[place] += found.bytes[index]
     return live
 
 

@@ -83,15 +83,15 @@ def live_bytes(graph: fx.Graph, boundary: int, reuses: tuple[FoundReuse, ...]) -
     results = set(graph.output_node().all_input_nodes)
     returned = {index for node in results for index in found.of[node]}
     live = [0] * len(evaluations)
-    for index, info in enumerate(found.infos):
-        if info.maker.op == "placeholder" and not is_tangent(info.maker):
+    for index, block in enumerate(found.blocks):
+        if block.maker.op == "placeholder" and not is_tangent(block.maker):
             continue
-        made = boundary if is_tangent(info.maker) else evaluations.index(info.maker)
+        made = boundary if is_tangent(block.maker) else evaluations.index(block.maker)
         reads = [place for place, node in enumerate(evaluations) if index in found.read_by(node)]
-        kept = index in returned or is_tangent(info.maker)
+        kept = index in returned or is_tangent(block.maker)
         last = len(evaluations) - 1 if kept else max(reads, default=made)
         for place in range(made, last + 1):
-            live[place] += info.bytes
+            live[place] += found.bytes[index]
     return live
 
 

@@ -24,7 +24,7 @@ def test_a_backward_of_another_length_is_not_taken_for_memory_elsewhere(monkeypa
     memopt.optimize(model, budget_gb, **EXACT)
     looks = []
 
-    def counting(*args: Any, **kwargs: Any) -> elsewhere.Found:
+    def counting(*args: Any, **kwargs: Any) -> elsewhere.Elsewhere:
         looks.append(1)
         return look(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from memopt.optimizers import one_parameter
-from memopt.optimizers.one_parameter import Piece, flat, is_dense, is_elementwise, like, pieces_of, step_one
+from memopt.optimizers.one_parameter import Slice, flat, is_dense, is_elementwise, like, pieces_of, step_one
 
 
 def test_a_step_by_a_groups_options_leaves_the_optimizer_as_it_was() -> None:
@@ -48,7 +48,7 @@ def test_pieces_cover_a_tensor_once_and_none_is_small(monkeypatch: pytest.Monkey
 def test_pieces_are_views_in_memory_order() -> None:
     turned = torch.arange(6.0).view(2, 3).t()
     assert flat(turned).tolist() == [0, 1, 2, 3, 4, 5]
-    Piece(2, 4, flat=True, first=False, last=False).of(turned).fill_(9.0)
+    Slice(2, 4, flat=True, first=False, last=False).of(turned).fill_(9.0)
     assert turned.t().tolist() == [[0, 1, 9], [9, 4, 5]]
 
 

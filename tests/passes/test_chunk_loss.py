@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from examples.models.families import BY_NAME
 from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
-from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options
+from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, LossOptions
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
@@ -317,7 +317,7 @@ def test_classes_that_are_padded_change_no_value(dtype: torch.dtype, bias: bool)
     target = torch.randint(0, 45, (24,)).index_fill(0, torch.tensor([3, 7]), -100)
     found = []
     for padding in (0, 3):
-        chunks = ChunkedCrossEntropy(hidden, weight, given, target, None, Options(softcap=2.0, rows=10))
+        chunks = ChunkedCrossEntropy(hidden, weight, given, target, None, LossOptions(softcap=2.0, rows=10))
         layer = chunks.layer
         layer.padding = padding
         layer.weight, layer.bias = (one if one is None else layer.padded(one) for one in (weight, given))

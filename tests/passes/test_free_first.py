@@ -95,13 +95,13 @@ def live_bytes(graph_module: GraphModule, *, reinplaced: bool = False) -> dict[s
     graph = graph_module.graph
     found, nodes = find_storages(graph), {node.name: node for node in graph.nodes}
     place = {node: number for number, node in enumerate(node for node in graph.nodes if is_scheduled(node))}
-    block = list(range(len(found.infos)))
+    block = list(range(len(found.blocks)))
     for reuse in find_reuses(graph_module) if reinplaced else ():
         block[found.of[nodes[reuse.name]][0]] = block[found.of[nodes[reuse.operand]][0]]
     held: dict[int, list[int]] = {}
     for node, number in place.items():
         for index in (*found.read_by(node), *found.made_by(node)):
-            if found.infos[index].maker in place:
+            if found.blocks[index].maker in place:
                 held.setdefault(block[index], []).append(number)
     for node in graph.output_node().all_input_nodes:
         for index in found.of[node]:
@@ -109,7 +109,7 @@ def live_bytes(graph_module: GraphModule, *, reinplaced: bool = False) -> dict[s
     live = [0] * len(place)
     for index, numbers in held.items():
         for number in range(min(numbers), max(numbers) + 1):
-            live[number] += found.infos[index].bytes
+            live[number] += found.bytes[index]
     return {node.name: live[number] for node, number in place.items()}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import EliminateDeadCode, PassError, RowSegment, TileRows, diff_graphs, find_row_segments, format_graph
-from passes.patterns.row_places import Place
+from passes.patterns.row_places import RowsPlace
 from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
@@ -160,6 +160,6 @@ def test_wrong_segments_are_refused() -> None:
     with pytest.raises(PassError, match="2 rows cannot make 14 tiles"):
         TileRows((segment,), 14)(before)
     (name, _), *others = segment.members
-    wrong = replace(segment, members=((name, Place(2)), *others))
+    wrong = replace(segment, members=((name, RowsPlace(2)), *others))
     with pytest.raises(PassError, match=f"node {name}: the operator may compute a row from others"):
         TileRows((wrong,), 2)(before)

@@ -15,7 +15,8 @@ from memopt.planning.plan_cache import Kept, agreed
 
 @pytest.fixture
 def kept() -> Kept:
-    return Kept(memopt.plan(nn.Linear(8, 1), 1, (torch.ones(2, 8),), outputs="all"), 0)
+    plan = memopt.plan(nn.Linear(8, 1), 1, (torch.ones(2, 8),), outputs="all")
+    return Kept(plan, plan.solved[1], 0)
 
 
 def test_the_first_decides(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +26,7 @@ def test_the_first_decides(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agreed("a call", kept) is kept
     found = agreed("a call", other)
     assert found.plan.added_seconds == kept.plan.added_seconds
-    assert found.plan.schedule == kept.plan.schedule
+    assert found.schedule == kept.schedule
     assert agreed("another call", other) is other
 
 

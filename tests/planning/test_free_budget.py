@@ -33,9 +33,9 @@ def test_what_a_card_has_free(free: float, own: float, gb: float, monkeypatch: p
     monkeypatch.setattr(type(CUDA), "hardware", lambda self, device: card)
     monkeypatch.setattr(type(CUDA), "free_bytes", lambda self, device: int(free * GB))
     monkeypatch.setattr(type(CUDA), "allocated_bytes", lambda self, device: int(own * GB))
-    found = free_budget(OnCard())
-    assert found.gb == gb, "half a GB of context is this process's own, 0.48 GB are the margin"
-    assert found.note == (
+    found, note = free_budget(OnCard())
+    assert found == gb, "half a GB of context is this process's own, 0.48 GB are the margin"
+    assert note == (
         f"no budget was given: {gb:.6g} GB is what this process can hold on cuda:0 now, less a margin of 0.48 GB"
     )
 

@@ -56,11 +56,13 @@ class Net(nn.Module):
         self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 8)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.breaks = breaks
+        self.rows: list[int] = []
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         self.calls += 1
         x = self.first(x)
         if self.breaks:
+            self.rows.append(len(x))
             torch._dynamo.graph_break()
         return F.cross_entropy(self.head(self.norm(self.second(x))), labels)
 
@@ -163,6 +165,7 @@ def test_no_trace_of_the_sample_run_is_left(breaks: bool) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(given[name], value) for name, value in batch().items())
     assert vars(model) == attributes
+    assert model.rows == []
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memopt
-from memopt.capture.between import EagerBytes, Passed
+from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.dynamic_shapes import known_places, together
 from memopt.capture.region import CapturedCall
 from memopt.planning.derived import METHOD
@@ -116,7 +116,7 @@ def test_two_captures_of_one_call_are_planned_for_the_more_that_is_held() -> Non
     """A model may keep a value of its first call: it then holds more in the second, and an output for longer."""
     model, calls = routed((20, 30, 14))
     call = capture(model, calls, (20, 30, 14))
-    more = EagerBytes(before=1 << 30, during_backward=1 << 20)
+    more = EagerCodeBytes(before=1 << 30, during_backward=1 << 20)
     held = replace(call.runs[0], eager=more, passed=Passed())
     both = together(call, replace(call, runs=(held, *call.runs[1:]), held_bytes=call.held_bytes + 8), margin=1.0)
     assert both.runs[0].eager == call.runs[0].eager | more

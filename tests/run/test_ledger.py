@@ -10,7 +10,7 @@ from torch import nn
 import memopt
 from memopt.account.account import account_of
 from memopt.account.eager_bytes import allocated_bytes
-from memopt.account.elsewhere import Found, in_steps
+from memopt.account.elsewhere import Elsewhere, in_steps
 from memopt.compat.host import LEGACY_PROFILER
 from memopt.compat.tensors import weak_storages
 from memopt.device import hardware
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("counted")
 MB = 2**20
 
 
-def now(moment: Moment) -> Found:
+def now(moment: Moment) -> Elsewhere:
     return Ledger.of(moment.entry).now(moment)
 
 
-def at_most(moment: Moment, enough: int = 0) -> Found | None:
+def at_most(moment: Moment, enough: int = 0) -> Elsewhere | None:
     return Ledger.of(moment.entry).at_most(moment, enough)
 
 
@@ -163,7 +163,7 @@ def test_what_is_freed_hides_no_growth() -> None:
 def test_bytes_that_the_user_gives_take_the_place_of_those_found() -> None:
     entry = Entry(nn.Linear(10, 10), 100 * MB, 5 * MB)
     cached = torch.zeros(MB)
-    assert now(Moment(entry)) == at_most(Moment(entry)) == Found(5 * MB)
+    assert now(Moment(entry)) == at_most(Moment(entry)) == Elsewhere(5 * MB)
     assert cached.nbytes == 4 * MB
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.solver.lower_bound import Held, movable_storages
+from memopt.solver.lower_bound import HeldBytes, movable_storages
 from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.simulator import simulate
 
@@ -26,7 +26,7 @@ def step_by_step(problem: RematProblem) -> list[set[int]]:
 def test_is_what_the_definition_says(number: int) -> None:
     state = random.Random(number)
     problem = random_problem(state, state.randint(1, 12))
-    held = Held(problem)
+    held = HeldBytes(problem)
     size = [storage.bytes for storage in problem.storages]
     for index, expected in enumerate(step_by_step(problem)):
         op = problem.ops[index]
@@ -45,7 +45,7 @@ def test_no_schedule_needs_less_at_any_op(number: int) -> None:
     schedule = random_schedule(state, problem)
     live = simulate(problem, schedule).live_bytes
     first = {op: position for position, op in reversed(list(enumerate(schedule.evaluations)))}
-    assert all(live[first[index]] >= need for index, need in enumerate(Held(problem).needs))
+    assert all(live[first[index]] >= need for index, need in enumerate(HeldBytes(problem).needs))
 
 
 def test_a_result_is_held_from_its_making_and_a_gradient_until_it_is_read() -> None:
@@ -59,5 +59,5 @@ def test_a_result_is_held_from_its_making_and_a_gradient_until_it_is_read() -> N
     sizes = (3, 5, 7, 11, 13)
     storages = tuple(Storage(str(number), size, kept=number in (2, 4)) for number, size in enumerate(sizes))
     problem = RematProblem(ops, storages, forward_ops=2)
-    assert Held(problem).bytes.tolist() == [0, 0, 7, 7 + 11, 7 + 13, 7 + 13]
-    assert simulate(problem, Schedule.save_all(problem)).peak_bytes == max(Held(problem).needs)
+    assert HeldBytes(problem).bytes.tolist() == [0, 0, 7, 7 + 11, 7 + 13, 7 + 13]
+    assert simulate(problem, Schedule.save_all(problem)).peak_bytes == max(HeldBytes(problem).needs)

@@ -3,12 +3,12 @@ import numpy as np
 from memopt.solver.arrays import Arrays, arrays_of
 from memopt.solver.native import native
 from memopt.solver.repair import look_ahead, need_again
-from memopt.solver.replay import LOOK, NEVER, NOW, Replay, drop, evaluate, start_replay
+from memopt.solver.replay import LOOK, NEVER, NOW, RepairState, drop, evaluate, start_replay
 from tests.solver.small import SAVE_ALL, small_step
 
 
 @native
-def look_before_d(arrays: Arrays, replay: Replay) -> None:
+def look_before_d(arrays: Arrays, replay: RepairState) -> None:
     """Evaluate a, b and c of the small step, then look ahead for d."""
     for op in range(3):
         evaluate(arrays, replay, op)
@@ -18,12 +18,12 @@ def look_before_d(arrays: Arrays, replay: Replay) -> None:
 
 
 @native
-def evict(arrays: Arrays, replay: Replay, storage: int) -> None:
+def evict(arrays: Arrays, replay: RepairState, storage: int) -> None:
     drop(arrays, replay, storage)
     need_again(arrays, replay, storage)
 
 
-def started(seed: tuple[int, ...]) -> tuple[Arrays, Replay]:
+def started(seed: tuple[int, ...]) -> tuple[Arrays, RepairState]:
     arrays = arrays_of(small_step())
     return arrays, start_replay(arrays, np.array(seed), 20, np.ones(5), np.ones(len(seed) + 2))
 

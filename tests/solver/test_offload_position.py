@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from memopt.solver.lower_bound import Held
+from memopt.solver.lower_bound import HeldBytes
 from memopt.solver.offload_bound import _Position
 from memopt.solver.problem import Link
 from tests.solver.small import small_step
@@ -10,7 +10,7 @@ from tests.solver.small import small_step
 
 def at_d() -> _Position:
     """The moment of d, which needs 108 bytes; a, of 4 bytes and 1 second, is held, recomputed or on the host then."""
-    return _Position(small_step(), 3, Held(small_step()), seconds_before=7.0, seconds_after=24.0)
+    return _Position(small_step(), 3, HeldBytes(small_step()), seconds_before=7.0, seconds_after=24.0)
 
 
 @pytest.mark.parametrize(

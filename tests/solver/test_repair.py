@@ -14,7 +14,7 @@ from memopt.solver.simulator import simulate
 
 
 def repaired(problem, schedule, cap_bytes, *exponents):
-    evaluations = repair(arrays_of(problem), to_array(schedule), cap_bytes, *exponents).evaluations
+    evaluations, _ = repair(arrays_of(problem), to_array(schedule), cap_bytes, *exponents)
     return None if evaluations is None else to_schedule(evaluations)
 
 

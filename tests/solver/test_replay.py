@@ -3,26 +3,26 @@ import pytest
 
 from memopt.solver.arrays import Arrays, arrays_of
 from memopt.solver.native import native
-from memopt.solver.replay import AWAY, EVALUATED, PRESENT, USED, Replay, cost, drop, evaluate, start_replay
+from memopt.solver.replay import AWAY, EVALUATED, PRESENT, USED, RepairState, cost, drop, evaluate, start_replay
 from tests.solver.small import RECOMPUTED, small_step
 
 
 @native
-def evaluated(arrays: Arrays, replay: Replay, op: int) -> None:
+def evaluated(arrays: Arrays, replay: RepairState, op: int) -> None:
     evaluate(arrays, replay, op)
 
 
 @native
-def dropped(arrays: Arrays, replay: Replay, storage: int) -> None:
+def dropped(arrays: Arrays, replay: RepairState, storage: int) -> None:
     drop(arrays, replay, storage)
 
 
 @native
-def cost_of(arrays: Arrays, replay: Replay, storage: int) -> float:
+def cost_of(arrays: Arrays, replay: RepairState, storage: int) -> float:
     return cost(arrays, replay, storage)
 
 
-def started() -> tuple[Arrays, Replay]:
+def started() -> tuple[Arrays, RepairState]:
     arrays, seed = arrays_of(small_step()), np.array(RECOMPUTED)
     return arrays, start_replay(arrays, seed, 20, np.ones(5), np.ones(seed.size + 2))
 

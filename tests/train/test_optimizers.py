@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 from torch.optim import SGD, lr_scheduler
 
+from memopt.account.optimizer_trial import parameters_of
 from memopt.optimizers import OptimizerInBackward
 from memopt.planning.options import positive_int
 from memopt.train.optimizers import (
@@ -18,7 +19,6 @@ from memopt.train.optimizers import (
     clip,
     multiply,
     norm_limit,
-    parameters_of,
     with_gradients,
 )
 
@@ -29,7 +29,7 @@ BODY, HEAD = SGD(MODEL[0].parameters()), SGD(MODEL[1].parameters())
 def test_one_or_several() -> None:
     assert as_optimizers(BODY, MODEL, None) == (BODY,)
     both = as_optimizers([BODY, HEAD], MODEL, None)
-    assert [parameter.shape for parameter in parameters_of(both)] == [
+    assert [parameter.shape for parameter in parameters_of(*both)] == [
         parameter.shape for parameter in MODEL.parameters()
     ]
 
@@ -42,7 +42,7 @@ def test_parameters_of_a_loss_function_are_known() -> None:
 def test_groups_added_later_are_seen() -> None:
     optimizer = SGD(MODEL[0].parameters())
     optimizer.add_param_group({"params": list(MODEL[1].parameters())})
-    assert len(parameters_of([optimizer])) == 4
+    assert len(parameters_of(optimizer)) == 4
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from passes.patterns.row_places import Place, moved_place, with_rows
+from passes.patterns.row_places import RowsPlace, moved_place, with_rows
 from passes.patterns.row_wise import _RULES, row_operands, row_result
 from tests.passes.capture import Sketch, aten
 
@@ -25,7 +25,7 @@ def first(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value[0]
 
 
-def parts_of(value: Any, start: int, rows: int, place: Place) -> Any:
+def parts_of(value: Any, start: int, rows: int, place: RowsPlace) -> Any:
     """The rows from `start` on, of a tensor or of each in a tuple."""
     if not isinstance(value, torch.Tensor):
         return [parts_of(one, start, rows, place) for one in value]
@@ -48,7 +48,7 @@ def rows_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> set[int]:
     expected = target(*args, **kwargs)
     found = set()
     for dim in range(first(expected).dim()):
-        count, place = first(expected).shape[dim], Place(dim)
+        count, place = first(expected).shape[dim], RowsPlace(dim)
         operands = row_operands(call, place)
         if operands is None or count < 2 or all(at is None for _, at in operands):
             continue
@@ -186,11 +186,11 @@ def test_samples_of_elementwise_operators(info: Any) -> None:
 
 
 def test_rows_that_a_view_merges_with_others() -> None:
-    assert moved_place((2, 6, 8), (12, 8), Place(1)) == Place(0, outer=2)
-    assert moved_place((12, 8), (2, 6, 8), Place(0, outer=2)) == Place(1)
-    assert moved_place((6, 2, 8), (12, 8), Place(0)) == Place(0, inner=2)
-    assert moved_place((1, 6, 8), (6, 2, 4), Place(1)) == Place(0)
-    assert moved_place((6, 8), (2, 3, 8), Place(0)) is None
+    assert moved_place((2, 6, 8), (12, 8), RowsPlace(1)) == RowsPlace(0, outer=2)
+    assert moved_place((12, 8), (2, 6, 8), RowsPlace(0, outer=2)) == RowsPlace(1)
+    assert moved_place((6, 2, 8), (12, 8), RowsPlace(0)) == RowsPlace(0, inner=2)
+    assert moved_place((1, 6, 8), (6, 2, 4), RowsPlace(1)) == RowsPlace(0)
+    assert moved_place((6, 8), (2, 3, 8), RowsPlace(0)) is None
 
 
 def test_every_rule_is_tried() -> None:
@@ -205,5 +205,5 @@ def test_a_result_takes_the_place_of_its_operand() -> None:
     sketch = Sketch()
     x = sketch.input("x", 6, 8)
     turned = sketch.call(aten.t.default, x)
-    assert row_result(turned, x, Place(0)) == (Place(1), ((x, Place(0)),))
-    assert row_result(sketch.call(aten.mm.default, x, turned), x, Place(1)) is None
+    assert row_result(turned, x, RowsPlace(0)) == (RowsPlace(1), ((x, RowsPlace(0)),))
+    assert row_result(sketch.call(aten.mm.default, x, turned), x, RowsPlace(1)) is None
