@@ -99,6 +99,9 @@ class Plain(Waiting, Protocol):
     account: Account
     outputs: tuple[WeakStorage, ...]
 
+    def free_saved(self) -> int:
+        """Free what the forward has saved until its backward; returns the bytes freed."""
+
 
 @dataclass
 class LatestLooks:

@@ -157,7 +157,7 @@ class Share:
     def free_waiting(self) -> bool:
         """Make waiting forwards free what they saved and compute it again in their backward; returns whether any
         does."""
-        freed = sum([forward.free_saved() for forward in self.entry.waiting()])
+        freed = sum([forward.free_saved() for forward in (*self.entry.waiting(), *self.entry.plain_waiting())])
         if freed and not self._freed:
             self._freed = True
             warnings.warn(
