@@ -52,6 +52,9 @@ class Waiting(Protocol):
     overlaps: set[Overlap]
     """The forwards of other models that have run since it began."""
 
+    def free_saved(self) -> int:
+        """Free what the forward has saved until its backward; returns the bytes freed."""
+
 
 class _Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
@@ -69,9 +72,6 @@ class _Forward(Waiting, Protocol):
     """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
     judged: bool
     """Whether its backward is refused where it would exceed the budget."""
-
-    def free_saved(self) -> int:
-        """Free what the forward has saved until its backward; returns the bytes freed."""
 
     def after_backward(self) -> None:
         """Mark the forward as done."""
@@ -98,9 +98,6 @@ class Plain(Waiting, Protocol):
     peak_bytes: int
     account: Account
     outputs: tuple[WeakStorage, ...]
-
-    def free_saved(self) -> int:
-        """Free what the forward has saved until its backward; returns the bytes freed."""
 
 
 @dataclass
