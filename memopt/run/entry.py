@@ -197,8 +197,9 @@ class Entry:
     they are a group."""
     others_expected: int = 0
     """The number of further forwards that the present group is expected to have after its first."""
-    held_after: int | None = None
-    """The bytes held by the latest forward that was not the first of its group; None before one."""
+    beside_waiting: tuple[int, int] | None = None
+    """The bytes held by the latest forward that was not the first of its group, and the most that one of those held
+    which waited then; None before one."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Figures of plans, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
@@ -297,6 +298,12 @@ class Entry:
             if self.reached_bytes is None
             else min(self.later_bytes, max(0, self.reached_bytes - elsewhere))
         )
+
+    def held_after(self, plan: Plan) -> int:
+        """The bytes that each further forward of a group holds whose first one runs by `plan`: as was seen after one
+        that held as much, else as many as the first one."""
+        after, before = self.beside_waiting or (plan.held_bytes, 0)
+        return after if plan.held_bytes <= before else max(after, plan.held_bytes)
 
     def add(self, forward: _Forward) -> None:
         """Add a planned forward that begins now."""

@@ -145,8 +145,7 @@ class Moment:
         for a plan that recomputes and was made while tensors outside of the step held far more of the device than now:
         a faster one is possible."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        own = situation.to_come or self.entry.held_after is None
-        others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)
+        others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.held_after(plan))
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         alone = self._alone(plan)

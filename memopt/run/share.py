@@ -322,7 +322,8 @@ class Share:
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
             raise self._refusal(works, plan.account.elsewhere)
         if waiting and situation.for_other_models is not None:
-            self.entry.held_after = held
+            earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
+            self.entry.beside_waiting = held, max(earlier)
         forward = PendingForward(
             plan,
             weakref.ref(self.model),
