@@ -97,6 +97,7 @@ class Plain(Waiting, Protocol):
     room_bytes: int
     peak_bytes: int
     account: Account
+    given: tuple[WeakStorage, ...]
     outputs: tuple[WeakStorage, ...]
 
 

@@ -94,9 +94,10 @@ class CallInProgress:
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to try, in order, where the first plan does not fit. For the bytes that lie elsewhere now,
-        rounded up, and then to a half of what a look has to notice, which a plan has room for: as one of a group of equal forwards where others are expected, and beside the
-        forwards that wait. Where the caller still holds the outputs of the step before, situations in which these count
-        as elsewhere come first, and one for the plan that holds least comes last."""
+        rounded up, and then to a half of what a look has to notice, for which a plan has room: as one of a group of
+        equal forwards where others are expected, and beside the forwards that wait. Where the caller still holds the
+        outputs of the step before, situations in which these count as elsewhere come first. One for the plan
+        that holds least comes last there, and one that leaves a plain forward room for its backward."""
         now = self.moment.elsewhere_beside(plan.account)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
@@ -111,8 +112,8 @@ class CallInProgress:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
             yield replace(own, other_forwards=others, elsewhere=elsewhere)
-        if kept:
-            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=None)
+        if (spared := self.moment.plain_backward_bytes) or kept:
+            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=spared or None)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that now begins to run by `plan`. `exchanges` identifies its collectives

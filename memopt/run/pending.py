@@ -84,8 +84,8 @@ class PendingForward:
     done: bool = False
     backward_begins: Callable[[], None] = lambda: None
     """Called when the first backward begins."""
-    copied_bytes: int = 0
-    """The bytes of copies of its inputs, which are in no plan."""
+    copies: tuple[WeakStorage, ...] = ()
+    """The storages of copies of its inputs, which are in no plan."""
     runs_plain_from: Callable[[int, int], int | None] = lambda elsewhere, most: None
     """Returns the budget with which the call runs plain beside so many bytes elsewhere; None where it is above `most`
     or not known."""
@@ -169,7 +169,7 @@ class PendingForward:
         freed = self.second_run.free(nodes[0], self.entry.device, {one.address for one in self.outputs})
         if freed:
             self.held_bytes, self.again_bytes = held_with_second_run(self.held_bytes - freed, self.outputs)
-            self.copied_bytes = 0  # the second run takes the inputs themselves
+            self.copies = ()  # the second run takes the inputs themselves
         return freed
 
     def present(self, device: torch.device) -> dict[int, int]:
@@ -235,8 +235,9 @@ class PendingForward:
     def _see_what_appeared(self, moment: Moment) -> None:
         """Note, in the first backward, the bytes that have appeared since the forward beside other models' forwards:
         the next forward is planned with these."""
-        ledger = Ledger.of(self.entry)
+        ledger, known = Ledger.of(self.entry), moment.addresses()
         appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
+        appeared -= sum(one.nbytes for one in self.copies if one.address not in known)  # later forwards make none
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
             if not ledger.others_training(self.entry):  # what those hold changes from call to call
@@ -256,7 +257,8 @@ class PendingForward:
         """The bytes that a backward may hold in place of optimizer state that does not exist yet. What has appeared
         before the first backward is planned for from the second step on."""
         outputs = sum(one.nbytes for one in self.outputs)
-        return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - self.copied_bytes)
+        copied = sum(one.nbytes for one in self.copies)
+        return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - copied)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
@@ -468,6 +470,8 @@ class PlainForward:
     """What its step counts beside its activations."""
     peak_bytes: int
     """The most that its forward and backward hold, without resident bytes."""
+    given: tuple[WeakStorage, ...]
+    """The storages of the call's inputs."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
     check_graph: Callable[[Retention], None]

@@ -349,9 +349,9 @@ class PlainCalls:
         result = self.plain(*call[0], **call[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            step, storages = fitting.step, tuple(weak_storages(outputs))
-            given = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
-            forward = PlainForward(self.entry, *given, storages, check_graph, again)
+            step, given, returned = fitting.step, tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
+            counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
+            forward = PlainForward(self.entry, *counted, given, returned, check_graph, again)
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
