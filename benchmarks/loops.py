@@ -67,9 +67,8 @@ def records_of(name: str) -> list[Record]:
     command = ["timeout", str(LIMIT_SECONDS), sys.executable, "-m", "tests.loops", name, "--timed"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     failure = f"the process ended with code {ran.returncode}" * bool(ran.returncode)
-    records = [
-        json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"')
-    ]  # trainers print their dicts
+    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"')]  # trainers print dicts of their own
+    records = [json.loads(line) for line in lines]
     for record in records:
         record["said"] = [text[:SAID] for text in record["said"]]
         record.pop("states")
