@@ -75,9 +75,9 @@ def replace_saved(
     later, freed = _Later(values), dict[int, tuple[WeakStorage, int]]()
     number = -1
     for node in nodes:
-        for raw in _raw_saved(node):
+        for raw, held in [(raw, tuple(weak_storages((value,)))) for raw, value in _with_values(node)]:
             number += 1
-            memory = {one.address: (one, one.nbytes) for one in weak_storages((raw.data,)) if one.device == device}
+            memory = {one.address: (one, one.nbytes) for one in held if one.device == device}
             if any(nbytes for _, nbytes in memory.values()) and memory.keys().isdisjoint(kept):
                 with suppress(RuntimeError):  # the user's own hooks have packed it
                     raw.register_hooks(partial(later.packed, number), later.take)
@@ -88,7 +88,15 @@ def replace_saved(
 
 def all_saved(nodes: Iterable[Any]) -> list[torch.Tensor]:
     """What autograd nodes that were just made have saved, for `replace_saved`."""
-    return [raw.data for node in nodes for raw in _raw_saved(node)]
+    return [value for node in nodes for _, value in _with_values(node)]
+
+
+def _with_values(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What an autograd node that is not freed saves, each as torch's `SavedTensor` and as what that holds."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # `data` of theirs keeps a leaf alive for good
+        yield from zip(node._raw_saved_tensors, node.saved_tensors, strict=True)
+    else:
+        yield from ((raw, raw.data) for raw in _raw_saved(node))
 
 
 class _Later:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -181,3 +183,14 @@ def test_a_plain_forward_that_a_second_run_would_change_frees_nothing() -> None:
     assert session.status.state is State.PLAIN
     assert not session.share.free_waiting()
     output.sum().backward()
+
+
+@planned_or_plain
+@pytest.mark.filterwarnings("ignore:.*run a second time")
+def test_nothing_of_a_model_stays_after_a_second_run(state: State) -> None:
+    model = optimised(Siamese(), 1)
+    torch.stack(waiting(model, images(2), state)).square().sum().backward()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(one() is not None for one in parameters)
