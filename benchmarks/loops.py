@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def records_of(name: str) -> list[Record]:
     command = ["timeout", str(LIMIT_SECONDS), sys.executable, "-m", "tests.loops", name, "--timed"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     failure = f"the process ended with code {ran.returncode}" * bool(ran.returncode)
-    records = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"')]  # trainers print dicts of their own
+    records = [json.loads(line) for line in lines]
     for record in records:
         record["said"] = [text[:SAID] for text in record["said"]]
         record.pop("states")
@@ -76,9 +78,17 @@ def records_of(name: str) -> list[Record]:
     return records
 
 
+def known() -> list[Record]:
+    """The records of the result file, which has those of one loop with the same options on a line."""
+    return [record for some in json.loads(RESULT.read_text())["records"] for record in some] if RESULT.exists() else []
+
+
 def write(records: dict[str, list[Record]]) -> None:
     flat = [record for name in sorted(records) for record in records[name]]
-    write_result(RESULT, {**stamp(), "records": flat})
+    told = [(one, flat[number - 1]["loop"] == one["loop"] if number else False) for number, one in enumerate(flat)]
+    short = [{key: value for key, value in one.items() if key != "title" or not again} for one, again in told]
+    lines = [list(some) for _, some in groupby(short, lambda record: (record["loop"], record["options"]))]
+    write_result(RESULT, {**stamp(), "records": lines})
     PAGE.write_text(page(flat), encoding="utf-8")
 
 
@@ -121,9 +131,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="repeat what is not right")
     parser.add_argument("--limit-minutes", type=float, default=float("inf"))
     arguments = parser.parse_args()
-    known = json.loads(RESULT.read_text())["records"] if RESULT.exists() else []
-    every, start = names(), time.time()
-    records = {name: [record for record in known if record["loop"] == name] for name in every}
+    before, every, start = known(), names(), time.time()
+    records = {name: [record for record in before if record["loop"] == name] for name in every}
     for name in arguments.only or every:
         right = records[name] and all(record["verdict"] in RIGHT for record in records[name])
         if arguments.only or not records[name] or (arguments.again and not right):

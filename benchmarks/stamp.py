@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-LINE = 1400
+LINE = 2000
 """Characters of a record that is written on one line."""
 
 

@@ -223,6 +223,10 @@ class _Values:
         """The copies, by the `id` of their tensor, of those tensors that are still alive."""
         return {id(tensor): kept for one, _, kept in self.tensors if kept is not None and (tensor := one()) is not None}
 
+    def alive(self) -> list[torch.Tensor]:
+        """The tensors that are still alive."""
+        return [tensor for one, *_ in self.tensors if (tensor := one()) is not None]
+
     def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """The tensors that are still alive and whose version has changed since this object was made: their positions,
         the tensors, and their copies or None."""

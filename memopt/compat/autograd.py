@@ -203,8 +203,17 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
     """The given autograd nodes, and the nodes made since `next_node_number` returned `number` that a backward from them
-    reaches through nodes made since then only. Nodes of leaves are not among them."""
-    return list(_reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number))
+    reaches through nodes made since then only, in the order in which they were made. Nodes of leaves are not among
+    them."""
+    found = _reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number)
+    return sorted(found, key=lambda node: node._sequence_nr())
+
+
+def nodes_with(mark: str, value: object, tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The autograd nodes that plain tensors among `tensors` depend on and that have `value` in the collection with the
+    name `mark` in their metadata."""
+    plain = [one for one in tensors if type(one) is torch.Tensor and one.requires_grad]
+    return [node for node in _nodes_of(plain) if value in node.metadata.get(mark, ())]
 
 
 def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:

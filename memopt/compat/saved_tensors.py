@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memopt.compat.tensors import bytes_by_address
+from memopt.compat.tensors import WeakStorage, weak_storages
 from passes.compat import private
 
 PRIVATE_NAMES = (
@@ -39,18 +39,27 @@ def saved_by(node: Any) -> list[torch.Tensor]:
         except RuntimeError as error:
             if "inplace" not in str(error):  # freed
                 return saved
+    for raw in _raw_saved(node):
+        try:
+            part = raw.data
+        except RuntimeError:  # freed
+            continue
+        saved += [one for one in (part if isinstance(part, tuple) else (part,)) if isinstance(one, torch.Tensor)]
+    return saved
+
+
+def _raw_saved(node: Any) -> Iterator[Any]:
+    """What an autograd node saves, as torch's `SavedTensor`s in an order that is the same for each node of its class;
+    of a node that is freed, nothing."""
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
     for name in _SAVED[kind]:
         try:
             found = getattr(node, name)
-            parts = [one.data for one in (found if isinstance(found, (tuple, list)) else (found,)) if one is not None]
         except RuntimeError:  # freed
             continue
-        for part in parts:
-            saved += [one for one in (part if isinstance(part, tuple) else (part,)) if isinstance(one, torch.Tensor)]
-    return saved
+        yield from (one for one in (found if isinstance(found, (tuple, list)) else (found,)) if one is not None)
 
 
 _SAVED: dict[type, tuple[str, ...]] = {}
@@ -58,32 +67,44 @@ _SAVED: dict[type, tuple[str, ...]] = {}
 
 
 def replace_saved(
-    node: Any, kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor | None]]
+    nodes: Iterable[Any], kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor]]
 ) -> int:
-    """Free the tensors on a device that an `autograd.Function`'s node has saved, except those at the addresses `kept`.
-    Its backward then reads what `values` returns, one for each saved tensor in order. Returns the bytes freed."""
-    later, freed = _Later(values), dict[int, int]()
-    saved: list[torch.Tensor | None] = list(node.saved_tensors)
-    for number, raw in enumerate(node._raw_saved_tensors):
-        memory = bytes_by_address((saved[number],), device)
-        saved[number] = None
-        if memory and memory.keys().isdisjoint(kept):
-            try:
-                raw.register_hooks(partial(later.packed, number), later.take)
-            except RuntimeError:  # the user's own hooks have packed it
-                break
-            freed |= memory
-    if freed:
-        node.metadata[_REPLACED] = True
-    return sum(freed.values())
+    """Free the tensors on a device that autograd nodes have saved, except those at the addresses `kept`. A backward
+    then reads what `values` returns: what equal nodes in the same order have saved (`all_saved`). Returns the bytes
+    freed, without those that other code still holds."""
+    later, freed = _Later(values), dict[int, tuple[WeakStorage, int]]()
+    number = -1
+    for node in nodes:
+        for raw, held in [(raw, tuple(weak_storages((value,)))) for raw, value in _with_values(node)]:
+            number += 1
+            memory = {one.address: (one, one.nbytes) for one in held if one.device == device}
+            if any(nbytes for _, nbytes in memory.values()) and memory.keys().isdisjoint(kept):
+                with suppress(RuntimeError):  # the user's own hooks have packed it
+                    raw.register_hooks(partial(later.packed, number), later.take)
+                    node.metadata[_REPLACED] = True
+                    freed |= memory
+    return sum(nbytes for storage, nbytes in freed.values() if not storage.nbytes)
+
+
+def all_saved(nodes: Iterable[Any]) -> list[torch.Tensor]:
+    """What autograd nodes that were just made have saved, for `replace_saved`."""
+    return [value for node in nodes for _, value in _with_values(node)]
+
+
+def _with_values(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What an autograd node that is not freed saves, each as torch's `SavedTensor` and as what that holds."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # `data` of theirs keeps a leaf alive for good
+        yield from zip(node._raw_saved_tensors, node.saved_tensors, strict=True)
+    else:
+        yield from ((raw, raw.data) for raw in _raw_saved(node))
 
 
 class _Later:
     """Saved tensors that are computed all at once, when the first of them is read. Each is given out once only."""
 
-    def __init__(self, values: Callable[[], Sequence[torch.Tensor | None]]) -> None:
+    def __init__(self, values: Callable[[], Sequence[torch.Tensor]]) -> None:
         self.values, self._numbers = values, set[int]()
-        self._found: dict[int, torch.Tensor | None] = {}
+        self._found: dict[int, torch.Tensor] = {}
 
     def packed(self, number: int, _: torch.Tensor) -> int:
         """Takes note of the saved tensor with this number, and returns the number, which autograd keeps in its
@@ -95,10 +116,8 @@ class _Later:
         """The value of the saved tensor with this number."""
         if number not in self._found:
             values = self.values()
-            self._found = {one: values[one] for one in self._numbers}
-        value = self._found.pop(number)
-        assert value is not None
-        return value
+            self._found = {one: values[one].detach() for one in self._numbers}
+        return self._found.pop(number)
 
 
 _REPLACED = "memopt replaced what it saved"

@@ -52,6 +52,9 @@ class Waiting(Protocol):
     overlaps: set[Overlap]
     """The forwards of other models that have run since it began."""
 
+    def free_saved(self) -> int:
+        """Free what the forward has saved until its backward; returns the bytes freed."""
+
 
 class _Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
@@ -69,9 +72,6 @@ class _Forward(Waiting, Protocol):
     """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
     judged: bool
     """Whether its backward is refused where it would exceed the budget."""
-
-    def free_saved(self) -> int:
-        """Free what the forward has saved until its backward; returns the bytes freed."""
 
     def after_backward(self) -> None:
         """Mark the forward as done."""
@@ -97,6 +97,7 @@ class Plain(Waiting, Protocol):
     room_bytes: int
     peak_bytes: int
     account: Account
+    given: tuple[WeakStorage, ...]
     outputs: tuple[WeakStorage, ...]
 
 
@@ -197,8 +198,9 @@ class Entry:
     they are a group."""
     others_expected: int = 0
     """The number of further forwards that the present group is expected to have after its first."""
-    held_after: int | None = None
-    """The bytes held by the latest forward that was not the first of its group; None before one."""
+    beside_waiting: tuple[int, int] | None = None
+    """The bytes held by the latest forward that was not the first of its group, and the most that one of those held
+    which waited then; None before one."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Figures of plans, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
@@ -297,6 +299,12 @@ class Entry:
             if self.reached_bytes is None
             else min(self.later_bytes, max(0, self.reached_bytes - elsewhere))
         )
+
+    def held_after(self, plan: Plan) -> int:
+        """The bytes that each further forward of a group holds whose first one runs by `plan`: as was seen after one
+        that held as much, else as many as the first one."""
+        after, before = self.beside_waiting or (plan.held_bytes, 0)
+        return after if plan.held_bytes <= before else max(after, plan.held_bytes)
 
     def add(self, forward: _Forward) -> None:
         """Add a planned forward that begins now."""

@@ -95,23 +95,26 @@ class CallInProgress:
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to try, in order, where the first plan does not fit. For the bytes that lie elsewhere now,
-        rounded up and then exactly: as one of a group of equal forwards where others are expected, and beside the
-        forwards that wait. Where the caller still holds the outputs of the step before, situations in which these count
-        as elsewhere come first, and one for the plan that holds least comes last."""
+        rounded up, and then to a half of what a look has to notice, for which a plan has room: as one of a group of
+        equal forwards where others are expected, and beside the forwards that wait. Where the caller still holds the
+        outputs of the step before, situations in which these count as elsewhere come first. One for the plan
+        that holds least comes last there, and one that leaves a plain forward room for its backward."""
         now = self.moment.elsewhere_beside(plan.account)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
+        fine = max(1, self.moment.entry.notable_bytes // 2)
+        closer = there and rounded and min(rounded, -(-there // fine) * fine)
         group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
         others = self.moment.others_in_backward(self.situation.gradients_held)
         kept = self.moment.kept_outputs
         with_kept = (in_steps(now + kept, plan.budget_bytes),) if kept else ()
-        for elsewhere in dict.fromkeys((*with_kept, rounded, there)):
+        for elsewhere in dict.fromkeys((*with_kept, rounded, closer)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
             yield replace(own, other_forwards=others, elsewhere=elsewhere)
-        if kept:
-            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=None)
+        if (spared := self.moment.plain_backward_bytes) or kept:
+            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=spared or None)
 
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that now begins to run by `plan`. `exchanges` identifies its collectives
@@ -154,8 +157,8 @@ class PlansOfRegions:
         self._emitted: LruCache[tuple[RecordedRegion, Situation], PlansBySize] = LruCache(_MOST)
         self._captured: LruCache[tuple[RecordedRegion, Sizes], CapturedCall] = LruCache(_MOST)
         self._refused: LruCache[Hashable, BudgetError] = LruCache(_MOST)
-        """The refusals of groups of forwards, by region, situation, sizes and what lies elsewhere: a group that has no
-        room may run one by one, and is not planned in each step again."""
+        """The refusals of calls in situations that are tried beside others, by region, situation, sizes and what lies
+        elsewhere: a group that has no room may run one by one, and is not planned in each step again."""
 
     @property
     def runs(self) -> bool:
@@ -207,8 +210,9 @@ class PlansOfRegions:
         plans = self._emitted[key]
         sizes = region.sizes_of(inputs)
         elsewhere = self.road.planner.accounts.beside.found.other if situation.to_come else 0
-        in_group = region, situation, sizes, in_steps(elsewhere, self.road.planner.terms.options.budget_bytes)
-        if situation.to_come and (refused := self._refused.get(in_group)) is not None:
+        tried = region, situation, sizes, in_steps(elsewhere, self.road.planner.terms.options.budget_bytes)
+        again = bool(situation.to_come or situation.elsewhere)
+        if again and (refused := self._refused.get(tried)) is not None:
             raise refused.adding()
         ceiling = plans.covering(sizes)
         if ceiling is None:
@@ -229,8 +233,8 @@ class PlansOfRegions:
                 if most == sizes:
                     larger = plans.refusal(self.bounds.above(region, inputs, call))
                     named = in_progress.moment.for_sizes_above(refused, larger) if larger else refused
-                    if situation.to_come:
-                        self._refused[in_group] = named.adding()
+                    if again:
+                        self._refused[tried] = named.adding()
                     raise named from None
                 plans.refuse(most, refused)
             except CaptureError:

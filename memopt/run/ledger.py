@@ -145,9 +145,10 @@ class Moment:
         for a plan that recomputes and was made while tensors outside of the step held far more of the device than now:
         a faster one is possible."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        own = situation.to_come or self.entry.held_after is None
-        others += self.to_come * (plan.held_bytes if own else self.entry.held_after or 0)
+        others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.held_after(plan))
         if situation.elsewhere is None and self._has_shrunk(plan):
+            return False
+        if self.plain_backward_bytes and not self.may_hold(plan.held_bytes):
             return False
         alone = self._alone(plan)
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
@@ -221,6 +222,12 @@ class Moment:
         more = size(smallest - refused.smallest_bytes)
         words = f"{more} of it are for the largest batches seen, with a margin where batches grow"
         return refused.adding(words, smallest_bytes=smallest)
+
+    @property
+    def plain_backward_bytes(self) -> int:
+        """The most bytes that the backward of a forward of this model that ran plain and waits takes on top of what
+        that holds: it may run while this call waits for its own. 0 where none waits."""
+        return max((one.peak_bytes - one.held_bytes for one in self.entry.plain_waiting()), default=0)
 
     def may_hold(self, held_bytes: int) -> bool:
         """Whether this call may hold `held_bytes` until its backward without taking the room that waiting forwards need

@@ -126,8 +126,9 @@ class ModelsOnDevice:
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The `BudgetError` of a call with a budget in which the steps of all optimised models fit at the same time:
         each by the plan that holds least, or as guessed where it has no plan yet, and never more than all of them need
-        with nothing recomputed. `plain` tells what the call needs without a plan."""
-        others = self.others_training(entry)
+        with nothing recomputed. Models whose backward has run before, and that hold nothing now, have their steps at
+        another time. `plain` tells what the call needs without a plan."""
+        others = [other for other in self.others_training(entry) if other.held_bytes or not other.trained]
         if not others:
             return refused
         own = entry.step_bytes

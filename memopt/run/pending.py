@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from memopt.compat.autograd import (
     graph_until,
     keeps_graph,
     nodes_since,
+    nodes_with,
     pass_over,
     python_nodes,
     retention,
@@ -37,6 +38,7 @@ from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors,
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
+from memopt.meter import live_objects
 from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
@@ -44,7 +46,7 @@ from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.overlaps import Overlap
 from memopt.run.safety_net import GradientsBefore
-from memopt.run.second_run import SecondRun
+from memopt.run.second_run import PlainSecondRun, SecondRun
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward, staying
 from memopt.solver import Schedule
 from memopt.training_state import CallState
@@ -86,8 +88,8 @@ class PendingForward:
     done: bool = False
     backward_begins: Callable[[], None] = lambda: None
     """Called when the first backward begins."""
-    copied_bytes: int = 0
-    """The bytes of copies of its inputs, which are in no plan."""
+    copies: tuple[WeakStorage, ...] = ()
+    """The storages of copies of its inputs, which are in no plan."""
     runs_plain_from: Callable[[int, int], int | None] = lambda elsewhere, most: None
     """Returns the budget with which the call runs plain beside so many bytes elsewhere; None where it is above `most`
     or not known."""
@@ -170,10 +172,8 @@ class PendingForward:
             return 0
         freed = self.second_run.free(nodes[0], self.entry.device, {one.address for one in self.outputs})
         if freed:
-            returned = sum(one.nbytes for one in self.outputs)
-            self.held_bytes = max(returned, self.held_bytes - freed)
-            self.again_bytes = max(1, 2 * returned)  # both runs' outputs, and their gradients
-            self.copied_bytes = 0  # the second run takes the inputs themselves
+            self.held_bytes, self.again_bytes = held_with_second_run(self.held_bytes - freed, self.outputs)
+            self.copies = ()  # the second run takes the inputs themselves
         return freed
 
     def present(self, device: torch.device) -> dict[int, int]:
@@ -239,8 +239,9 @@ class PendingForward:
     def _see_what_appeared(self, moment: Moment) -> None:
         """Note, in the first backward, the bytes that have appeared since the forward beside other models' forwards:
         the next forward is planned with these."""
-        ledger = Ledger.of(self.entry)
+        ledger, known = Ledger.of(self.entry), moment.addresses()
         appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
+        appeared -= sum(one.nbytes for one in self.copies if one.address not in known)  # later forwards make none
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
             if not ledger.others_training(self.entry):  # what those hold changes from call to call
@@ -260,7 +261,8 @@ class PendingForward:
         """The bytes that a backward may hold in place of optimizer state that does not exist yet. What has appeared
         before the first backward is planned for from the second step on."""
         outputs = sum(one.nbytes for one in self.outputs)
-        return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - self.copied_bytes)
+        copied = sum(one.nbytes for one in self.copies)
+        return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - copied)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
@@ -448,6 +450,17 @@ def _hook() -> object:
     return register_optimizer_step_post_hook(release_all)
 
 
+def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
+    """The bytes that a forward holds until its backward, which runs it a second time, where `held_bytes` of what it has
+    saved could not be freed; and those that its backward takes beside its step."""
+    returned = sum(one.nbytes for one in outputs)
+    return max(returned, held_bytes), max(1, 2 * returned)  # both runs' outputs, and their gradients
+
+
+WAITS = "memopt waits"
+"""The node of what a plain forward returned has a list with that forward under this name in its metadata."""
+
+
 @dataclass(eq=False)
 class PlainForward:
     """A forward that ran without a plan and waits for its backward; its autograd graph keeps this object alive."""
@@ -461,13 +474,29 @@ class PlainForward:
     """What its step counts beside its activations."""
     peak_bytes: int
     """The most that its forward and backward hold, without resident bytes."""
+    given: tuple[WeakStorage, ...]
+    """The storages of the call's inputs."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
     check_graph: Callable[[Retention], None]
     """Called with what the backward that begins leaves to do with its graph, if anything. Raises `BudgetError` where
     the budget has no room for that."""
+    second_run: PlainSecondRun | None = None
+    """How what it has saved is computed once more; None where that is not possible."""
     number: int = 0
     overlaps: set[Overlap] = field(default_factory=set)
+
+    def free_saved(self) -> int:
+        """As `PendingForward.free_saved`."""
+        if (second_run := self.second_run) is None:
+            return 0
+        self.second_run, kept = None, {one.address for one in self.outputs}
+        nodes = nodes_with(WAITS, self, live_objects(torch.Tensor))
+        freed = second_run.free(nodes, self.entry.device, kept)
+        if freed:
+            self.held_bytes, again = held_with_second_run(self.held_bytes - freed, self.outputs)
+            self.room_bytes -= again
+        return freed
 
     def end(self) -> None:
         """Mark the forward as not waiting any more; called when a backward through any of its outputs begins. Raises

@@ -40,9 +40,10 @@ from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import WORTHWHILE, Ledger, Moment
 from memopt.run.overlaps import Alone
-from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING, PlainForward
+from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
+from memopt.run.second_run import PlainSecondRun
 from memopt.run.settings import Settings
 from memopt.run.sizes import covers
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
@@ -345,12 +346,14 @@ class PlainCalls:
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
         check_graph = partial(self._check_graph, fitting, situation, replace(moment, inputs=()))
+        # Later steps leave room for as many forwards as were seen before a backward.
+        again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         result = self.plain(*call[0], **call[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            step, storages = fitting.step, tuple(weak_storages(outputs))
-            given = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
-            forward = PlainForward(self.entry, *given, storages, check_graph)
+            step, given, returned = fitting.step, tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
+            counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
+            forward = PlainForward(self.entry, *counted, given, returned, check_graph, again)
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
@@ -363,7 +366,7 @@ class PlainCalls:
 
             nodes: set[Any] = {output.grad_fn for output in outputs}
             for node in nodes:
-                node.metadata["memopt"] = waiting  # it lives as long as a backward may begin at any output
+                node.metadata[WAITS] = waiting  # it lives as long as a backward may begin at any output
                 node.register_prehook(begins)
         return result
 

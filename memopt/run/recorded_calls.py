@@ -21,6 +21,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
+from memopt.compat.tensors import weak_storages
 from memopt.emit.emit import emit_planned
 from memopt.emit.partition import Emitted, check_own_memory
 from memopt.errors import BudgetError, CaptureError
@@ -328,7 +329,7 @@ class RecordedCalls:
             watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
             copies = watched.copies(pending.plan, self._in_progress.moment)
             inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
-            pending.backward_begins, pending.copied_bytes = watched.look, sum(one.nbytes for one in copies.values())
+            pending.backward_begins, pending.copies = watched.look, tuple(weak_storages(copies.values()))
             weak = WeakInputs.of(inputs, given) if copies else weak
 
         if self.whole:

@@ -3,18 +3,28 @@ it, so that other forwards have its room."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from memopt.compat.autograd import python_nodes
-from memopt.compat.saved_tensors import replace_saved, saved_by
+from memopt.capture.author_modes import AutocastState
+from memopt.capture.inputs import Call, tensors_in
+from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
+from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten
+from memopt.compat.saved_tensors import all_saved, replace_saved, saved_by, set_versions
 from memopt.compat.tensors import bytes_by_address, special_kind
 from memopt.run.weak_inputs import WeakInputs
-from memopt.training_state import CallState, generator_states, set_generators
+from memopt.training_state import CallState, ForwardState, generator_states, set_generators, undone_but_parameters
+
+_CHANGED = (
+    "a variable needed for gradient computation has been modified by an inplace operation: a weight or an input of a "
+    "forward that is run once more in its backward, since the budget has no room for what several forwards save; "
+    "change it after the backward"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,19 +74,15 @@ class SecondRun:
         own = bytes_by_address(inputs, device).keys() | set(kept)
         first = {number: copies[id(inputs[number])] for number in self.written}
         self.tensors.extend(one for one in inputs if isinstance(one, torch.Tensor))
-        return replace_saved(node, own, device, lambda: self._saved(inputs, first, device))
+        return replace_saved((node,), own, device, lambda: self._saved(inputs, first, device))
 
     def _saved(
         self, inputs: Sequence[Any], first: dict[int, torch.Tensor], device: torch.device
-    ) -> Sequence[torch.Tensor | None]:
+    ) -> Sequence[torch.Tensor]:
         """What the second run saves, in the order in which the first one has saved it; `first` are the values before
         the first run of the inputs that it writes to."""
         if self.inputs.have_changed(inputs, but=self.written):
-            raise RuntimeError(
-                "a variable needed for gradient computation has been modified by an inplace operation: a weight or an "
-                "input of a forward that is run once more in its backward, since the budget has no room for what "
-                "several forwards save; change it after the backward"
-            )
+            raise RuntimeError(_CHANGED)
         arguments = [
             first[number].to(device, copy=True) if number in first else one for number, one in enumerate(inputs)
         ]
@@ -88,5 +94,66 @@ class SecondRun:
         finally:
             set_generators(now, device)
         made = {one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None}
-        (node,) = {node for found in made for node in python_nodes(found)}
-        return tuple(node.saved_tensors)
+        return all_saved({node for found in made for node in python_nodes(found)})
+
+
+@dataclass(frozen=True, eq=False)
+class PlainSecondRun:
+    """Runs the plain model's forward a second time in its backward, from the state before its first run, to compute
+    again what autograd has saved of that and what was freed."""
+
+    model: nn.Module
+    run: Callable[..., Any]
+    """The plain forward, a function of the call's arguments."""
+    structure: Any
+    """The containers of these arguments, whose leaves are the first of `inputs`."""
+    inputs: WeakInputs
+    """The leaves of the arguments, and the model's parameters."""
+    before: ForwardState
+    types: AutocastState
+    first_node: int
+    """A number below those of the autograd nodes of the first run."""
+
+    @classmethod
+    def of(cls, model: nn.Module, run: Callable[..., Any], call: Call) -> PlainSecondRun | None:
+        """The second run of a call whose first one begins now. None where an input is sparse, nested or quantised. A
+        model with hooks of the user's, which may change what lies outside of it, runs by a plan."""
+        tensors = list(tensors_in(call))
+        if any(map(special_kind, tensors)):
+            return None
+        leaves, structure = tree_flatten(call)
+        inputs = WeakInputs.of([*leaves, *model.parameters()], tensors)
+        before = ForwardState.of(model, tensors, ())
+        return cls(model, run, structure, inputs, before, AutocastState.now(), next_node_number())
+
+    def free(self, returned: Iterable[Any], device: torch.device, kept: Collection[int]) -> int:
+        """Free the tensors that the first run has saved, except at the addresses `kept`; reading one of them makes the
+        second run. `returned` has the nodes of what it has returned. Returns the bytes freed: 0, with nothing freed,
+        where an input or the model was changed since, or an input is gone."""
+        nodes = nodes_since(returned, self.first_node)
+        inputs = self.inputs.present(lambda: [tensor for node in nodes for tensor in saved_by(node)])
+        gone = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs, but=())
+        if gone or not self.before.can_be_undone() or self.before.attributes.have_changed():
+            return 0
+        own = bytes_by_address((*inputs, *self.model.buffers()), device).keys() | set(kept)
+        return replace_saved(nodes, own, device, partial(self._saved, inputs, [type(node) for node in nodes]))
+
+    def _saved(self, inputs: Sequence[Any], kinds: Sequence[type]) -> Sequence[torch.Tensor]:
+        if self.inputs.have_changed(inputs, but=()):
+            raise RuntimeError(_CHANGED)
+        args, kwargs = tree_unflatten(inputs[: self.structure.num_leaves], self.structure)
+        written = self.before.values.alive()
+        versions = [one._version for one in written]  # nodes that are not freed have saved some of them
+        with undone_but_parameters(self.model), torch.enable_grad(), self.types.restored():
+            self.before.undo()
+            number = next_node_number()
+            made = [one for one in tree_leaves(self.run(*args, **kwargs)) if isinstance(one, torch.Tensor)]
+            nodes = nodes_since({one.grad_fn for one in made if one.grad_fn is not None}, number)
+        set_versions(written, versions)
+        if [type(node) for node in nodes] != kinds:
+            raise RuntimeError(
+                f"{type(self.model).__name__} runs other operators when its forward runs a second time from the same "
+                "state, as the budget has no room for what several forwards save: its code depends on something "
+                "outside of the model, or a larger budget is needed"
+            )
+        return all_saved(nodes)

@@ -157,7 +157,7 @@ class Share:
     def free_waiting(self) -> bool:
         """Make waiting forwards free what they saved and compute it again in their backward; returns whether any
         does."""
-        freed = sum([forward.free_saved() for forward in self.entry.waiting()])
+        freed = sum([forward.free_saved() for forward in (*self.entry.waiting(), *self.entry.plain_waiting())])
         if freed and not self._freed:
             self._freed = True
             warnings.warn(
@@ -322,7 +322,8 @@ class Share:
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
             raise self._refusal(works, plan.account.elsewhere)
         if waiting and situation.for_other_models is not None:
-            self.entry.held_after = held
+            earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
+            self.entry.beside_waiting = held, max(earlier)
         forward = PendingForward(
             plan,
             weakref.ref(self.model),
@@ -384,10 +385,12 @@ class Share:
 
     def _left_bytes(self, forward: Plain, call: Call) -> int:
         """The bytes that the step of a plain call leaves of the budget, beside what lies elsewhere while another call
-        begins, if it were the only forward that waits."""
+        begins, if it were the only forward that waits. Its own inputs are then elsewhere, too, and counted once."""
         held = _have_gradients(parameters_in(modules_of(self.model)))
-        elsewhere = self.ledger.now(self._counted(call, held))
-        return forward.room_bytes - self.entry.later_bytes - elsewhere.beside(forward.account)
+        elsewhere = self.ledger.now(self._counted(call, held)).beside(forward.account)
+        given = {one.address for one in weak_storages(tensors_in(call))}
+        own = sum(one.nbytes for one in forward.given if one.address not in given)
+        return forward.room_bytes - self.entry.later_bytes - max(0, elsewhere - own)
 
     def _spare_bytes(self, call: Call) -> int:
         """The bytes that a further forward may hold beside the backward of each that waits; at least one must wait.

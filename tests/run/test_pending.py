@@ -163,6 +163,21 @@ def test_gradients_on_their_way_to_a_region_are_no_growth(monkeypatch: pytest.Mo
 
 
 @pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_copies_of_inputs_in_the_first_step_do_not_appear_elsewhere() -> None:
+    """As of `model(batch[rows])`, which the region reads in its forward only, and the caller drops."""
+    model = nn.Sequential(nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    memopt.optimize(model, 1, precision="fp32", allow={"recompute"}, optimizer=torch.optim.Adam(model.parameters()))
+    loss = model(torch.randn(400, 256)[:300].clone()).square().mean()
+    entry = session_of(model).share.entry  # type: ignore[union-attr]
+    (forward,) = entry.waiting()
+    assert sum(one.nbytes for one in forward.copies) > entry.tolerance_bytes
+    loss.backward()
+    assert entry.seen_until_backward
+    assert not entry.later_bytes
+
+
+@pytest.mark.plans_always
 @pytest.mark.parametrize("share", [0.5, 2])
 def test_a_backward_bears_as_much_as_its_forward(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other forwards hold may be more than the plan has by a part of what it leaves free, as at the forward."""

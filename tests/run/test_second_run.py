@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,12 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.errors import GIB
 from memopt.run.session import session_of
+from memopt.run.status import State
 from tests.elsewhere import counted
 
 __all__ = ["counted"]
 
-pytestmark = [pytest.mark.usefixtures("counted"), pytest.mark.plans_always]
+pytestmark = pytest.mark.usefixtures("counted")
+planned = pytest.mark.plans_always
+planned_or_plain = pytest.mark.parametrize("state", [pytest.param(State.PLANNED, marks=planned), State.PLAIN])
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 
 
@@ -72,6 +78,7 @@ def smallest_gb(inputs: list[Tensor]) -> float:
     return float(refusal.value.smallest_gb) * (1 + 1e-6)
 
 
+@planned
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_budget_that_one_forward_needs_will_do_for_several(count: int) -> None:
@@ -85,24 +92,41 @@ def test_the_budget_that_one_forward_needs_will_do_for_several(count: int) -> No
     assert max(peaks) <= budget * 1024**3
 
 
-def waiting(model: Siamese, inputs: list[Tensor]) -> list[Tensor]:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*run a second time")
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_budget_in_which_one_step_runs_plain_will_do_for_several(count: int) -> None:
+    """The first forward runs plain, since nobody knows that others follow, for which it leaves no room."""
+    inputs = images(count)
+    plain, _ = trained(Siamese(), inputs)
+    _, (alone, *_) = trained(Siamese(), inputs[:1])
+    budget = 1.2 * alone / GIB
+    model = optimised(Siamese(), budget)
+    ours, peaks = trained(model, inputs)
+    assert all(map(torch.equal, ours, plain))
+    assert max(peaks) <= budget * GIB
+
+
+def waiting(model: Siamese, inputs: list[Tensor], state: State) -> list[Tensor]:
     """The outputs of forwards of which the earlier ones have freed what they saved."""
     session, outputs = session_of(model), list[Tensor]()
     assert session is not None
     for one in inputs:
-        session.share.free_waiting()
+        assert session.share.free_waiting() == bool(outputs)
         outputs.append(model(one))
+        assert session.status.state is state
     return outputs
 
 
+@planned_or_plain
 @pytest.mark.filterwarnings("ignore:.*run a second time")
 @pytest.mark.parametrize("kept", [False, True])
-def test_gradients_and_statistics_are_those_of_the_plain_model(kept: bool) -> None:
+def test_gradients_and_statistics_are_those_of_the_plain_model(kept: bool, state: State) -> None:
     plain, model = Siamese(), optimised(Siamese(), 1)
     torch.manual_seed(3)
     expected = torch.stack([plain(one) for one in images(3)]).square().sum()
     torch.manual_seed(3)
-    loss = torch.stack(waiting(model, images(3))).square().sum()
+    loss = torch.stack(waiting(model, images(3), state)).square().sum()
     drawn = torch.rand(1)
     assert torch.equal(loss, expected)
     for _ in range(1 + kept):
@@ -117,8 +141,9 @@ def test_gradients_and_statistics_are_those_of_the_plain_model(kept: bool) -> No
     assert torch.equal(torch.rand(1), drawn)
 
 
+@planned_or_plain
 @pytest.mark.filterwarnings("ignore:.*run a second time")
-def test_an_input_that_only_the_forward_holds() -> None:
+def test_an_input_that_only_the_forward_holds(state: State) -> None:
     """As of `model(batch.to(device))`: the second run takes what the first one has saved of it."""
     gradients = []
     for model in (Siamese(), optimised(Siamese(), 1)):
@@ -126,16 +151,46 @@ def test_an_input_that_only_the_forward_holds() -> None:
         output = model(images(1)[0])
         if session := session_of(model):
             assert session.share.free_waiting()
+            assert session.status.state is state
         output.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
 
 
+@planned_or_plain
 @pytest.mark.filterwarnings("ignore:.*run a second time")
-def test_a_weight_that_changes_before_the_second_run_stops_the_backward() -> None:
+def test_a_weight_that_changes_before_the_second_run_stops_the_backward(state: State) -> None:
     model = optimised(Siamese(), 1)
-    loss = torch.stack(waiting(model, images(2))).square().sum()
+    loss = torch.stack(waiting(model, images(2), state)).square().sum()
     with torch.no_grad():
         model.cnn[-1].bias.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Remembers(Siamese):
+    """A model that keeps something of each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = x.mean()
+        return super().forward(x)
+
+
+def test_a_plain_forward_that_a_second_run_would_change_frees_nothing() -> None:
+    session = session_of(model := optimised(Remembers(), 1))
+    output = model(images(1)[0])
+    assert session is not None
+    assert session.status.state is State.PLAIN
+    assert not session.share.free_waiting()
+    output.sum().backward()
+
+
+@planned_or_plain
+@pytest.mark.filterwarnings("ignore:.*run a second time")
+def test_nothing_of_a_model_stays_after_a_second_run(state: State) -> None:
+    model = optimised(Siamese(), 1)
+    torch.stack(waiting(model, images(2), state)).square().sum().backward()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(one() is not None for one in parameters)
