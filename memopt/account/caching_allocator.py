@@ -154,12 +154,12 @@ class _Addresses:
 
 
 class _Block:
-    __slots__ = ("address", "after", "before", "expandable", "free", "mapped", "requested", "size", "small")
+    __slots__ = ("address", "after", "before", "expandable", "free", "mapped", "size", "small")
 
     def __init__(self, address: int, size: int, *, small: bool, expandable: bool, mapped: bool = True) -> None:
         self.address, self.size, self.small, self.mapped = address, size, small, mapped
         self.expandable = expandable
-        self.free, self.requested = True, 0
+        self.free = True
         self.before: _Block | None = None
         self.after: _Block | None = None
 
@@ -192,8 +192,7 @@ class CachingAllocator:
         rising: bool = False,
     ) -> None:
         self.expandable_segments, self.limit_bytes = expandable_segments, limit_bytes
-        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.releases = 0
         """How often it returned memory to the card to stay within the limit; the card waits each time."""
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -218,11 +217,10 @@ class CachingAllocator:
         rest = block.size - size
         if rest >= ROUNDING_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
             self._add_free(self._cut(block, size))
-        block.free, block.requested = False, nbytes
-        self.requested_bytes += nbytes
+        block.free = False
         self.allocated_bytes += block.size
-        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block.address
 
     def free(self, address: int) -> None:
@@ -231,9 +229,8 @@ class CachingAllocator:
             return
         block = self._blocks[address]
         assert not block.free, f"the block at {address} is free already"
-        self.requested_bytes -= block.requested
         self.allocated_bytes -= block.size
-        block.free, block.requested = True, 0
+        block.free = True
         self._add_free(self._join(block))
 
     def blocks(self) -> Iterator[tuple[int, int, bool]]:
@@ -251,7 +248,7 @@ class CachingAllocator:
             self._reserve(segment.nbytes)
         self._reserve(state.apart_bytes)
         self.allocated_bytes += state.apart_allocated_bytes
-        self.requested_bytes = self.peak_requested_bytes = self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
         if self._is_above(0):
             raise CardFullError(
                 f"{self.reserved_bytes} bytes are reserved already, above the limit of {self.limit_bytes}"

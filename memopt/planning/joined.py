@@ -11,6 +11,7 @@ from functools import cached_property
 from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK
 from memopt.capture.between import Passed
+from memopt.lru import LruCache
 from memopt.price.priced_graph import PricedGraph, PricedParameterStep
 from memopt.solver import (
     Link,
@@ -25,6 +26,11 @@ from memopt.solver import (
     Solver,
     simulate,
 )
+from memopt.solver.problem import BlockCall
+
+_MOST_WAYS = 2
+"""The number of schedules whose allocator calls are kept: one that is replayed in one budget after the other, and that
+with the smallest peak, which it is compared with."""
 
 
 @dataclass(eq=False)
@@ -56,6 +62,10 @@ class Joined:
     """Returns the same problem with further inputs stepped at the end of the backward only."""
     on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
     """The results of `on_card`, by its arguments."""
+    ways: LruCache[Schedule, tuple[Sequence[BlockCall], ...]] = field(
+        default_factory=lambda: LruCache(_MOST_WAYS), init=False, repr=False, compare=False
+    )
+    """The allocator calls of the schedules that were replayed last, as `step_ways` has them."""
     solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
     """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
     where no schedule fits."""
@@ -91,11 +101,12 @@ class Joined:
         return "smallest" in vars(self)
 
     def forget_solvers(self) -> None:
-        """Free the solvers and the solutions that they found for budgets; both are made again when they are needed.
-        `smallest` stays."""
+        """Free the solvers, the solutions that they found for budgets, and `ways`; all are made again when they are
+        needed. `smallest` stays."""
         for made in ("portfolio", "offloads"):
             vars(self).pop(made, None)
         self.solved.clear()
+        self.ways.clear()
 
 
 def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -59,15 +60,19 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     bare = replace(bare, lowering=0)
     key = (schedule, bare)
     if key not in joined.on_cards:
-        ways, blocks = step_ways(joined.problem, schedule), _step_blocks(joined, bare)
-        free = peaks_without_limit(ways, blocks, expandable_segments=bare.expandable)
-
-        def fitted(budget_bytes: int) -> Account | None:
-            return within(joined, schedule, bare, budget_bytes, ways=ways)
-
+        blocks = _step_blocks(joined, bare)
+        free = peaks_without_limit(_ways(joined, schedule), blocks, expandable_segments=bare.expandable)
+        fitted = partial(within, joined, schedule, bare)
         joined.on_cards[key] = _with_least_budget(fitted, joined, schedule, bare.context, free)
     found = joined.on_cards[key]
     return replace(account, rounding=found.rounding, fragmentation=found.fragmentation)
+
+
+def _ways(joined: Joined, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
+    """The result of `step_ways`, found once for a schedule that is replayed in several budgets."""
+    if schedule not in joined.ways:
+        joined.ways[schedule] = step_ways(joined.problem, schedule)
+    return joined.ways[schedule]
 
 
 def _with_least_budget(
@@ -98,22 +103,15 @@ def _with_least_budget(
     return replace(found, fragmentation=found.fragmentation + high - peak)
 
 
-def within(
-    joined: Joined,
-    schedule: Schedule,
-    account: Account,
-    budget_bytes: int,
-    *,
-    ways: Sequence[Sequence[BlockCall]] | None = None,
-) -> Account | None:
+def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
-    free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not replayed.
-    `ways` has the sequences of allocator calls that the step may make; None finds them by `step_ways`."""
+    free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not
+    replayed."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
     limit = budget_bytes - account.context - account.lowering
-    ways, blocks = ways or step_ways(joined.problem, schedule), _step_blocks(joined, bare)
+    ways, blocks = _ways(joined, schedule), _step_blocks(joined, bare)
     try:
         peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=bare.expandable, limit_bytes=limit)
     except CardFullError:

@@ -56,6 +56,8 @@ class Search:
         self.best: Candidate | None = None
         self.spent = 0
         """Evaluations that all repairs have made: a measure of work that, unlike time, is the same in every run."""
+        self._polished: set[bytes] = set()
+        """The evaluations that `polish` was called with."""
 
     @property
     def done(self) -> bool:
@@ -74,10 +76,14 @@ class Search:
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
         """Remove recomputations from a plan that fits, by `polish` with each of `LENGTH_EXPONENTS`, and offer the
-        results."""
-        for length_exponent in () if self.done or self._is_long(plan) else LENGTH_EXPONENTS:
-            evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
-            self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", evaluations))
+        results. Does nothing for evaluations that were polished before: repairs of one plan often make the same."""
+        evaluations = plan.evaluations.tobytes()
+        if self.done or self._is_long(plan) or evaluations in self._polished:
+            return
+        self._polished.add(evaluations)
+        for length_exponent in LENGTH_EXPONENTS:
+            polished = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
+            self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", polished))
 
     def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
         """Offer the plan, polish it if it fits, and in any case repair it by the eviction rules of `powers` (see

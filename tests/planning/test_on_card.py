@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from memopt.compat.card_allocator import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
 from memopt.levers.expandable_segments import may_expand
+from memopt.planning import on_card as on_cards
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import (
     SPARE,
@@ -70,6 +72,18 @@ def test_on_the_cpu_nothing_is_added(step: PricedStep) -> None:
     assert on_card(joined(step), schedule, bare) == bare
     assert within(joined(step), schedule, bare, 1) == bare, "the solver keeps the budget"
     assert make_plan(step, bare, 1 << 30).account == bare
+
+
+def test_the_allocator_calls_of_a_schedule_are_found_once(step: PricedStep) -> None:
+    problem = replace(joined(step))
+    schedule = Schedule.save_all(problem.problem)
+    with mock.patch.object(on_cards, "step_ways", wraps=on_cards.step_ways) as found:
+        assert within(problem, schedule, ACCOUNT, GIB // 8) is None
+        on_card(problem, schedule, ACCOUNT)
+        on_card(problem, schedule, replace(ACCOUNT, expandable=True))
+    assert found.call_count == 1
+    problem.forget_solvers()
+    assert not problem.ways
 
 
 def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: PricedStep) -> None:

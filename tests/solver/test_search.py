@@ -1,7 +1,10 @@
+from unittest import mock
+
 import numpy as np
 
+from memopt.solver import search as searches
 from memopt.solver.arrays import arrays_of
-from memopt.solver.search import Candidate, Search, candidate
+from memopt.solver.search import LENGTH_EXPONENTS, NEAREST_POWERS, Candidate, Search, candidate
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 
@@ -34,3 +37,11 @@ def test_a_repair_brings_a_plan_within_the_cap_and_a_polish_uses_free_memory() -
     search.polish(plan(RECOMPUTED))
     assert search.best is not None
     assert (tuple(search.best.evaluations), search.best.method) == (SAVE_ALL, "given, polished")
+
+
+def test_the_same_evaluations_are_polished_once() -> None:
+    search = Search(arrays_of(small_step()), 112)
+    with mock.patch.object(searches, "polish", wraps=searches.polish) as polish:
+        search.polish(plan(RECOMPUTED))
+        search.repair(plan(RECOMPUTED), NEAREST_POWERS)  # there is room to save all, by each of the rules
+    assert polish.call_count == 2 * len(LENGTH_EXPONENTS)
