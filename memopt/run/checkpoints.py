@@ -141,13 +141,13 @@ class _Body:
         finally:  # a second run of a checkpoint around this one ends by an exception once it has all that it needs
             changed = before.has_changed(self.silently, look=self.checks)
             self._before = before if changed else None
-        self._sums = _sums(outputs) if self.checks else None
+        self._sums = sums_of(outputs) if self.checks else None
         return outputs
 
     def _again(self, *args: Any) -> Any:
         with self._before.for_a_time() if self._before else nullcontext(), self.inner():
             outputs = self.own(*args, **self.kwargs)
-        if self._sums is not None and not _agree(self._sums, _sums(outputs)):
+        if self._sums is not None and not sums_agree(self._sums, sums_of(outputs)):
             raise RecomputedOtherwiseError(
                 f"{type(self.spot.module).__name__} returns other values when it runs a second time from the same state"
             )
@@ -258,7 +258,7 @@ def _is_composed(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _sums(outputs: Any) -> list[tuple[float, float]]:
+def sums_of(outputs: Any) -> list[tuple[float, float]]:
     """For each floating-point tensor in `outputs`, the sum of its values in fp64 and the sum of their magnitudes."""
     with torch.no_grad():
         floats = [one.detach() for one in tensors_in(((outputs,), {})) if one.is_floating_point() and not one.is_sparse]
@@ -275,7 +275,8 @@ def _sum(tensor: torch.Tensor) -> float:
     return math.fsum(piece.sum(dtype=torch.float64).item() for piece in pieces)
 
 
-def _agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:
+def sums_agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:
+    """Whether `sums_of` the outputs of two runs are those of the same values, but for rounding."""
     if len(first) != len(second):
         return False
     pairs = zip(first, second, strict=True)

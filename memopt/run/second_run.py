@@ -17,6 +17,7 @@ from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
 from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten
 from memopt.compat.saved_tensors import all_saved, replace_saved, saved_by, set_versions
 from memopt.compat.tensors import bytes_by_address, special_kind
+from memopt.run.checkpoints import sums_agree, sums_of
 from memopt.run.weak_inputs import WeakInputs
 from memopt.training_state import CallState, ForwardState, generator_states, set_generators, undone_but_parameters
 
@@ -113,6 +114,8 @@ class PlainSecondRun:
     types: AutocastState
     first_node: int
     """A number below those of the autograd nodes of the first run."""
+    sums: list[tuple[float, float]] = field(default_factory=list)
+    """Sums of the first run's outputs (`sums_of`), by which a second run with other values is noticed."""
 
     @classmethod
     def of(cls, model: nn.Module, run: Callable[..., Any], call: Call) -> PlainSecondRun | None:
@@ -147,13 +150,14 @@ class PlainSecondRun:
         with undone_but_parameters(self.model), torch.enable_grad(), self.types.restored():
             self.before.undo()
             number = next_node_number()
-            made = [one for one in tree_leaves(self.run(*args, **kwargs)) if isinstance(one, torch.Tensor)]
+            result = self.run(*args, **kwargs)
+            made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
             nodes = nodes_since({one.grad_fn for one in made if one.grad_fn is not None}, number)
         set_versions(written, versions)
-        if [type(node) for node in nodes] != kinds:
+        if [type(node) for node in nodes] != kinds or not sums_agree(self.sums, sums_of(result)):
             raise RuntimeError(
-                f"{type(self.model).__name__} runs other operators when its forward runs a second time from the same "
-                "state, as the budget has no room for what several forwards save: its code depends on something "
+                f"{type(self.model).__name__} computes something else when its forward runs a second time from the "
+                "same state, as the budget has no room for what several forwards save: its code depends on something "
                 "outside of the model, or a larger budget is needed"
             )
         return all_saved(nodes)

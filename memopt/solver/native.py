@@ -14,7 +14,8 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -92,10 +93,25 @@ def _compiled(function: Function, options: dict[str, bool]) -> Function:
     njit = compiler()
     if njit is None:
         return function
+    with _cache_of_this_source():
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # no writable place for the cache (read-only installs): compile in each process
+            return njit(**options)(function)
+
+
+@contextmanager
+def _cache_of_this_source() -> Iterator[None]:
+    """A block in which numba caches machine code in a folder for the kernels' source as it is now. Numba itself asks
+    for changes of a kernel's own file only, not of those of the kernels that it calls, and cannot read an index that
+    names a class that is gone."""
+    config: Any = importlib.import_module("numba").config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(Path(before or Path(__file__).parent / "__pycache__") / f"kernels-{fingerprint():x}")
     try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no writable place for the cache (read-only installs): compile in each process
-        return njit(**options)(function)
+        yield
+    finally:
+        config.CACHE_DIR = before
 
 
 def extension() -> Any:

@@ -185,6 +185,23 @@ def test_a_plain_forward_that_a_second_run_would_change_frees_nothing() -> None:
     output.sum().backward()
 
 
+SHARED = torch.Generator()
+
+
+class Noisy(Siamese):
+    """Draws from a generator that nobody knows to belong to it, so that a second run draws other numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(x.shape, generator=SHARED))
+
+
+@pytest.mark.filterwarnings("ignore:.*run a second time")
+def test_a_second_run_with_other_values_stops_the_backward() -> None:
+    loss = torch.stack(waiting(optimised(Noisy(), 1), images(2), State.PLAIN)).square().sum()
+    with pytest.raises(RuntimeError, match="Noisy computes something else when its forward runs a second time"):
+        loss.backward()
+
+
 @planned_or_plain
 @pytest.mark.filterwarnings("ignore:.*run a second time")
 def test_nothing_of_a_model_stays_after_a_second_run(state: State) -> None:

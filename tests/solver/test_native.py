@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,15 @@ def test_kernels_made_from_another_source_are_not_used(monkeypatch: pytest.Monke
         pytest.skip("no ready-made kernels: pip install -e . makes them")
     monkeypatch.setattr(native, "fingerprint", lambda: 1)
     assert native.ready_made.__wrapped__() is None
+
+
+def test_machine_code_of_another_source_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Numba sees neither that a kernel calls one that has changed, nor that a class in its index is gone."""
+    numba = pytest.importorskip("numba")
+    folders = set()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    for made_from in (1, 2):
+        monkeypatch.setattr(native, "fingerprint", lambda made_from=made_from: made_from)
+        folders.add(native._compiled(native.entry_name, {})._cache.cache_path)
+    assert len(folders) == 2
+    assert str(tmp_path) == numba.config.CACHE_DIR
