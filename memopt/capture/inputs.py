@@ -188,10 +188,14 @@ def check_kinds(call: Call, parts: Parts) -> None:
 
 
 def on_meta(call: Call) -> Call:
-    """The same arguments with "meta" tensors in place of tensors; a tensor given twice gets one replacement."""
-    return replaced_tensors(
-        call, lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    )
+    """The same arguments with "meta" tensors in place of tensors, which require gradients where those do; a tensor
+    given twice gets one replacement."""
+
+    def hollow(tensor: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return empty.requires_grad_(tensor.requires_grad)
+
+    return replaced_tensors(call, hollow)
 
 
 def with_zeros(call: Call, device: torch.device) -> Call:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.capture.inputs import as_call, call_signature, check_device, fake_call, tensors_in
+from memopt.capture.inputs import as_call, call_signature, check_device, fake_call, on_meta, tensors_in
 from memopt.compat.fakes import FakeTensor, new_fake_mode
 
 x, y = torch.zeros(2, 3), torch.zeros(4)
@@ -101,3 +101,13 @@ def test_a_fake_call_has_fakes_like_its_tensors() -> None:
     assert rest[0].device == CPU, "a meta tensor gets a fake on the planned device"
     assert rest[0].requires_grad
     assert (rest[1], options) == ("text", {"n": 3})
+
+
+def test_hollow_arguments_require_gradients_where_the_given_ones_do() -> None:
+    """A step with second derivatives by its inputs, as of a gradient penalty, is counted on them."""
+    given, labels = torch.randn(3, 4, requires_grad=True), torch.arange(3)
+    (hollow, again), kwargs = on_meta(((given, given), {"y": labels}))
+    assert hollow is again
+    assert hollow.is_meta
+    assert hollow.requires_grad
+    assert not kwargs["y"].requires_grad

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.run.checkpoints import _agree, _sums
+from memopt.run.checkpoints import sums_agree, sums_of
 
 MB = 2**20
 
@@ -70,14 +70,14 @@ def test_a_model_that_was_refused_is_freed() -> None:
 def test_the_check_of_a_second_run_holds_next_to_nothing() -> None:
     outputs = torch.randn(512, 512).t()
     with memopt.measure_peak() as peak:
-        sums = _sums(outputs)
+        sums = sums_of(outputs)
     assert peak.allocated_bytes < outputs.nbytes // 16
-    assert _agree(sums, _sums(outputs))
-    assert not _agree(sums, _sums(outputs + 0.01))
+    assert sums_agree(sums, sums_of(outputs))
+    assert not sums_agree(sums, sums_of(outputs + 0.01))
 
 
 def test_the_check_of_a_second_run_sees_small_changes_of_16_bit_outputs() -> None:
     outputs = torch.ones(512, 512, dtype=torch.bfloat16)
     changed = outputs.clone()
     changed[:2] *= 1.0078125
-    assert not _agree(_sums(outputs), _sums(changed))  # a sum in bfloat16 is the same for both
+    assert not sums_agree(sums_of(outputs), sums_of(changed))  # a sum in bfloat16 is the same for both
