@@ -149,7 +149,7 @@ class Entry:
     optimised: bool = False
     """Whether the model's calls are planned now, so that other models are planned beside what it will hold."""
     gradient_bytes: int | None = None
-    """The most bytes of gradients that one of its plans counts; None before the first."""
+    """The most bytes of gradients that one of its plans or plain steps counts; None before the first."""
     state_bytes: int | None = None
     """The most bytes of its optimiser's state that one of its plans or plain steps counts; None before the first."""
     seen: SeenOverlaps = field(default_factory=SeenOverlaps)
@@ -324,6 +324,7 @@ class Entry:
         self._number(forward)
         self.latest_outputs = forward.outputs
         self.plain.add(forward)
+        self.gradient_bytes = max(self.gradient_bytes or 0, forward.account.gradients)
         self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
         # A quarter is a guess of what a plan would need.

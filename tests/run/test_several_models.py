@@ -11,6 +11,7 @@ from itertools import count
 
 import pytest
 import torch
+from torch import nn
 
 import memopt
 from memopt.errors import GIB
@@ -160,3 +161,46 @@ def report(names: list[str]) -> None:
 
 if __name__ == "__main__":
     report(sys.argv[1:])
+
+
+class WithTrunk(nn.Module):
+    """An encoder of which only the last layer is trained, as its forward runs the others without gradients, though
+    their parameters require some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = mlp(32, 256, layers=2, width=1024), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.trunk(x)
+        return self.head(features)
+
+
+def test_another_model_is_not_planned_beside_gradients_that_never_come() -> None:
+    peaks: dict[float, list[int]] = {}
+
+    def trained(budget_bytes: float) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        encoder, decoder = WithTrunk(), mlp(64, 8, layers=2)
+        optimizer = torch.optim.Adam([*encoder.head.parameters(), *decoder.parameters()])
+        for model in (encoder, decoder) if budget_bytes else ():
+            memopt.optimize(model, budget_bytes / GIB, optimizer=optimizer, **EXACT)
+        found = []
+        peaks[budget_bytes] = []
+        for _ in range(3):
+            with memopt.measure_peak() as peak:
+                loss = decoder(encoder(torch.randn(256, 32))).square().mean()
+                for model in (encoder, decoder):
+                    model.zero_grad()
+                loss.backward()
+                optimizer.step()
+            peaks[budget_bytes].append(peak.bytes)
+            found.append(loss.detach().clone())
+        return found
+
+    expected = trained(0)
+    trunk = sum(parameter.nbytes for parameter in WithTrunk().trunk.parameters())
+    budget = max(peaks[0]) + trunk / 2
+    assert all(map(torch.equal, trained(budget), expected))
+    assert max(peaks[budget]) <= budget
