@@ -95,10 +95,11 @@ class CallInProgress:
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to try, in order, where the first plan does not fit. For the bytes that lie elsewhere now,
-        rounded up, and then to a half of what a look has to notice, for which a plan has room: as one of a group of
-        equal forwards where others are expected, and beside the forwards that wait. Where the caller still holds the
-        outputs of the step before, situations in which these count as elsewhere come first. One for the plan
-        that holds least comes last there, and one that leaves a plain forward room for its backward."""
+        rounded up, then to a half of what a look has to notice, so that few bytes more or less make no other plan, and
+        then exactly: as one of a group of equal forwards where others are expected, and beside the forwards that wait.
+        Where the caller still holds the outputs of the step before, situations in which these count as elsewhere come
+        first. One for the plan that holds least comes last there, and one that leaves a plain forward room for its
+        backward."""
         now = self.moment.elsewhere_beside(plan.account)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
@@ -108,7 +109,7 @@ class CallInProgress:
         others = self.moment.others_in_backward(self.situation.gradients_held)
         kept = self.moment.kept_outputs
         with_kept = (in_steps(now + kept, plan.budget_bytes),) if kept else ()
-        for elsewhere in dict.fromkeys((*with_kept, rounded, closer)):
+        for elsewhere in dict.fromkeys((*with_kept, rounded, closer, there)):
             if group is not None:
                 among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
                 yield replace(among, elsewhere=elsewhere)
