@@ -49,8 +49,8 @@ def saved_by(node: Any) -> list[torch.Tensor]:
 
 
 def _raw_saved(node: Any) -> Iterator[Any]:
-    """What an autograd node saves, as torch's `SavedTensor`s in an order that is the same for each node of its class;
-    of a node that is freed, nothing."""
+    """Yields the `SavedTensor`s of an autograd node, in the same order for every node of a class; none for a node whose
+    saved tensors were freed."""
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
@@ -87,12 +87,14 @@ def replace_saved(
 
 
 def all_saved(nodes: Iterable[Any]) -> list[torch.Tensor]:
-    """What autograd nodes that were just made have saved, for `replace_saved`."""
+    """The tensors that the autograd nodes of a forward that has just run hold for its backward, in the order that
+    `replace_saved` expects."""
     return [value for node in nodes for _, value in _with_values(node)]
 
 
 def _with_values(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What an autograd node that is not freed saves, each as torch's `SavedTensor` and as what that holds."""
+    """Yields, for each tensor that an autograd node holds for its backward, torch's `SavedTensor` and the tensor. The
+    backward must not have freed them."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # `data` of theirs keeps a leaf alive for good
         yield from zip(node._raw_saved_tensors, node.saved_tensors, strict=True)
     else:

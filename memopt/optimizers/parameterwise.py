@@ -195,13 +195,7 @@ class Parameterwise(optim.Optimizer):
                 state[key] = self._close_other(parameter, state.get(key), value)
 
     def _close_state(
-        self,
-        parameter: torch.Tensor,
-        state: State,
-        key: str,
-        piece: Slice,
-        value: torch.Tensor,
-        in_place: bool,
+        self, parameter: torch.Tensor, state: State, key: str, piece: Slice, value: torch.Tensor, in_place: bool
     ) -> None:
         """Keep `value` as a piece's part of the state tensor `key`, which has the parameter's shape. `in_place` says
         that it is the tensor that `_open` returned, which `inner` has written to."""

@@ -137,13 +137,7 @@ class LowBitOptimizer(Parameterwise):
         return given
 
     def _close_state(
-        self,
-        parameter: torch.Tensor,
-        state: State,
-        key: str,
-        piece: Slice,
-        value: torch.Tensor,
-        in_place: bool,
+        self, parameter: torch.Tensor, state: State, key: str, piece: Slice, value: torch.Tensor, in_place: bool
     ) -> None:
         if key not in _SIGNED or not _is_kept_low(parameter):
             super()._close_state(parameter, state, key, piece, value, in_place)
@@ -208,13 +202,7 @@ class OffloadedOptimizer(Parameterwise):
         return {**given, **{key: _copy(value, parameter.device) for key, value in arrays.items()}}
 
     def _close_state(
-        self,
-        parameter: torch.Tensor,
-        state: State,
-        key: str,
-        piece: Slice,
-        value: torch.Tensor,
-        in_place: bool,
+        self, parameter: torch.Tensor, state: State, key: str, piece: Slice, value: torch.Tensor, in_place: bool
     ) -> None:
         if key not in state:
             state[key] = self.room_for(parameter, parameter, value.dtype)

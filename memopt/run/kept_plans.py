@@ -81,7 +81,7 @@ def adopted(kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan 
     other graphs or is not sound for these (`is_sound`). `lowering_bytes`: what compiled code holds beyond the peak
     of its schedule."""
     planner = recorded.planner
-    # What was left to other models is in no figure of a plan.
+    # No figure of a plan depends on the bytes that were left free for other models.
     recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
     if not _belongs(planner, kept) or not planner.accounts.still_fits(kept.plan, recorded.call, recorded.situation):
         return None

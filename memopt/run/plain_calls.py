@@ -36,7 +36,7 @@ from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
-from memopt.run.checkpoints import Checkpoints, sums_of
+from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import WORTHWHILE, Ledger, Moment
 from memopt.run.overlaps import Alone
@@ -350,7 +350,7 @@ class PlainCalls:
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         result = self.plain(*call[0], **call[1])
         if again is not None:
-            again.sums.extend(sums_of(result))
+            again.returned(result)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
             step, given, returned = fitting.step, tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))

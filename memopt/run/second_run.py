@@ -95,7 +95,8 @@ class SecondRun:
         finally:
             set_generators(now, device)
         made = {one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None}
-        return all_saved({node for found in made for node in python_nodes(found)})
+        (node,) = {node for found in made for node in python_nodes(found)}
+        return all_saved((node,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +129,10 @@ class PlainSecondRun:
         inputs = WeakInputs.of([*leaves, *model.parameters()], tensors)
         before = ForwardState.of(model, tensors, ())
         return cls(model, run, structure, inputs, before, AutocastState.now(), next_node_number())
+
+    def returned(self, result: Any) -> None:
+        """Note what the first run has returned."""
+        self.sums.extend(sums_of(result))
 
     def free(self, returned: Iterable[Any], device: torch.device, kept: Collection[int]) -> int:
         """Free the tensors that the first run has saved, except at the addresses `kept`; reading one of them makes the
