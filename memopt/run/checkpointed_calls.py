@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from memopt.capture.inputs import Call
-from memopt.compat.modules import Parts
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
-from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import choices
 from memopt.run.entry import Entry
-from memopt.run.ledger import Moment
 from memopt.run.plain_calls import CountedStep, PlainCalls
 
 _WORTH_NAMING = 2
@@ -59,16 +55,14 @@ class CheckpointedCalls:
         found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
-    def fitting(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
+    def fitting(self, now: CallInProgress) -> Choice | None:
         """For a call that cannot be planned, the fastest choice of checkpoints with which it fits the budget, as what
         runs the call and the bytes of its step; None where no choice fits."""
-        found = self._first_that_fits(call, situation, moment, parts)
+        found = self._first_that_fits(now)
         self.serve |= found is not None
         return found
 
-    def instead_of_planning(
-        self, call: Call, situation: Situation, moment: Moment, parts: Parts, plan: Plan, planning_seconds: float
-    ) -> Choice | None:
+    def instead_of_planning(self, now: CallInProgress, plan: Plan, planning_seconds: float) -> Choice | None:
         """As `fitting`, for a call that could be planned; `plan` is that of a larger call. Also None once calls have
         lost about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
         step_seconds = plan.step_seconds + plan.added_seconds
@@ -77,25 +71,24 @@ class CheckpointedCalls:
             return None
         started = time.perf_counter()
         try:
-            return self._first_that_fits(call, situation, moment, parts)
+            return self._first_that_fits(now)
         finally:
             self._lost_seconds += time.perf_counter() - started
 
-    def run(self, choice: Choice, call: Call, situation: Situation, moment: Moment, plan: Plan | None) -> Any:
+    def run(self, choice: Choice, now: CallInProgress, plan: Plan | None) -> Any:
         """Run a call with a choice of checkpoints that fits. `plan` is that of a larger call, where this call could be
         planned: the time that the checkpoints cost compared to it is then counted."""
         calls, fits = choice
         started = time.perf_counter()
-        result = calls.run(call, fits, situation, moment)
+        result = calls.run(now, fits)
         if plan is not None:
             self._lost_seconds += max(time.perf_counter() - started, _LOST * plan.step_seconds)
         return result
 
-    def _first_that_fits(self, call: Call, situation: Situation, moment: Moment, parts: Parts) -> Choice | None:
-        for now in (moment,) if moment.closely else (moment, replace(moment, closely=True)):
+    def _first_that_fits(self, now: CallInProgress) -> Choice | None:
+        for attempt in (now,) if now.moment.closely else (now, now.closely):
             for calls in self._calls:
-                fits = calls.step_if_it_fits(call, situation, now, parts, plans_serve_all=False)
-                if fits is not None:
+                if (fits := calls.step_if_it_fits(attempt)) is not None:
                     return calls, fits
         return None
 
@@ -104,25 +97,20 @@ class CheckpointedCalls:
         vars(self).pop("_calls", None)
 
     def explain(
-        self,
-        refused: BudgetError | CaptureError,
-        broken: str | None,
-        call: Call,
-        situation: Situation,
-        moment: Moment,
+        self, refused: BudgetError | CaptureError, broken: str | None, now: CallInProgress
     ) -> BudgetError | CaptureError:
         """`refused` with the smallest budget in which the call runs with checkpoints, if no plan of the call can be
         made or every plan needs a larger one. `broken` is the reason why the forward breaks into regions; if it is
         None, a `BudgetError` is returned unchanged."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes
-            least = self._least(call, situation, moment, _WORTH_NAMING * budget)
+            least = self._least(now, _WORTH_NAMING * budget)
             if least is None:
                 return refused
             return BudgetError(budget, least, "modules that run as activation checkpoints", further=(str(refused),))
         if broken is None:
             return refused
-        least = self._least(call, situation, moment, refused.smallest_bytes) or refused.smallest_bytes
+        least = self._least(now, refused.smallest_bytes) or refused.smallest_bytes
         further = [
             "its forward breaks into regions, and no plan can free what the code between them holds; the reason for "
             f"the break: {broken}"
@@ -131,9 +119,9 @@ class CheckpointedCalls:
             further.append("with that budget its modules run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
 
-    def _least(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
+    def _least(self, now: CallInProgress, most_bytes: int) -> int | None:
         """The smallest budget in bytes in which a call runs with checkpoints; None where it is above `most_bytes`."""
         least: int | None = None
         for calls in self._calls:
-            least = calls.needed_bytes(call, situation, moment, least or most_bytes) or least
+            least = calls.needed_bytes(now, least or most_bytes) or least
         return least

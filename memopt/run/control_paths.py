@@ -22,8 +22,8 @@ from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.stages import beside_freed
 from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.executable import Executable
-from memopt.run.fitting import CallInProgress
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import LargestSizes

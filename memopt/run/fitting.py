@@ -1,13 +1,10 @@
-"""Finds the plan by which a call in progress runs: that for the first of several situations whose plan fits beside all
-else on the device. In one region it is also for sizes up to a ceiling, which covers the call's own."""
+"""The plans of calls in one region, each for a situation and for sizes up to a ceiling, which covers the call's own."""
 
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,112 +13,15 @@ from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.dynamo import CallStopped
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.errors import BudgetError, CaptureError, without_frames
+from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.changed_inputs import mark_changed
 from memopt.run.executable import Executable
-from memopt.run.ledger import Moment
-from memopt.run.pending import PendingForward
 from memopt.run.road import Road
 from memopt.run.sizes import PlansBySize, SizeBounds, captured_for, insisted, places_of
-
-
-@dataclass(frozen=True, eq=False)
-class CallInProgress:
-    """A training call that is running, with its situation."""
-
-    call: Call
-    situation: Situation
-    """The situation of the call, without the forwards that wait and the bytes elsewhere, which `moment` has."""
-    moment: Moment
-    """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
-    begin_forward: Callable[[Plan, Situation, int], PendingForward]
-    most_between: Callable[[], float] = lambda: math.inf
-    """Returns the bytes that code between the regions of a forward may hold while it is recorded."""
-
-    @property
-    def crowded(self) -> Situation:
-        """The call's situation, including the bytes held by forwards that wait for their backward."""
-        return replace(self.situation, other_forwards=self.moment.waiting_bytes)
-
-    def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
-        """The plan, ready to run, for the first of several situations (guesses of what lies beside the call) whose plan
-        fits on the device now. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
-
-        `known` says whether a plan for a situation exists already; before a new one is made, the device is searched for
-        other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or if the plan
-        fits provided that forwards which are still to come are freed before its backward. Otherwise the last
-        `BudgetError` is raised."""
-        made = make(self.situation)
-        if self.moment.fits(made.plan, self.situation):
-            return made
-        refused: BudgetError | None = None
-        closely = replace(self.moment, closely=True)
-        for situation in self._further(made.plan):
-            if not self.moment.closely and not known(situation):
-                return replace(self, moment=closely).fitting(make, known)
-            try:
-                made = self._made(make, situation)
-            except BudgetError as error:
-                refused = without_frames(error)
-                continue
-            if self.moment.fits(made.plan, situation):
-                return made
-        if refused is None or self.moment.may_fit(made.plan) or closely.may_fit(made.plan):
-            return made
-        if not self.moment.closely:
-            return replace(self, moment=closely).fitting(make, known)
-        try:
-            raise refused
-        finally:
-            refused = None  # its traceback holds this frame, and with it the caller's tensors
-
-    def _made(self, make: Callable[[Situation], Executable], situation: Situation) -> Executable:
-        """The result of `make`. Where the caller keeps the outputs of the step before, a refusal is remembered, and
-        raised again without a search, since such outputs are there in each step."""
-        if not self.moment.kept_outputs:
-            return make(situation)
-        refusals = self.moment.entry.refusals
-        key = situation, tuple([tensor.shape for tensor in self.moment.inputs])
-        if (known := refusals.get(key)) is not None:
-            raise known.adding()
-        try:
-            return make(situation)
-        except BudgetError as refused:
-            refusals[key] = refused.adding()
-            raise
-
-    def _further(self, plan: Plan) -> Iterator[Situation]:
-        """The situations to try, in order, where the first plan does not fit. For the bytes that lie elsewhere now,
-        rounded up, then to a half of what a look has to notice, so that few bytes more or less make no other plan, and
-        then exactly: as one of a group of equal forwards where others are expected, and beside the forwards that wait.
-        Where the caller still holds the outputs of the step before, situations in which these count as elsewhere come
-        first. One for the plan that holds least comes last there, and one that leaves a plain forward room for its
-        backward."""
-        now = self.moment.elsewhere_beside(plan.account)
-        there = None if now == plan.account.elsewhere else now
-        rounded = there and in_steps(there, plan.budget_bytes)
-        fine = max(1, self.moment.entry.notable_bytes // 2)
-        closer = there and rounded and min(rounded, -(-there // fine) * fine)
-        group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
-        others = self.moment.others_in_backward(self.situation.gradients_held)
-        kept = self.moment.kept_outputs
-        with_kept = (in_steps(now + kept, plan.budget_bytes),) if kept else ()
-        for elsewhere in dict.fromkeys((*with_kept, rounded, closer, there)):
-            if group is not None:
-                among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
-                yield replace(among, elsewhere=elsewhere)
-            yield replace(own, other_forwards=others, elsewhere=elsewhere)
-        if (spared := self.moment.plain_backward_bytes) or kept:
-            yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=spared or None)
-
-    def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
-        """Register the forward that now begins to run by `plan`. `exchanges` identifies its collectives
-        (`Emitted.exchanges`)."""
-        return self.begin_forward(plan, self.situation, exchanges)
-
 
 _MOST = 512
 """The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""

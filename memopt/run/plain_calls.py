@@ -36,6 +36,7 @@ from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import WORTHWHILE, Ledger, Moment
@@ -221,27 +222,18 @@ class PlainCalls:
             self.allowed, self._whatever_else = before
 
     def step_if_it_fits(
-        self,
-        call: Call,
-        situation: Situation,
-        moment: Moment,
-        parts: Parts | None = None,
-        *,
-        plans_serve_all: bool,
-        lacks_smaller: bool = False,
+        self, now: CallInProgress, *, plans_serve_all: bool = False, lacks_smaller: bool = False
     ) -> CountedStep | None:
         """The step of a call, with its counted bytes (`CountedStep`), if the call may run plain; None for a call that
-        has to be planned.
-
-        `parts` are the model's modules and tensors, if the caller has them already. `plans_serve_all`: a captured graph
-        serves calls of all sizes; `lacks_smaller`: none serves this one, though it is smaller than one that was
-        planned."""
+        has to be planned. `plans_serve_all`: a captured graph serves calls of all sizes; `lacks_smaller`: none serves
+        this one, though it is smaller than one that was planned."""
+        call, situation, moment = now.call, now.situation, now.moment
         if not (self._may_be_first or (self.allowed and lacks_smaller)):
             return None
         if not (self._whatever_else or self._nothing_else_wanted()):
             return None
         inputs, tensors = _kind_of_inputs(call)
-        kind = None if inputs is None else self._kind(call, inputs, situation, parts or Parts.of(self.model))
+        kind = None if inputs is None else self._kind(call, inputs, situation, now.parts)
         if kind is None:
             return None
         sizes = _sizes(tensors)
@@ -251,20 +243,21 @@ class PlainCalls:
                     kind.fitting[number], fitting = (most, closer), closer
                 return fitting if fitting.fits(moment) else None
         too_large = kind.does_not_fit(sizes)
-        if too_large and kind.beside and self._has_more_room(kind, call, situation, moment):
+        if too_large and kind.beside and self._has_more_room(kind, now):
             kind.too_large.clear()
             kind.beside, too_large = 0, False
         if too_large or (self.checkpoints is None and kind.a_plan_will_do(sizes, plans_serve_all=plans_serve_all)):
             return None
-        counted = self._count(kind, call, sizes, situation, moment)
+        counted = self._count(kind, now, sizes)
         if counted is not None and not counted.fits(moment):
             counted = self._more_closely(counted, situation)
             kind.fitting[-1] = kind.fitting[-1][0], counted or kind.fitting[-1][1]
         return counted if counted is not None and counted.fits(moment) else None
 
-    def needed_bytes(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> int | None:
+    def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
         """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later ones that begin
         with gradients where a loop may leave some; None where that is above `most_bytes` or is not known."""
+        call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
         with self._settings.naming():
@@ -282,30 +275,28 @@ class PlainCalls:
         needed += callers_code
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
-    def explain(
-        self, refused: BudgetError | CaptureError, call: Call, situation: Situation, moment: Moment
-    ) -> BudgetError | CaptureError:
+    def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
         """The `BudgetError` of a call that cannot be captured, with a budget in which it runs plain; `refused` itself
         where that is not known."""
         budget, least = self.planner.terms.options.budget_bytes, None
         if isinstance(refused, CaptureError) and self._nothing_else_wanted():
-            least = self.needed_bytes(call, situation, moment, WORTH_NAMING * budget)
+            least = self.needed_bytes(now, WORTH_NAMING * budget)
         if least is None:
             return refused
         least += self.entry.notable_bytes  # another batch of sparse tensors may hold a few numbers more
         return BudgetError(budget, least, "the plain step", least=False, further=(str(refused),))
 
-    def alone(self, call: Call, situation: Situation, moment: Moment, most_bytes: int) -> Alone | None:
+    def alone(self, now: CallInProgress, most_bytes: int) -> Alone | None:
         """The bytes of a call that runs plain while no other forward waits; None where it needs more than `most_bytes`,
         or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes, closely=True)
+            step = self._count_step(now.call, now.situation, most_bytes, closely=True)
         if step is None:
             return None
-        needed, account = self._needed(step, call, situation)
-        needed += moment.elsewhere_beside(account)
+        needed, account = self._needed(step, now.call, now.situation)
+        needed += now.moment.elsewhere_beside(account)
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
     def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
@@ -340,12 +331,13 @@ class PlainCalls:
         """Drop the bytes that were counted for the steps of calls, so that they are counted again."""
         self._kinds.clear()
 
-    def run(self, call: Call, fitting: CountedStep, situation: Situation, moment: Moment) -> Any:
+    def run(self, now: CallInProgress, fitting: CountedStep) -> Any:
         """Run the plain model, and register that its forward waits for its backward."""
+        call = now.call
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
-        check_graph = partial(self._check_graph, fitting, situation, replace(moment, inputs=()))
+        check_graph = partial(self._check_graph, fitting, now.situation, replace(now.moment, inputs=()))
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         result = self.plain(*call[0], **call[1])
@@ -454,13 +446,14 @@ class PlainCalls:
             step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
         return None if step is None else self._fitting(step, fitting.call, situation)
 
-    def _has_more_room(self, kind: _Kind, call: Call, situation: Situation, moment: Moment) -> bool:
+    def _has_more_room(self, kind: _Kind, now: CallInProgress) -> bool:
         """Whether so much less lies beside the step now than when calls were too large that counting this call is worth
         the time."""
-        freed = kind.beside - _there_beside(moment, self._account(call, situation))
+        freed = kind.beside - _there_beside(now.moment, self._account(now.call, now.situation))
         return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
 
-    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, moment: Moment) -> CountedStep | None:
+    def _count(self, kind: _Kind, now: CallInProgress, sizes: Sizes) -> CountedStep | None:
+        call, situation, moment = now.call, now.situation, now.moment
         special = bool(special_tensors(call, Parts.of(self.model)))
         if not special:
             self._seen[_kind_of_inputs(call)[0]] = on_meta(call)

@@ -32,10 +32,11 @@ from memopt.planning.schedule_parts import RegionSchedule
 from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.rewrite.trace import forward_as_planned
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.changed_inputs import WatchedInputs
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
-from memopt.run.fitting import CallInProgress, PlansOfRegions, RegionRecorded
+from memopt.run.fitting import PlansOfRegions, RegionRecorded
 from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward

@@ -29,7 +29,6 @@ from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
 from memopt.compat.modules import (
     CurrentParts,
-    Parts,
     compiled_call,
     inside_compiled,
     reset_compiled_call,
@@ -47,8 +46,8 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import Choice
-from memopt.run.fitting import CallInProgress
 from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
@@ -201,42 +200,39 @@ class Session:
             self.accumulation.exchange = self.parallel.exchange
             situation = self.share.situation(calls.planner.optimizer_choice, parts)
             moment = self.share.moment(call, situation)
+            begin = partial(self._begin, calls, call, time.perf_counter())
+            now = CallInProgress(call, situation, moment, parts, begin)
             if names := modes_of_the_user():
                 bring_back(self.model)
-                return self._within_modes(calls, call, situation, moment, names, parts)
+                return self._within_modes(calls, now, names)
             served = not calls.recorded.breaks and calls.recorded.serves_all_sizes(call)
             lacks = calls.plain_calls.allowed and not served and calls.recorded.lacks_smaller(call)
-            fits = calls.plain_calls.step_if_it_fits(
-                call, situation, moment, parts, plans_serve_all=served, lacks_smaller=lacks
-            )
+            fits = calls.plain_calls.step_if_it_fits(now, plans_serve_all=served, lacks_smaller=lacks)
             tight = fits is not None and not self._has_reserve(fits, moment)
             if fits is not None and not tight:
                 try:
-                    return self._run_plain(calls, call, fits, situation, moment)
+                    return self._run_plain(calls, now, fits)
                 except StepMemoryError as failed:  # else it is planned now
                     if not failed.undone or self.parallel.wrapper is not None:
                         raise
             check_device(call, self.model)
-            fitting = calls.checkpointed.fitting(call, situation, moment, parts) if calls.checkpointed.serve else None
-            if fitting is not None:
-                return self._run_checkpointed(calls, call, fitting, situation, moment)
+            if calls.checkpointed.serve and (choice := calls.checkpointed.fitting(now)) is not None:
+                return self._run_checkpointed(calls, now, choice)
             alone = lacks and self._alone and not waiting and not self.share.others_may_run(moment)
             if alone and calls.recorded.may_run_twice and (plan := self.status.plan) is not None:
-                given = call, situation, moment, parts, plan, calls.road.planning_seconds
-                if (fitting := calls.checkpointed.instead_of_planning(*given)) is not None:
-                    return self._run_checkpointed(calls, call, fitting, situation, moment, plan)
-            situation = replace(situation, for_other_models=self.share.for_other_models(moment))
-            begin = partial(self._begin, calls, call, time.perf_counter())
-            in_progress = CallInProgress(call, situation, moment, begin)
+                choice = calls.checkpointed.instead_of_planning(now, plan, calls.road.planning_seconds)
+                if choice is not None:
+                    return self._run_checkpointed(calls, now, choice, plan)
+            planned = replace(now, situation=replace(situation, for_other_models=self.share.for_other_models(moment)))
             try:
-                result = self._by_plan_or_in_eager_mode(calls, in_progress, parts, waiting)
+                result = self._by_plan_or_in_eager_mode(calls, planned, waiting)
                 if self.status.plan is not self._shown[0]:
-                    self._note_plain_step(calls, call, situation)
+                    self._note_plain_step(calls, call, planned.situation)
                 return result
             except (BudgetError, CaptureError) as refused:
                 if fits is None or not tight or not getattr(refused, "undone", True):
                     raise
-            return self._run_plain(calls, call, fits, situation, moment)
+            return self._run_plain(calls, now, fits)
 
     def _has_reserve(self, fits: CountedStep, moment: Moment) -> bool:
         """Whether a step that fits leaves room for what may follow: steps of models that are not optimised, and
@@ -245,66 +241,58 @@ class Session:
         times = int(alone and self.share.others_may_run(moment)) + (moment.beyond_expected if alone else 0)
         return not times or fits.fits(moment, times * fits.step.held_bytes)
 
-    def _run_plain(
-        self, calls: TrainingCalls, call: Call, fits: CountedStep, situation: Situation, moment: Moment
-    ) -> Any:
+    def _run_plain(self, calls: TrainingCalls, now: CallInProgress, fits: CountedStep) -> Any:
         """Run a call whose step fits as the plain model does. Raises `StepMemoryError` where an allocation of its
         forward fails."""
         bring_back(self.model)
         self._enter(State.PLAIN, fits.reason)
-        calls.recorded.size_bounds.see(call)
+        calls.recorded.size_bounds.see(now.call)
         calls.planner.accounts.note_reached(fits.step.reached)
-        plain = partial(calls.plain_calls.run, call, fits, situation, moment)
         needed = self.options.budget_bytes - fits.room_bytes
-        return self._safety_net.run_plain(plain, tensors_in(call), needed)
+        return self._safety_net.run_plain(partial(calls.plain_calls.run, now, fits), tensors_in(now.call), needed)
 
-    def _within_modes(
-        self, calls: TrainingCalls, call: Call, situation: Situation, moment: Moment, names: str, parts: Parts
-    ) -> Any:
+    def _within_modes(self, calls: TrainingCalls, now: CallInProgress, names: str) -> Any:
         """Run a call within the user's dispatch modes `names` as the plain model does. Raises `BudgetError`,
         `CaptureError`."""
         with self._refusing():
-            fits = calls.fitting_within_modes(names, call, situation, moment, parts)
+            fits = calls.fitting_within_modes(names, now)
         if fits is None:
-            return self._unplanned(calls, call)
+            return self._unplanned(calls, now.call)
         self._enter(State.PLAIN, f"within {names}, {fits.reason}")
         calls.planner.accounts.note_reached(fits.step.reached)
-        return calls.plain_calls.run(call, fits, situation, moment)
+        return calls.plain_calls.run(now, fits)
 
-    def _by_plan_or_in_eager_mode(
-        self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int
-    ) -> Any:
+    def _by_plan_or_in_eager_mode(self, calls: TrainingCalls, now: CallInProgress, waiting: int) -> Any:
         """Run a call by its plan. One that breaks into regions for which no plan fits, or that cannot be captured, runs
         with activation checkpoints if these fit. One that cannot be captured else runs unplanned, if `allow` has
         "plain". `waiting` is the number of forwards that wait. Raises `BudgetError`, `CaptureError`."""
-        given = in_progress.call, in_progress.situation, in_progress.moment
         # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
         # more than there is.
-        half = partial(self._half_of_the_room, calls, *given[:2])
+        half = partial(self._half_of_the_room, calls, now)
         try:
-            return self._by_plan(calls, replace(in_progress, most_between=half), parts, waiting)
+            return self._by_plan(calls, replace(now, most_between=half), waiting)
         except (BudgetError, CaptureError) as error:
             refused: BudgetError | CaptureError = without_frames(error)
         if self.sharded.settled or (isinstance(refused, CaptureError) and not refused.undone):
             raise refused  # as all ranks do; a second run would begin from another state
         if isinstance(refused, CaptureError) and self._alone:
-            self._check_plain(calls, in_progress.call)
-        broken = calls.recorded.break_reason(in_progress.call)
+            self._check_plain(calls, now.call)
+        broken = calls.recorded.break_reason(now.call)
         if broken is not None or isinstance(refused, CaptureError):
             gc.collect()  # what was recorded holds tensors in circles of frames
-            if fitting := calls.checkpointed.fitting(*given, parts):
-                return self._run_checkpointed(calls, in_progress.call, fitting, *given[1:])
+            if (choice := calls.checkpointed.fitting(now)) is not None:
+                return self._run_checkpointed(calls, now, choice)
         if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
-                return self._by_plan(calls, in_progress, parts, waiting)
+                return self._by_plan(calls, now, waiting)
             except (BudgetError, CaptureError) as error:
                 refused = without_frames(error)
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
             self._run_unplanned_from_now(str(refused))
-            return self._unplanned(calls, in_progress.call)
+            return self._unplanned(calls, now.call)
         with self._refusing():
-            refused = calls.checkpointed.explain(refused, broken, *given)
-            raise self._log.refused(calls.plain_calls.explain(refused, *given))
+            refused = calls.checkpointed.explain(refused, broken, now)
+            raise self._log.refused(calls.plain_calls.explain(refused, now))
 
     @property
     def _alone(self) -> bool:
@@ -326,20 +314,20 @@ class Session:
                     calls.recorded.forget_errors()
                     raise
 
-    def _half_of_the_room(self, calls: TrainingCalls, call: Call, situation: Situation) -> float:
-        return (self.options.budget_bytes - calls.plain_calls.resident_bytes(call, situation)) / 2
+    def _half_of_the_room(self, calls: TrainingCalls, now: CallInProgress) -> float:
+        return (self.options.budget_bytes - calls.plain_calls.resident_bytes(now.call, now.situation)) / 2
 
-    def _by_plan(self, calls: TrainingCalls, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
+    def _by_plan(self, calls: TrainingCalls, now: CallInProgress, waiting: int) -> Any:
         """Run a call by its plan; where none fits, once more after forwards that wait have freed what they can compute
         again. Raises `BudgetError`, `CaptureError`."""
         with self._refusing(), calls.planner.terms.types():
-            check_kinds(in_progress.call, parts)
+            check_kinds(now.call, now.parts)
             try:
                 # Under DDP the other ranks go on, so that no rank runs a call a second time.
-                inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
-                calls.planner.screen(in_progress.call, in_progress.crowded)
+                inputs, repeat = tensors_in(now.call), self.parallel.wrapper is None
+                calls.planner.screen(now.call, now.crowded)
                 with unseen_by_checkpoints():
-                    result = self._safety_net.run(partial(calls.run_recorded, in_progress), inputs, repeat=repeat)
+                    result = self._safety_net.run(partial(calls.run_recorded, now), inputs, repeat=repeat)
                 if not self._looked_for_writes and checkpoint_around() is not None:
                     self._note_written_once()
                 if calls.recorded.broken.ran_unplanned:
@@ -350,14 +338,13 @@ class Session:
                     raise
                 refused = without_frames(error)
             if waiting and self.share.free_waiting():
-                moment = self.share.moment(in_progress.call, in_progress.situation)
-                return self._by_plan(calls, replace(in_progress, moment=moment), parts, waiting)
+                again = replace(now, moment=self.share.moment(now.call, now.situation))
+                return self._by_plan(calls, again, waiting)
             if self._alone:  # other ranks may have had other calls
-                refused = calls.for_other_kinds(refused, in_progress.call, in_progress.situation)
+                refused = calls.for_other_kinds(refused, now.call, now.situation)
             if checkpoint_around():
                 refused = refused.adding(WITHIN_CHECKPOINT)
-            plain = partial(calls.plain_calls.alone, in_progress.call, in_progress.situation, in_progress.moment)
-            raise self.share.explain(refused, waiting, plain)
+            raise self.share.explain(refused, waiting, partial(calls.plain_calls.alone, now))
 
     def _note_written_once(self) -> None:
         """Warn that a planned call within a checkpoint of the caller's writes to buffers once a step, if it does."""
@@ -367,13 +354,7 @@ class Session:
             warnings.warn(f"{type(self.model).__name__}: {BUFFERS_WRITTEN_ONCE}", stacklevel=2)
 
     def _run_checkpointed(
-        self,
-        calls: TrainingCalls,
-        call: Call,
-        choice: Choice,
-        situation: Situation,
-        moment: Moment,
-        plan: Plan | None = None,
+        self, calls: TrainingCalls, now: CallInProgress, choice: Choice, plan: Plan | None = None
     ) -> Any:
         """Run a call with a choice of activation checkpoints by which it fits; `plan` is that of a larger call where it
         runs so instead of being planned."""
@@ -382,10 +363,10 @@ class Session:
         reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
         if plan is not None:
             reason += "; a plan for these sizes is made once such runs have cost more time than making it takes"
-            self._log.checkpointed(self.status.model, call, calls.road.planning_seconds)
+            self._log.checkpointed(self.status.model, now.call, calls.road.planning_seconds)
         self._enter(State.CHECKPOINTED, reason)
         calls.planner.accounts.note_reached(fits.step.reached)
-        return calls.checkpointed.run(choice, call, situation, moment, plan)
+        return calls.checkpointed.run(choice, now, plan)
 
     def _unplanned(self, calls: TrainingCalls, call: Call) -> Any:
         self.sharded.begin()

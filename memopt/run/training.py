@@ -19,7 +19,7 @@ from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, on_meta
-from memopt.compat.modules import Parts, plain_call
+from memopt.compat.modules import plain_call
 from memopt.compat.operators import without_modes
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
@@ -31,9 +31,8 @@ from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
 from memopt.run import kept_plans
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import CheckpointedCalls
-from memopt.run.fitting import CallInProgress
-from memopt.run.ledger import Moment
 from memopt.run.plain_calls import CountedStep, PlainCalls
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
@@ -106,9 +105,7 @@ class TrainingCalls:
             "when it is compiled; call memopt.remove(model) to train it plain"
         )
 
-    def fitting_within_modes(
-        self, names: str, call: Call, situation: Situation, moment: Moment, parts: Parts
-    ) -> CountedStep | None:
+    def fitting_within_modes(self, names: str, now: CallInProgress) -> CountedStep | None:
         """The step (`CountedStep`) of a call made within the user's dispatch modes, called `names`: Dynamo captures
         nothing there, so that the call runs plain, with a warning, once. Where it exceeds the budget, None if `allow`
         has "plain", else raises `BudgetError`. Raises `CaptureError` where the bytes of its step cannot be counted."""
@@ -117,9 +114,9 @@ class TrainingCalls:
         )
         plain, least = self.plain_calls, None
         with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
-            fits = plain.step_if_it_fits(call, situation, moment, parts, plans_serve_all=False)
+            fits = plain.step_if_it_fits(now)
             if fits is None:
-                least = plain.needed_bytes(call, situation, moment, sys.maxsize)
+                least = plain.needed_bytes(now, sys.maxsize)
         if fits is None and "plain" not in self.options.allow:
             if least is None:
                 raise CaptureError(

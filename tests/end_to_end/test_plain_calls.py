@@ -26,7 +26,7 @@ from memopt.planning.terms import Buckets, Situation
 from memopt.run.ledger import Moment
 from memopt.run.session import session_of
 from tests.marks import slow
-from tests.run.pieces import make
+from tests.run.pieces import begun_call, make
 from tests.shortened import SHORT
 
 FP32: dict[str, Any] = {"precision": "fp32"}
@@ -164,7 +164,8 @@ def test_the_count_leaves_no_trace() -> None:
     assert call is not None
     forward = call.forward
     situation, moment = forward.share.situation(forward.planner.optimizer_choice), Moment(forward.share.entry)
-    assert forward.plain_calls.step_if_it_fits(((), batch), situation, moment, plans_serve_all=True) is not None
+    now = begun_call(moment, ((), batch), situation)
+    assert forward.plain_calls.step_if_it_fits(now, plans_serve_all=True) is not None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -311,7 +312,8 @@ def test_clones_that_ddp_returns_are_counted() -> None:
     rooms = []
     for clones in (False, True):
         situation = Situation(buckets=Buckets(1000, clone_outputs=clones))
-        fits = forward.plain_calls.step_if_it_fits(call, situation, Moment(forward.share.entry), plans_serve_all=True)
+        now = begun_call(Moment(forward.share.entry), call, situation)
+        fits = forward.plain_calls.step_if_it_fits(now, plans_serve_all=True)
         assert fits is not None
         rooms.append(fits.room_bytes)
     assert rooms[0] - rooms[1] == fits.step.output_bytes

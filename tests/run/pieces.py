@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from memopt.capture.inputs import Call
+from memopt.compat.modules import Parts
 from memopt.planning.options import check_options
 from memopt.planning.plan import Plan
+from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
+from memopt.run.ledger import Moment
 from memopt.run.session import Session
 from memopt.run.training import TrainingCalls
 
@@ -32,6 +38,16 @@ class Blocks(nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()
         return self.half(x, 2).pow(2).mean()
+
+
+def begun_call(
+    moment: Moment,
+    call: Call = ((), {}),
+    situation: Situation | None = None,
+    begin: Callable[..., Any] = lambda *given: None,
+) -> CallInProgress:
+    """A call of the model of the moment's entry."""
+    return CallInProgress(call, situation or Situation(), moment, Parts.of(moment.entry.model), begin)
 
 
 def make(*, breaks: bool = False) -> Blocks:

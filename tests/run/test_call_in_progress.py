@@ -11,11 +11,12 @@ from torch import nn
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.entry import Entry
 from memopt.run.executable import Executable
-from memopt.run.fitting import CallInProgress
 from memopt.run.ledger import Moment
 from tests.planned import ACCOUNT, captured, make_plan, region
+from tests.run.pieces import begun_call
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def plan() -> Plan:
 
 def in_progress(waiting_bytes: int, begun: list[Any]) -> CallInProgress:
     moment = Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes)
-    return CallInProgress(((), {}), Situation(), moment, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
+    return begun_call(moment, begin=lambda *given: begun.append(given))
 
 
 def planned_for(call: CallInProgress, plan: Plan) -> list[Situation]:
@@ -97,7 +98,7 @@ def test_a_refusal_beside_kept_outputs_is_remembered_and_holds_no_frame(plan: Pl
         pass
 
     def step() -> weakref.ref[Output]:
-        output, call = Output(), CallInProgress(((), {}), Situation(), moment, lambda *given: None)  # type: ignore[arg-type, return-value]
+        output, call = Output(), begun_call(moment)
         assert call.fitting(make, lambda situation: True).plan is roomy
         return weakref.ref(output)
 
