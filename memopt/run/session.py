@@ -191,48 +191,53 @@ class Session:
         with self._together(calls):
             if self.status.state is State.UNPLANNED or calls.plain_calls.runs_again():
                 return self._unplanned(calls, call)
-            parts = self._parts.now()
-            gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
-            calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
-            calls.planner.optimizer_choice.check_parameters()
-            waiting = self.share.begin()
-            self.accumulation.allowed = self.options.one_by_one or not waiting
-            self.accumulation.exchange = self.parallel.exchange
-            situation = self.share.situation(calls.planner.optimizer_choice, parts)
-            moment = self.share.moment(call, situation)
-            begin = partial(self._begin, calls, call, time.perf_counter())
-            now = CallInProgress(call, situation, moment, parts, begin)
+            now = self._begun(calls, call)
             if names := modes_of_the_user():
                 bring_back(self.model)
                 return self._within_modes(calls, now, names)
-            served = not calls.recorded.breaks and calls.recorded.serves_all_sizes(call)
-            lacks = calls.plain_calls.allowed and not served and calls.recorded.lacks_smaller(call)
-            fits = calls.plain_calls.step_if_it_fits(now, plans_serve_all=served, lacks_smaller=lacks)
-            tight = fits is not None and not self._has_reserve(fits, moment)
-            if fits is not None and not tight:
-                try:
-                    return self._run_plain(calls, now, fits)
-                except StepMemoryError as failed:  # else it is planned now
-                    if not failed.undone or self.parallel.wrapper is not None:
-                        raise
-            check_device(call, self.model)
-            if calls.checkpointed.serve and (choice := calls.checkpointed.fitting(now)) is not None:
-                return self._run_checkpointed(calls, now, choice)
-            alone = lacks and self._alone and not waiting and not self.share.others_may_run(moment)
-            if alone and calls.recorded.may_run_twice and (plan := self.status.plan) is not None:
-                choice = calls.checkpointed.instead_of_planning(now, plan, calls.road.planning_seconds)
-                if choice is not None:
-                    return self._run_checkpointed(calls, now, choice, plan)
-            planned = replace(now, situation=replace(situation, for_other_models=self.share.for_other_models(moment)))
+            return self._as_it_fits(calls, now)
+
+    def _begun(self, calls: TrainingCalls, call: Call) -> CallInProgress:
+        """The call that begins now, with its situation and all that lies on the device beside it."""
+        parts = self._parts.now()
+        gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
+        calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
+        calls.planner.optimizer_choice.check_parameters()
+        self.accumulation.allowed = not self.share.begin() or self.options.one_by_one
+        self.accumulation.exchange = self.parallel.exchange
+        situation = self.share.situation(calls.planner.optimizer_choice, parts)
+        begin = partial(self._begin, calls, call, time.perf_counter())
+        return CallInProgress(call, situation, self.share.moment(call, situation), parts, begin)
+
+    def _as_it_fits(self, calls: TrainingCalls, now: CallInProgress) -> Any:
+        """Run a call in the first of these ways that fits: plain, with activation checkpoints where these serve such
+        calls, by a plan; and plain at last where that fits with no reserve."""
+        recorded, moment = calls.recorded, now.moment
+        served = not recorded.breaks and recorded.serves_all_sizes(now.call)
+        lacks = calls.plain_calls.allowed and not served and recorded.lacks_smaller(now.call)
+        fits = calls.plain_calls.step_if_it_fits(now, plans_serve_all=served, lacks_smaller=lacks)
+        tight = fits is not None and not self._has_reserve(fits, moment)
+        if fits is not None and not tight:
             try:
-                result = self._by_plan_or_in_eager_mode(calls, planned, waiting)
-                if self.status.plan is not self._shown[0]:
-                    self._note_plain_step(calls, call, planned.situation)
-                return result
-            except (BudgetError, CaptureError) as refused:
-                if fits is None or not tight or not getattr(refused, "undone", True):
+                return self._run_plain(calls, now, fits)
+            except StepMemoryError as failed:  # else it is planned now
+                if not failed.undone or self.parallel.wrapper is not None:
                     raise
-            return self._run_plain(calls, now, fits)
+        check_device(now.call, self.model)
+        if calls.checkpointed.serve and (choice := calls.checkpointed.fitting(now)) is not None:
+            return self._run_checkpointed(calls, now, choice)
+        alone = lacks and self._alone and not moment.waiting and not self.share.others_may_run(moment)
+        if alone and recorded.may_run_twice and (plan := self.status.plan) is not None:
+            choice = calls.checkpointed.instead_of_planning(now, plan, calls.road.planning_seconds)
+            if choice is not None:
+                return self._run_checkpointed(calls, now, choice, plan)
+        planned = replace(now, situation=replace(now.situation, for_other_models=self.share.for_other_models(moment)))
+        try:
+            return self._by_plan_or_in_eager_mode(calls, planned)
+        except (BudgetError, CaptureError) as refused:
+            if fits is None or not tight or not getattr(refused, "undone", True):
+                raise
+        return self._run_plain(calls, now, fits)
 
     def _has_reserve(self, fits: CountedStep, moment: Moment) -> bool:
         """Whether a step that fits leaves room for what may follow: steps of models that are not optimised, and
@@ -262,15 +267,15 @@ class Session:
         calls.planner.accounts.note_reached(fits.step.reached)
         return calls.plain_calls.run(now, fits)
 
-    def _by_plan_or_in_eager_mode(self, calls: TrainingCalls, now: CallInProgress, waiting: int) -> Any:
+    def _by_plan_or_in_eager_mode(self, calls: TrainingCalls, now: CallInProgress) -> Any:
         """Run a call by its plan. One that breaks into regions for which no plan fits, or that cannot be captured, runs
         with activation checkpoints if these fit. One that cannot be captured else runs unplanned, if `allow` has
-        "plain". `waiting` is the number of forwards that wait. Raises `BudgetError`, `CaptureError`."""
+        "plain". Raises `BudgetError`, `CaptureError`."""
         # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
         # more than there is.
         half = partial(self._half_of_the_room, calls, now)
         try:
-            return self._by_plan(calls, replace(now, most_between=half), waiting)
+            return self._by_plan(calls, replace(now, most_between=half))
         except (BudgetError, CaptureError) as error:
             refused: BudgetError | CaptureError = without_frames(error)
         if self.sharded.settled or (isinstance(refused, CaptureError) and not refused.undone):
@@ -284,7 +289,7 @@ class Session:
                 return self._run_checkpointed(calls, now, choice)
         if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
             try:
-                return self._by_plan(calls, now, waiting)
+                return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
                 refused = without_frames(error)
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
@@ -317,7 +322,7 @@ class Session:
     def _half_of_the_room(self, calls: TrainingCalls, now: CallInProgress) -> float:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(now.call, now.situation)) / 2
 
-    def _by_plan(self, calls: TrainingCalls, now: CallInProgress, waiting: int) -> Any:
+    def _by_plan(self, calls: TrainingCalls, now: CallInProgress) -> Any:
         """Run a call by its plan; where none fits, once more after forwards that wait have freed what they can compute
         again. Raises `BudgetError`, `CaptureError`."""
         with self._refusing(), calls.planner.terms.types():
@@ -330,6 +335,8 @@ class Session:
                     result = self._safety_net.run(partial(calls.run_recorded, now), inputs, repeat=repeat)
                 if not self._looked_for_writes and checkpoint_around() is not None:
                     self._note_written_once()
+                if self.status.plan is not self._shown[0]:
+                    self._note_plain_step(calls, now)
                 if calls.recorded.broken.ran_unplanned:
                     self._run_unplanned_from_now("its forward takes another control-flow path than when it was planned")
                 return result
@@ -337,9 +344,9 @@ class Session:
                 if self.sharded.settled:
                     raise
                 refused = without_frames(error)
+            waiting = now.moment.waiting
             if waiting and self.share.free_waiting():
-                again = replace(now, moment=self.share.moment(now.call, now.situation))
-                return self._by_plan(calls, again, waiting)
+                return self._by_plan(calls, replace(now, moment=self.share.moment(now.call, now.situation)))
             if self._alone:  # other ranks may have had other calls
                 refused = calls.for_other_kinds(refused, now.call, now.situation)
             if checkpoint_around():
@@ -396,14 +403,14 @@ class Session:
         forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
         return forward
 
-    def _note_plain_step(self, calls: TrainingCalls, call: Call, situation: Situation) -> None:
+    def _note_plain_step(self, calls: TrainingCalls, now: CallInProgress) -> None:
         """Have `latest` show the plan by which a call has just run, beginning with the plain step; called for the first
         call by each plan. With other ranks, it shows the plan as it is."""
         plan = self.status.plan
         if plan is None or not self._alone:
             self._shown = plan, lambda: plan
             return
-        given = plan, on_meta(call), situation, AutocastState.now()
+        given = plan, on_meta(now.call), now.situation, AutocastState.now()
 
         @cache
         def shown() -> Plan:
