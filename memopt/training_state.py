@@ -341,7 +341,8 @@ def undo_bytes(model: nn.Module, block_bytes: int) -> int:
 def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
     """The buffers of a model, and the plain tensors that are attributes of its modules."""
     modules = modules_of(model)
-    attributes = [value for one in modules for value in vars(one).values() if type(value) is torch.Tensor]
+    tables = [table for one in modules if torch.Tensor in set(map(type, (table := vars(one)).values()))]
+    attributes = [value for table in tables for value in table.values() if type(value) is torch.Tensor]
     return buffers_in(modules) + [one for one in attributes if _has_version(one)]
 
 

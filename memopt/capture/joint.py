@@ -101,7 +101,7 @@ class JointGraph:
         places = self.places or range(len(primals))
         return frozenset(number for number, place in enumerate(places) if primals[place] in written)
 
-    @property
+    @cached_property
     def inputs_without_gradients(self) -> frozenset[int]:
         """The numbers of the region's inputs that require gradients but get none, because the region reads them without
         autograd."""

@@ -39,9 +39,11 @@ PRIVATE_NAMES = (
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or a part of it."""
-    # Importing it takes a second; whoever shards by it has done so.
+    # Importing it takes a second; whoever shards by it has done so, and has begun a group of processes.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and bool([one for one in modules_of(model) if isinstance(one, fsdp.FSDPModule)])
+    if fsdp is None or not torch.distributed.is_initialized():
+        return False
+    return bool([one for one in modules_of(model) if isinstance(one, fsdp.FSDPModule)])
 
 
 def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -273,7 +274,7 @@ class StepOfPlan:
     _least: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     """The smallest budget of compiled code, once it was asked for."""
 
-    @property
+    @cached_property
     def priced(self) -> PricedStep:
         return self.price()
 

@@ -176,14 +176,6 @@ class PendingForward:
             self.copies = ()  # the second run takes the inputs themselves
         return freed
 
-    def present(self, device: torch.device) -> dict[int, int]:
-        """The bytes on a device, by address, of its inputs and of what its regions have saved and returned, parameters
-        included. They may be fewer than planned, where sizes change."""
-        noted = (*self.given, *self.outputs)
-        return bytes_by_address(self.held(), device) | {
-            one.address: one.nbytes for one in noted if one.device == device
-        }
-
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Called when the backward of a region begins. `leaves` are the tensors whose `.grad` it adds to, `gradients`
         those of the region's outputs. Raises `BudgetError` where the backward would exceed the budget, given the memory
@@ -193,7 +185,9 @@ class PendingForward:
         if not self.judged or self._beside_plan == current_backward():
             return
         if begins := self._backward != current_backward():
-            self._backward, self._extra_bytes = current_backward(), self._held_unplanned() + self.again_bytes
+            model = self.model()
+            parameters = [] if model is None else parameters_in(modules_of(model))
+            self._backward, self._extra_bytes = current_backward(), self._held_unplanned(parameters) + self.again_bytes
             if self.outputs:
                 kept = sum(one.nbytes for one in self.outputs)
                 self.entry.note_outputs_in_backward(kept)
@@ -202,8 +196,7 @@ class PendingForward:
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
-            if (model := self.model()) is not None:
-                self.gradients_before = GradientsBefore.of(model)
+            self.gradients_before = GradientsBefore.of(parameters)
         if self.plan.account.gradients_held or any(region.steps for region in self.plan.regions):
             self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.entry.waiting() if forward is not self]
@@ -367,13 +360,11 @@ class PendingForward:
         problem = self.plan.joined.problem
         return held_after_forward(problem, Schedule.save_all(problem))
 
-    def _held_unplanned(self) -> int:
-        """Bytes of the gradients that exist now and that the plan does not include."""
+    def _held_unplanned(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Bytes of the gradients of the model's parameters that exist now and that the plan does not include."""
         appeared = max(0, self.gathered.gradient_bytes - self.whole_gradients)
-        model = self.model()
-        if model is None or self.plan.account.gradients_held:
+        if self.plan.account.gradients_held:
             return appeared
-        parameters = parameters_in(modules_of(model))
         if self.gathered:
             parameters = [one for one in parameters if one not in self.gathered]
         step = self.plan.captured

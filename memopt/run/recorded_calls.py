@@ -21,7 +21,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
-from memopt.compat.tensors import weak_storages
+from memopt.compat.tensors import as_implemented, weak_storages
 from memopt.emit.emit import emit_planned
 from memopt.emit.partition import Emitted, check_own_memory
 from memopt.errors import BudgetError, CaptureError
@@ -321,7 +321,7 @@ class RecordedCalls:
         if emitted is None:
             return region.graph_module(*inputs)
         pending, own_run = forward.pending, emitted.run
-        given = tuple(tensors_in(self._in_progress.call)) if self._in_progress else ()
+        given = self._in_progress.moment.inputs if self._in_progress else ()
         weak = WeakInputs.of(inputs, given) if self._in_progress else None
         if weak is not None and self._may_run_twice(pending):
             written = region.written | set(forward.planned.step.regions[0].statistics)
@@ -352,7 +352,8 @@ class RecordedCalls:
                 f"a size that depends on data is larger than planned for ({outgrown}), though the forward began again "
                 "from the same inputs and random numbers: compute that size from these alone"
             ) from None
-        return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
+        with as_implemented():  # deferred outputs are looked at without their values
+            return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 
     def _may_run_twice(self, forward: PendingForward) -> bool:
         """Whether a forward in one region may be run a second time by its plan, so that what it saved can be freed

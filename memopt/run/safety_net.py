@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compat.modules import modules_of, parameters_in
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
@@ -191,9 +190,9 @@ class GradientsBefore:
     """Each parameter with its gradient and that gradient's version."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> GradientsBefore:
-        """The gradients that the model has now."""
-        gradients = [(parameter, parameter.grad) for parameter in parameters_in(modules_of(model))]
+    def of(cls, parameters: Iterable[nn.Parameter]) -> GradientsBefore:
+        """The gradients that these parameters have now."""
+        gradients = [(parameter, parameter.grad) for parameter in parameters]
         return cls(
             tuple(
                 [(one, None, 0) if grad is None else (one, weakref.ref(grad), grad._version) for one, grad in gradients]

@@ -54,9 +54,8 @@ class SecondRun:
     ) -> SecondRun | None:
         """The second run of a region whose first run begins now with `inputs`; `weak` are the same, as weak references.
         `run` is the region's emitted function, `written` has the numbers of the inputs that it writes to, and `before`
-        is the state before the call. None where `before` is None or lacks a copy of an input that is written to, or
-        where an input is sparse, nested or quantised."""
-        if before is None or any(special_kind(one) for one in inputs if isinstance(one, torch.Tensor)):
+        is the state before the call. None where `before` is None or lacks a copy of an input that is written to."""
+        if before is None:
             return None
         copied = before.values.copies()
         if any(id(inputs[number]) not in copied for number in written):

@@ -22,7 +22,7 @@ from memopt.capture.author_modes import AutocastState
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.dynamo_graph import BUFFERS_WRITTEN_ONCE
-from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
+from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta
 from memopt.compat.autograd import in_transform
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
@@ -254,7 +254,7 @@ class Session:
         calls.recorded.size_bounds.see(now.call)
         calls.planner.accounts.note_reached(fits.step.reached)
         needed = self.options.budget_bytes - fits.room_bytes
-        return self._safety_net.run_plain(partial(calls.plain_calls.run, now, fits), tensors_in(now.call), needed)
+        return self._safety_net.run_plain(partial(calls.plain_calls.run, now, fits), now.moment.inputs, needed)
 
     def _within_modes(self, calls: TrainingCalls, now: CallInProgress, names: str) -> Any:
         """Run a call within the user's dispatch modes `names` as the plain model does. Raises `BudgetError`,
@@ -329,7 +329,7 @@ class Session:
             check_kinds(now.call, now.parts)
             try:
                 # Under DDP the other ranks go on, so that no rank runs a call a second time.
-                inputs, repeat = tensors_in(now.call), self.parallel.wrapper is None
+                inputs, repeat = now.moment.inputs, self.parallel.wrapper is None
                 calls.planner.screen(now.call, now.crowded)
                 with unseen_by_checkpoints():
                     result = self._safety_net.run(partial(calls.run_recorded, now), inputs, repeat=repeat)

@@ -21,7 +21,7 @@ from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.hooks import with_hooks
 from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
-from memopt.compat.tensors import bytes_by_address, weak_storages
+from memopt.compat.tensors import as_implemented, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
@@ -171,13 +171,14 @@ class Share:
     def returned(self, call: Call, result: Any, plan: Plan | None) -> None:
         """Record that the forward of a call returns `result` to the caller, whose code runs until the backward. `plan`
         is what it ran by, if anything."""
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not self.entry.begun:
-            watch_plain(self.entry, call, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+            watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
-            if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
-                UntilBackward.begin(self.entry, outputs, tensors_in(call), tangent_bytes(plan) if plan else 0)
+            with as_implemented():
+                outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
+                if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
+                    UntilBackward.begin(self.entry, outputs, tensors_in(call), tangent_bytes(plan) if plan else 0)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's modules and
@@ -301,11 +302,14 @@ class Share:
         """The bytes on the device, by address, of what forwards were given, hold and returned, and of the gradients
         with which a backward begins; without parameters and buffers."""
         device, modules = self.entry.device, modules_of(self.model)
-        own = bytes_by_address([*parameters_in(modules), *buffers_in(modules)], device)
-        here = bytes_by_address(gradients, device)
+        own = {id(one): one for one in (*parameters_in(modules), *buffers_in(modules))}
+        values, noted = list(gradients), [one for forward in forwards for one in (*forward.given, *forward.outputs)]
         for forward in forwards:
-            here |= forward.present(device)
-        return {address: nbytes for address, nbytes in here.items() if address and address not in own}
+            values += forward.held()
+        here = bytes_by_address([one for one in values if id(one) not in own], device)
+        here |= {one.address: one.nbytes for one in noted if one.device == device}
+        lying = bytes_by_address(own.values(), device)
+        return {address: nbytes for address, nbytes in here.items() if address and address not in lying}
 
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
         """Register a forward that begins now and runs by a plan.
