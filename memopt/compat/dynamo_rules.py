@@ -33,6 +33,7 @@ PRIVATE_NAMES = (
         "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
     ),
     *private("torch._dynamo.variables.base", "VariableTracker.is_tensor VariableTracker.as_proxy", call="self"),
+    *private("torch._dynamo.trace_rules", "get_legacy_mod_inlinelist", call=""),
     *private("torch._dynamo.variables.base", "VariableTracker.call_method", call="self, tx, name, args, kwargs"),
     *private(
         "torch._dynamo._trace_wrapped_higher_order_op",
@@ -50,7 +51,7 @@ def replacements() -> list[Replacement]:
     class.
     """
     import torch._dynamo.config as dynamo_config
-    from torch._dynamo import _trace_wrapped_higher_order_op, utils
+    from torch._dynamo import _trace_wrapped_higher_order_op, trace_rules, utils
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.ctx_manager import GradModeVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
@@ -66,6 +67,7 @@ def replacements() -> list[Replacement]:
         # Before torch 2.13 it is true under `torch.compile` too, and transformers then builds a causal mask that its
         # eager model does without: attention with a mask, above all with shared keys, rounds its gradients otherwise.
         (answers, torch.compiler.is_exporting, False),
+        (trace_rules, _TRACED, _with_transformers(getattr(trace_rules, _TRACED))),
     ]
     if (logged := getattr(utils, _SETTINGS, None)) is not None:
         found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
@@ -85,6 +87,17 @@ def replacements() -> list[Replacement]:
 
 
 _SETTINGS, _REWRITTEN = "_get_dynamo_config_for_logging", "autograd_function_backward_rewritten"
+_TRACED = "get_legacy_mod_inlinelist"
+
+
+@cache
+def _with_transformers(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
+    """Traces the forwards of torch's transformer modules also where the graph breaks within one of them.
+
+    An encoder or decoder that is given a mask compares its values with those of a causal one, and branches on that. By
+    itself Dynamo does not trace code of torch.nn that is called from beyond a break, so that all layers behind it would
+    run in eager mode, in no graph."""
+    return cache(lambda: own() | {torch.nn.modules.transformer.__file__})
 
 
 @cache
