@@ -73,10 +73,10 @@ class Account:
     exchange: int = 0
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
-    """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
+    """Bytes left free because an allocation failed in an earlier step, which needed more than its plan said."""
     tolerance: int = 0
-    """Bytes left free for what appears beside the step and is too little to be looked at; 0 where nothing is looked
-    for."""
+    """Bytes left free for tensors outside of the step that appear unnoticed, since they are too small for a new search
+    of the device; 0 where the device is not searched."""
     trained: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
     optimizer_guess: str = field(default="", repr=False)

@@ -24,7 +24,7 @@ EAGER = "eager_code"
 """The name of ops that stand for what eager code between captured regions holds."""
 BETWEEN_REGIONS = "between the regions"
 MEANWHILE = "until the backward"
-"""What other code takes between the forward and the backward."""
+"""The row of what other code takes between the forward and the backward."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
             "Give its options by functools.partial, or give the instance"
         ) from error
     if not isinstance(made, Optimizer):
-        raise ValueError(f"the optimizer {_title(make)} gives a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise ValueError(f"the optimizer {_title(make)} returns a {type(made).__name__}, not a torch.optim.Optimizer")
     return made
 
 

@@ -35,15 +35,15 @@ from memopt.units import size
 
 _log = logging.getLogger("memopt")
 _NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
-_Look = Callable[[], Iterator[Way]]
+_Suggest = Callable[[], Iterator[Way]]
 
 
-def _unless_it_fails(look: _Look) -> list[Way]:
-    """The suggestions of one look; none where it fails, since the refusal must be raised all the same."""
+def _unless_it_fails(suggest: _Suggest) -> list[Way]:
+    """The suggestions that `suggest` yields; none where it fails, since the refusal must be raised all the same."""
     try:
-        return list(look())
+        return list(suggest())
     except Exception as failure:  # any exception: it plans models and optimisers that were never tried
-        _log.debug("no advice from one look", exc_info=failure)
+        _log.debug("a suggestion for the refusal could not be tried", exc_info=failure)
         return []
 
 
@@ -61,15 +61,15 @@ class _Advice:
         changes are tried that need no capture and with which the step computes the same. Else further ones are tried
         too, as far as `tries` allow: those first that need no capture."""
         lean = min(steps, key=Priced.smallest)
-        looks: tuple[_Look, ...] = (
+        kinds: tuple[_Suggest, ...] = (
             partial(self.in_growing_segments, lean),
             partial(self.with_parameters_on_host, lean),
             partial(self.by_fused_kernels, lean),
         )
         if not near:
-            captured = (partial(look, lean, tries) for look in (self.in_microbatches, self.with_low_rank))
-            looks += (partial(self.without_state, lean), *captured)
-        found = [piece for look in looks for piece in _unless_it_fails(look)]
+            captured = (partial(kind, lean, tries) for kind in (self.in_microbatches, self.with_low_rank))
+            kinds += (partial(self.without_state, lean), *captured)
+        found = [way for suggest in kinds for way in _unless_it_fails(suggest)]
         budget = self.options.budget_bytes
         helpful = [
             replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, budget)}")
@@ -214,7 +214,7 @@ class _Advice:
                 with contextlib.suppress(NothingToRewrite):
                     traced = recorded.trace(levers)
                     return traced.price(traced.account()).smallest()[0]
-        raise AssertionError("the set without levers, whose graphs need no rewrite, is among them")
+        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
 
 
 def _name_of(optimizer: Any) -> str:

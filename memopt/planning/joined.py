@@ -157,8 +157,8 @@ def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """By an op, as `Joined.owner` names it, the outputs of regions that must live until it runs: each as the number of
-    its region, and of its storage in that region's problem."""
+    """Op → the outputs of regions that must live until it runs. An op is given as in `Joined.owner`, an output as the
+    number of its region and of its storage in that region's problem."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
         for position, storage in priced.outputs.items():

@@ -203,8 +203,8 @@ def _check_repr(name: str, value: object) -> None:
 
 
 def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = "") -> dict[str, Any]:
-    """The metadata of a field: the option's default, what makes the field's value of what is given or raises
-    `TypeError` or `ValueError`, and the option's name where it is not the field's."""
+    """The metadata of a field: the option's default; `check`, which returns the field's value for an argument or raises
+    `TypeError` or `ValueError`; and the option's name where it differs from the field's."""
     return {"default": default, "check": check, "name": name}
 
 

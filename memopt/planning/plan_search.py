@@ -61,8 +61,8 @@ class PlanSearch:
     allowed: frozenset[str] = frozenset()
     """The names of proposals (levers on the optimiser) that may be chosen where no lever set fits without them."""
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
-    """Gives all combinations of proposals, those of allowed ones first; of the others only those that the function it
-    is called with wants when they come up."""
+    """Yields the combinations of proposals: first all of allowed ones, then of the others those for which its argument,
+    a function, returns True."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
