@@ -15,7 +15,7 @@ ANY_LINK = Link(math.inf)
 
 OUTPUTS, GRADIENTS, TEMPORARIES, WORKSPACE = "outputs", "gradients", "backward temporaries", "workspace"
 SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fetched activations"
-BROUGHT = "parameters brought"
+BROUGHT = "fetched parameters"
 GATHERED, EXCHANGE = "gathered parameters", "gradients being reduced"
 OPTIMIZER_STEP = "optimizer.step()"
 

@@ -42,7 +42,7 @@ def _unless_it_fails(suggest: _Suggest) -> list[Way]:
     """The suggestions that `suggest` yields; none where it fails, since the refusal must be raised all the same."""
     try:
         return list(suggest())
-    except Exception as failure:  # any exception: it plans models and optimisers that were never tried
+    except Exception as failure:  # any exception: it plans models and optimizers that were never tried
         _log.debug("a suggestion for the refusal could not be tried", exc_info=failure)
         return []
 
@@ -150,7 +150,7 @@ class _Advice:
         )
 
     def by_fused_kernels(self, lean: Priced) -> Iterator[Way]:
-        """Suggests the fused kernels of the same optimiser, which need no temporaries."""
+        """Suggests the fused kernels of the same optimizer, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
             sentence = "with fused=True in the optimizer, whose step then needs no temporaries,"
@@ -159,7 +159,7 @@ class _Advice:
             yield Way(typed, self.with_optimizer(other, lean), changes, 0.0, sentence)
 
     def without_state(self, lean: Priced) -> Iterator[Way]:
-        """Suggests an optimiser without state."""
+        """Suggests an optimizer without state."""
         if lean.account.optimizer_state:
             sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which trains differently,"
             nbytes = self.with_optimizer(torch.optim.SGD, lean)
@@ -168,7 +168,7 @@ class _Advice:
             )
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
-        """The smallest budget in bytes with another optimiser."""
+        """The smallest budget in bytes with another optimizer."""
         planner = self.like(self.planner, optimizer=optimizer)
         account = planner.accounts.account(self.call, self.situation, reached=self.planner.accounts.reached)
         return lean.under(account).smallest()[0]
@@ -218,7 +218,7 @@ class _Advice:
 
 
 def _name_of(optimizer: Any) -> str:
-    """The name of an optimiser's class, also of an instance or a partial of it."""
+    """The name of an optimizer's class, also of an instance or a partial of it."""
     made = optimizer if isinstance(optimizer, type) else getattr(optimizer, "func", None) or type(optimizer)
     return optimizer if isinstance(optimizer, str) else str(getattr(made, "__name__", "the optimizer"))
 

@@ -74,7 +74,7 @@ class CallPlanner:
     ) -> None:
         self.terms = ModelTerms(model, options)
         self.optimizer_choice = OptimizerChoice(self.terms)
-        """The optimiser proposals that are possible for the model, and those that were chosen."""
+        """The optimizer proposals that are possible for the model, and those that were chosen."""
         self.accounts = CallAccounts(self.terms, self.optimizer_choice, beside)
         self.loss_fn, self.plain = loss_fn, plain
         self.differentiate_all = options.outputs == "all"

@@ -180,7 +180,7 @@ class StepBytes:
     """The bytes that a forward and its backward hold, counted apart from those that stay from step to step."""
 
     lasting: int
-    """The bytes that last: parameters, gradients, optimiser state, and all else of the account but other forwards and
+    """The bytes that last: parameters, gradients, optimizer state, and all else of the account but other forwards and
     what lies elsewhere."""
     least_held: int
     """Held between forward and backward, by the plan that holds least."""

@@ -233,7 +233,7 @@ def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset
 
 @dataclass(frozen=True)
 class _StepPositions:
-    """Positions in a schedule's evaluations, by the index of the op that is the optimiser's step of a parameter."""
+    """Positions in a schedule's evaluations, by the index of the op that is the optimizer's step of a parameter."""
 
     steps: Mapping[int, PricedParameterStep]
     at: dict[int, int]

@@ -160,7 +160,7 @@ def without_allocator(account: Account) -> Account:
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     """The account's sums, less what is there already, as allocations: parameters, buffers and inputs in their actual
-    sizes, gradients and what the optimiser holds in those of the parameters that are trained."""
+    sizes, gradients and what the optimizer holds in those of the parameters that are trained."""
     trained = account.trained or joined.trained
     there = account.card_state or CardState()
     given, held, state = _to_come(account, there)

@@ -178,11 +178,11 @@ def _check_solvers(given: Sequence[Solver]) -> tuple[Solver, ...]:
     for number, one in enumerate(found):
         if isinstance(one, type) or not callable(getattr(one, "candidates", None)):
             raise TypeError(
-                f"solvers[{number}] must have a method candidates(problem, budget_bytes) that gives schedules, "
-                f"which {one!r} has not"
+                f"solvers[{number}] must have a method candidates(problem, budget_bytes) that returns "
+                f"schedules; {one!r} has none"
             )
         if not isinstance(getattr(one, "name", None), str):
-            raise TypeError(f"solvers[{number}] must have a name, a string that the plan shows, which {one!r} has not")
+            raise TypeError(f"solvers[{number}] must have a name, a string that the plan shows; {one!r} has none")
         _check_repr(f"solvers[{number}]", one)
     return found
 
