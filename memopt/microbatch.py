@@ -67,11 +67,14 @@ def samples_of(batch: Any) -> int:
     """The size of the first dimension of the batch's tensors. Raises `ValueError` if there is none or they differ."""
     sizes = dict(_sizes(batch))
     if not sizes:
-        raise ValueError("the batch holds no tensor with a first dimension, so its samples are not known")
+        raise ValueError(
+            "the batch has no tensor with a first dimension, so its number of samples is unknown; give tensors whose "
+            "first dimension is the batch, or a list of microbatches and TrainStep's count="
+        )
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"the tensors of the batch disagree in the first dimension ({_listed(sizes)}), so its samples are not "
-            "known; give all of them the batch as first dimension, or a list of microbatches and TrainStep's count="
+            f"the tensors of the batch disagree in the first dimension ({_listed(sizes)}), so its number of samples is "
+            "unknown; give all of them the batch as first dimension, or a list of microbatches and TrainStep's count="
         )
     return next(iter(sizes.values()))
 

@@ -64,7 +64,10 @@ class ApplySchedule(Pass):
             if node.op == "call_function" and not is_pure(node):
                 if not times[node.name]:
                     raise PassError(
-                        self.name, node.name, "the schedule leaves out this node, which is random or has effects", mend
+                        self.name,
+                        node.name,
+                        "the schedule leaves out this node, which is random or has side effects",
+                        mend,
                     )
                 if times[node.name] > 1 and may_write(node):
                     raise PassError(

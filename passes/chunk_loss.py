@@ -146,7 +146,7 @@ class ChunkLoss(Pass):
                 elif match is not None:
                     _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
                 elif self.losses is not None:
-                    raise VerifyError(loss.name, reason, "name what find_losses finds without a reason")
+                    raise VerifyError(loss.name, reason, "name losses that find_losses returns without a reason")
         return graph_module
 
     def requires(self, graph_module: GraphModule) -> None:

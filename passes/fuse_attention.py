@@ -62,7 +62,7 @@ class FuseAttention(Pass):
                 with on_stored_values(graph):
                     _Rewrite(match).apply()
             elif self.attentions is not None:
-                raise VerifyError(softmax.name, reason, "name what find_attentions finds without a reason")
+                raise VerifyError(softmax.name, reason, "name softmaxes that find_attentions returns without a reason")
         return graph_module
 
 

@@ -92,7 +92,9 @@ def _named(graph_module: GraphModule, wanted: Sequence[FoundReuse]) -> list[_Reu
     for call, named in zip(calls, wanted, strict=True):
         reuse = next((reuse for reuse in _of(call, aliases) if reuse.operand.name == named.operand), None)
         if reuse is None:
-            raise VerifyError(named.name, f"it cannot write over {named.operand}", "take what find_reuses finds")
+            raise VerifyError(
+                named.name, f"it cannot write over {named.operand}", "give reuses that find_reuses returns"
+            )
         found.append(reuse)
     return found
 

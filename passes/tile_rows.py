@@ -75,7 +75,9 @@ def _check(graph: Graph, segment: RowSegment) -> None:
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
             raise VerifyError(
-                name, "the operator may compute a row from others", "give segments that find_row_segments returns"
+                name,
+                "a row of its result may depend on other rows of its inputs",
+                "give segments that find_row_segments returns",
             )
 
 

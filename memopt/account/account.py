@@ -54,7 +54,7 @@ class Account:
     """The buckets from which `DistributedDataParallel` exchanges gradients. Gradients that are views of them are not
     among `gradients`."""
     into_buckets: int = 0
-    """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimiser steps."""
+    """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimizer steps."""
     output_clones: int = 0
     """Clones of the model's outputs that `DistributedDataParallel` returns."""
     lowering: int = 0
@@ -73,16 +73,16 @@ class Account:
     exchange: int = 0
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
-    """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
+    """Bytes left free because an allocation failed in an earlier step, which needed more than its plan said."""
     tolerance: int = 0
-    """Bytes left free for what appears beside the step and is too little to be looked at; 0 where nothing is looked
-    for."""
+    """Bytes left free for tensors outside of the step that appear unnoticed, since they are too small for a new search
+    of the device; 0 where the device is not searched."""
     trained: tuple[int, ...] = field(default=(), repr=False)
-    """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
+    """The bytes of each parameter that gets a gradient, in the order in which the optimizer steps them."""
     optimizer_guess: str = field(default="", repr=False)
-    """Why the optimiser's rows are an upper guess; empty where they are counted."""
+    """Why the optimizer's rows are an upper guess; empty where they are counted."""
     state_blocks: tuple[int, ...] = field(default=(), repr=False)
-    """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimiser makes them."""
+    """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimizer makes them."""
     card_state: CardState | None = field(default=None, repr=False)
     """Where a step is planned for the card that this process uses, the blocks that torch's allocator held then: many of
     the bytes above lie there already. None otherwise."""
@@ -131,7 +131,7 @@ class Account:
 
 
 Count = Callable[[Any, Iterable[torch.Tensor], str, Collection[torch.Tensor]], OptimizerAccount]
-"""Counts what an optimiser of these parameters holds on a type of device, as `optimizer_account`."""
+"""Counts what an optimizer of these parameters holds on a type of device, as `optimizer_account`."""
 Trains = Callable[[torch.Tensor], bool]
 """Whether a trainable parameter gets a gradient."""
 
@@ -198,7 +198,7 @@ def for_card(account: Account, card: Hardware) -> Account:
 
 
 def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
-    """The bytes of the sums over ranks that an optimiser makes of gradients. Sequence parallelism leaves on each rank
+    """The bytes of the sums over ranks that an optimizer makes of gradients. Sequence parallelism leaves on each rank
     a part of the gradient of a parameter that every rank has whole. At most `_SUMS` such sums are there at once."""
     return _SUMS * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
 

@@ -125,7 +125,7 @@ def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unus
     return found
 
 
-# The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
+# The first step makes the optimizer's state, in the gaps that it left. Which blocks are cut changes for some more.
 _STEPS = 8
 
 
@@ -137,9 +137,9 @@ class StepBlocks:
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
     state: tuple[int, ...] = ()
-    """Allocated in the optimiser's first step, and kept."""
+    """Allocated in the optimizer's first step, and kept."""
     temporaries: tuple[int, ...] = ()
-    """Allocated in each of the optimiser's steps, and freed."""
+    """Allocated in each of the optimizer's steps, and freed."""
     copies: tuple[int, ...] = ()
     """Copies of the inputs in the first step, which are freed before the state is allocated (`run.changed_inputs`)."""
     there: CardState | None = None

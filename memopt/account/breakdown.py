@@ -15,7 +15,7 @@ ANY_LINK = Link(math.inf)
 
 OUTPUTS, GRADIENTS, TEMPORARIES, WORKSPACE = "outputs", "gradients", "backward temporaries", "workspace"
 SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fetched activations"
-BROUGHT = "parameters brought"
+BROUGHT = "fetched parameters"
 GATHERED, EXCHANGE = "gathered parameters", "gradients being reduced"
 OPTIMIZER_STEP = "optimizer.step()"
 
@@ -24,7 +24,7 @@ EAGER = "eager_code"
 """The name of ops that stand for what eager code between captured regions holds."""
 BETWEEN_REGIONS = "between the regions"
 MEANWHILE = "until the backward"
-"""What other code takes between the forward and the backward."""
+"""The row of what other code takes between the forward and the backward."""
 
 
 @dataclass(frozen=True)

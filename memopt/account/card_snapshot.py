@@ -46,7 +46,7 @@ class _Owners:
     """Parameters, buffers and inputs."""
     gradients: Mapping[int, int] = field(default_factory=dict)
     state: Mapping[int, int] = field(default_factory=dict)
-    """The state of the optimisers that step the parameters."""
+    """The state of the optimizers that step the parameters."""
     tensors: Mapping[int, int] = field(default_factory=dict)
     """All tensors that Python knows."""
     copies: Collection[int] = ()

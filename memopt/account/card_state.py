@@ -14,7 +14,7 @@ from memopt.device.cuda import BLOCK_BYTES
 WINDOW_BYTES = 32 * 1024**2
 """CUDA's driver takes ranges of addresses from the system that begin and end at multiples of this (docs/card.md)."""
 Kind = Literal["free", "given", "gradients", "state", "library", "other"]
-"""What a block holds: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimisers;
+"""What a block holds: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimizers;
 a workspace that cuBLAS keeps; all else."""
 
 
@@ -58,7 +58,7 @@ class CardState:
     gradient_bytes: int = 0
     """The bytes of the gradients, as an account has them."""
     state_bytes: int = 0
-    """The bytes of the state of the model's optimisers, as an account has them."""
+    """The bytes of the state of the model's optimizers, as an account has them."""
     libraries: tuple[int, ...] = ()
     """The bytes of each workspace of cuBLAS among the blocks."""
     apart_bytes: int = 0

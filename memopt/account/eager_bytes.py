@@ -174,8 +174,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Do not count these tensors if they are fake. Real ones still count, from their creation or as the copies that
-        the fake mode makes of them."""
+        """Do not count those of these tensors that are fake. Real ones are counted all the same: where counted code
+        creates them, or as the fake copies that the fake mode makes of them."""
         super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -1,5 +1,5 @@
 """The bytes on a model's device that are no part of its training step: a teacher, an average of the parameters, the
-other half of a GAN, cached tensors, another model's optimiser state."""
+other half of a GAN, cached tensors, another model's optimizer state."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Elsewhere:
     """The bytes on a device that do not belong to a training step, as a search through Python's objects found them."""
 
     other: int = 0
-    """Tensors that belong to neither the model nor its optimisers, inputs or outputs."""
+    """Tensors that belong to neither the model nor its optimizers, inputs or outputs."""
     state: int = 0
-    """The state of the model's optimisers."""
+    """The state of the model's optimizers."""
     gradients: int = 0
     """The gradients of the model's parameters, frozen ones among them."""
     largest: tuple[str, ...] = field(default=(), compare=False)
     """The largest tensors of `other`, in words."""
     optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
-    """The optimisers that step parameters of the model."""
+    """The optimizers that step parameters of the model."""
     parameters: int = field(default=0, compare=False)
     """The bytes of parameters among `other`, as those of a teacher are."""
     looked: bool = field(default=False, compare=False)

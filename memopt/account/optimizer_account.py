@@ -1,4 +1,4 @@
-"""The bytes that an optimiser holds: its state between steps, and the temporaries of a step."""
+"""The bytes that an optimizer holds: its state between steps, and the temporaries of a step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OptimizerAccount:
     step_temporary_bytes: int
     """The most bytes alive at once that `step()` makes and frees again."""
     name: str
-    """The optimiser's class and its implementation, as in "AdamW (foreach)"; "none" without an optimiser."""
+    """The optimizer's class and its implementation, as in "AdamW (foreach)"; "none" without an optimizer."""
     state_blocks: tuple[int, ...] = ()
     """The bytes of each tensor of the state on a GPU, in the order in which the first step makes them."""
     guess: str = ""
@@ -116,7 +116,7 @@ def _account_of(
             return _tried(optimizer, trained, device_type, home, idle)
         except _TrialError as error:
             name, why = error.args
-    # The upper guess for an optimiser whose steps cannot be tried, as `optimizer_account` says.
+    # The upper guess for an optimizer whose steps cannot be tried, as `optimizer_account` says.
     state = dict(optimizer.state) if isinstance(optimizer, Optimizer) else {}
     groups = [group["params"] for group in (optimizer.param_groups if isinstance(optimizer, Optimizer) else ())]
     used = [one for group in groups if any(one in state for one in group) for one in group]
@@ -259,13 +259,13 @@ def _run_steps(on_fakes: Optimizer, count: EagerBytes, name: str) -> None:
                 _set_step(on_fakes, number)
             with count:
                 step(on_fakes)
-    except Exception as error:  # whatever an optimiser of the user's raises
+    except Exception as error:  # whatever an optimizer of the user's raises
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _TrialError(name, why) from error
 
 
 def _set_step(on_fakes: Optimizer, number: int) -> None:
-    """Set the optimiser's step numbers, where they have the name "step" as in all of torch's."""
+    """Set the optimizer's step numbers, where they have the name "step" as in all of torch's."""
     for state in on_fakes.state.values():
         step = state.get("step") if isinstance(state, dict) else None
         if isinstance(step, torch.Tensor) and not isinstance(step, FakeTensor):
@@ -276,6 +276,6 @@ def _set_step(on_fakes: Optimizer, number: int) -> None:
 
 
 def _way(kernels: set[str]) -> str:
-    """The optimiser's implementation ("fused", "foreach" or "for-loop"), known from the kernels that it called."""
+    """The optimizer's implementation ("fused", "foreach" or "for-loop"), known from the kernels that it called."""
     ways = {"_fused_": "fused", "_foreach_": "foreach"}
     return next((way for mark, way in ways.items() if any(f"::{mark}" in name for name in kernels)), "for-loop")

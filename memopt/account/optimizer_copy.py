@@ -1,4 +1,4 @@
-"""Copies of optimisers over stand-ins without memory, with all of their attributes."""
+"""Copies of optimizers over stand-ins without memory, with all of their attributes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class OptimizerCopy:
         self.made: list[torch.Tensor] = []
         """The copies of the tensors that `held_tensors` finds."""
         self.copied: list[Optimizer] = []
-        """The optimiser that was copied, and those that it holds."""
+        """The optimizer that was copied, and those that it holds."""
         self._copies: dict[int, Any] = dict(fakes)
         self._seen: list[object] = []
         """What was copied, which must not die while its `id` is known."""
@@ -242,7 +242,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 def held_tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    """The tensors that an optimiser holds in its state, its groups and its other attributes, at any depth of
+    """The tensors that an optimizer holds in its state, its groups and its other attributes, at any depth of
     dictionaries, lists, tuples and simple objects; none of its parameters."""
     seen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left: list[Any] = [value for _, value in attributes_of(optimizer)]

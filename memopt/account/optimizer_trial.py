@@ -1,4 +1,4 @@
-"""What an optimiser holds: found by steps of a copy on small tensors, or in the state that it has already."""
+"""What an optimizer holds: found by steps of a copy on small tensors, or in the state that it has already."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
             "Give its options by functools.partial, or give the instance"
         ) from error
     if not isinstance(made, Optimizer):
-        raise ValueError(f"the optimizer {_title(make)} gives a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise ValueError(f"the optimizer {_title(make)} returns a {type(made).__name__}, not a torch.optim.Optimizer")
     return made
 
 
@@ -167,13 +167,13 @@ def _title(make: Any) -> str:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors in the optimiser's state, at any depth."""
+    """The tensors in the optimizer's state, at any depth."""
     return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor))
 
 
 @contextmanager
 def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
-    """A block after which the parameters, the state and the options of an optimiser are as they were before it, in the
+    """A block after which the parameters, the state and the options of an optimizer are as they were before it, in the
     same tensor objects; a copy of the values takes host memory meanwhile."""
     written = {id(tensor): tensor for tensor in [*parameters_of(optimizer), *state_tensors(optimizer)]}
     values = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()]
@@ -236,7 +236,7 @@ class LiveOptimizer:
 
 
 def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
-    """Whether an optimiser steps any of the parameters with these `id`s."""
+    """Whether an optimizer steps any of the parameters with these `id`s."""
     groups = getattr(optimizer, "param_groups", ())
     return any(id(parameter) in ids for group in groups for parameter in group["params"])
 

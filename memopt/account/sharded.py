@@ -107,7 +107,7 @@ class Sharding:
         self, account: Account, optimizer: Any, card: Hardware, trains: Callable[[torch.Tensor], bool]
     ) -> Account:
         """The account of one card, from that of the whole step: shards in place of whole parameters, gradients and
-        optimiser state, and rows for gathered parameters and for the buffers of exchanges."""
+        optimizer state, and rows for gathered parameters and for the buffers of exchanges."""
         trained = self.shards(one for one in self.parameters if one.requires_grad and trains(one))
         state = optimizer_account(optimizer, trained, card.device_type)
         return replace(

@@ -247,7 +247,7 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
         if not (isinstance(dim, type(torch.export.Dim.AUTO)) or hasattr(dim, "max")):
             raise ValueError(
                 f"{path}[{dimension}] must be a torch.export.Dim, such as Dim('length', max=2048), or None for "
-                f"a size that stays, not {dim!r}"
+                f"a size that does not change, not {dim!r}"
             )
         most = getattr(dim, "max", None)
         found[place] = int(most) if most is not None and most < 2**60 else None

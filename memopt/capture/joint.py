@@ -54,8 +54,7 @@ class JointGraph:
 
     @cached_property
     def receivers(self) -> dict[int, int]:
-        """For each gradient, by its position among the gradients, the number of the `primals_*` whose gradient it
-        is."""
+        """Position of a gradient among the gradients → the number of the `primals_*` whose gradient it is."""
         if self.places:
             return dict(zip(self.gradient_places, self.places, strict=True))
         results: Any = self.module.graph.output_node().args[0]

@@ -199,7 +199,7 @@ def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{name} must give a torch.nn.Module, not {type(model).__name__}; or a tuple of one and its inputs"
+            f"{name} must return a torch.nn.Module, or a tuple of one and its inputs, not {type(model).__name__}"
         )
     return model, inputs
 
@@ -251,6 +251,6 @@ def card(name: str | None) -> Hardware:
 
 
 def budget_gb(written: str | None, name: str | None) -> float:
-    """The budget that is written, in GB of 1024³ bytes; if none is, the memory of the card `name` (None: of this
-    machine's device). Raises `UsageError` where `written` is no number of gigabytes."""
+    """The budget `written` on the command line as a number, in GB of 1024³ bytes; where it is None, the memory of the
+    card `name` (None: of this machine's device). Raises `UsageError` where `written` is no number of gigabytes."""
     return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)

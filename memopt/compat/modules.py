@@ -187,7 +187,7 @@ class CurrentParts:
         """The values of these dicts in order: modules, parameters, and None for names that are not set."""
 
     def now(self) -> Parts:
-        """The parts of the model: the same object as before, if nothing has changed."""
+        """The model's modules and parameters; the same object as at the last call if none of them has changed."""
         held = self._now_held()
         if not held or len(held) != len(self._held) or not all(map(is_, held, self._held)):
             self._latest, self._tables, self._held = Parts((), ()), [], []

@@ -42,7 +42,7 @@ def context_bytes(free_before: int, free_during: int, reserved: str) -> int | No
 
 
 def call_libraries(device: torch.device, dtype: torch.dtype) -> None:
-    """Run a forward and backward through matmul, convolution, attention, norms and an embedding, and an optimiser's
+    """Run a forward and backward through matmul, convolution, attention, norms and an embedding, and an optimizer's
     step."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList(

@@ -36,7 +36,7 @@ class Device:
     generator_state_bytes: int = 16
     """Bytes of its random generator's saved state."""
     foreach: bool = True
-    """Whether torch's optimisers step all parameters at once there, unless they are told otherwise."""
+    """Whether torch's optimizers step all parameters at once there, unless they are told otherwise."""
     backend: Literal["aten", "inductor"] = "aten"
     """What the option `backend="auto"` means there."""
 

@@ -119,7 +119,7 @@ class _Halves:
 
 def _outputs(joint: JointGraph) -> HeldOutputs:
     """How long the region's results are held. Values from which deferred outputs are computed are freed when the
-    backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
+    backward begins, or held until an optimizer has stepped (`PendingForward.until_backward`)."""
     deferred = joint.trace.region.deferred
     first = joint.forward_outputs if deferred is None else len(deferred.returned)
     taken = frozenset(range(first, joint.forward_outputs))

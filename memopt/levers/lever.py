@@ -65,7 +65,7 @@ class OptimizerChange:
     narrows: bool = False
     """Whether parameters and gradients become bfloat16."""
     offloads: bool = False
-    """Whether the optimiser's state is held in the host's memory."""
+    """Whether the optimizer's state is held in the host's memory."""
     in_backward: bool = False
     """Whether parameters are stepped in the backward. Such a lever is put around all other levers."""
 

@@ -1,4 +1,4 @@
-"""The lever that holds frozen parameters in host memory; the solver chooses which, and when they are brought."""
+"""The lever that holds frozen parameters in host memory; the solver chooses which, and when the device gets them."""
 
 from __future__ import annotations
 

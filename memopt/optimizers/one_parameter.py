@@ -13,7 +13,7 @@ from torch import optim
 # Elements of a piece: kernels on them take longer than their launch, and a float32 copy is 8 MB.
 PIECE_ELEMENTS = 2**21
 
-# torch's optimisers that treat each element by itself, so that a tensor may be stepped in pieces.
+# torch's optimizers that treat each element by itself, so that a tensor may be stepped in pieces.
 _ELEMENTWISE = (
     optim.Adadelta,
     optim.Adagrad,

@@ -1,4 +1,4 @@
-"""Optimisers that keep another's state in less of the device's memory: Adam's moments in 8 bits, or any in the host's.
+"""Optimizers that keep another's state in less of the device's memory: Adam's moments in 8 bits, or any in the host's.
 
 In 8 bits, values are in blocks of 256, and each is a code for its share of the largest in the block: the block-wise
 dynamic tree quantisation of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Of

@@ -35,15 +35,15 @@ from memopt.units import size
 
 _log = logging.getLogger("memopt")
 _NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
-_Look = Callable[[], Iterator[Way]]
+_Suggest = Callable[[], Iterator[Way]]
 
 
-def _unless_it_fails(look: _Look) -> list[Way]:
-    """The suggestions of one look; none where it fails, since the refusal must be raised all the same."""
+def _unless_it_fails(suggest: _Suggest) -> list[Way]:
+    """The suggestions that `suggest` yields; none where it fails, since the refusal must be raised all the same."""
     try:
-        return list(look())
-    except Exception as failure:  # any exception: it plans models and optimisers that were never tried
-        _log.debug("no advice from one look", exc_info=failure)
+        return list(suggest())
+    except Exception as failure:  # any exception: it plans models and optimizers that were never tried
+        _log.debug("a suggestion for the refusal could not be tried", exc_info=failure)
         return []
 
 
@@ -61,15 +61,15 @@ class _Advice:
         changes are tried that need no capture and with which the step computes the same. Else further ones are tried
         too, as far as `tries` allow: those first that need no capture."""
         lean = min(steps, key=Priced.smallest)
-        looks: tuple[_Look, ...] = (
+        kinds: tuple[_Suggest, ...] = (
             partial(self.in_growing_segments, lean),
             partial(self.with_parameters_on_host, lean),
             partial(self.by_fused_kernels, lean),
         )
         if not near:
-            captured = (partial(look, lean, tries) for look in (self.in_microbatches, self.with_low_rank))
-            looks += (partial(self.without_state, lean), *captured)
-        found = [piece for look in looks for piece in _unless_it_fails(look)]
+            captured = (partial(kind, lean, tries) for kind in (self.in_microbatches, self.with_low_rank))
+            kinds += (partial(self.without_state, lean), *captured)
+        found = [way for suggest in kinds for way in _unless_it_fails(suggest)]
         budget = self.options.budget_bytes
         helpful = [
             replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, budget)}")
@@ -150,7 +150,7 @@ class _Advice:
         )
 
     def by_fused_kernels(self, lean: Priced) -> Iterator[Way]:
-        """Suggests the fused kernels of the same optimiser, which need no temporaries."""
+        """Suggests the fused kernels of the same optimizer, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
             sentence = "with fused=True in the optimizer, whose step then needs no temporaries,"
@@ -159,7 +159,7 @@ class _Advice:
             yield Way(typed, self.with_optimizer(other, lean), changes, 0.0, sentence)
 
     def without_state(self, lean: Priced) -> Iterator[Way]:
-        """Suggests an optimiser without state."""
+        """Suggests an optimizer without state."""
         if lean.account.optimizer_state:
             sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which trains differently,"
             nbytes = self.with_optimizer(torch.optim.SGD, lean)
@@ -168,7 +168,7 @@ class _Advice:
             )
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
-        """The smallest budget in bytes with another optimiser."""
+        """The smallest budget in bytes with another optimizer."""
         planner = self.like(self.planner, optimizer=optimizer)
         account = planner.accounts.account(self.call, self.situation, reached=self.planner.accounts.reached)
         return lean.under(account).smallest()[0]
@@ -214,11 +214,11 @@ class _Advice:
                 with contextlib.suppress(NothingToRewrite):
                     traced = recorded.trace(levers)
                     return traced.price(traced.account()).smallest()[0]
-        raise AssertionError("the set without levers, whose graphs need no rewrite, is among them")
+        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
 
 
 def _name_of(optimizer: Any) -> str:
-    """The name of an optimiser's class, also of an instance or a partial of it."""
+    """The name of an optimizer's class, also of an instance or a partial of it."""
     made = optimizer if isinstance(optimizer, type) else getattr(optimizer, "func", None) or type(optimizer)
     return optimizer if isinstance(optimizer, str) else str(getattr(made, "__name__", "the optimizer"))
 

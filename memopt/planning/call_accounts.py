@@ -81,7 +81,7 @@ class CallAccounts:
         self._card_state: CardState | None = None
         """What torch's allocator held when the planning that is under way began; None where that does not matter."""
         self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
-        """The optimiser's memory by device type and the `id`s of the parameters that it steps, kept while a call is
+        """The optimizer's memory by device type and the `id`s of the parameters that it steps, kept while a call is
         being planned; None at other times."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
@@ -212,9 +212,9 @@ class CallAccounts:
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
         """Two predicates of a parameter: whether it has a gradient once the call's backward is over, and whether the
-        optimiser may step it, as it does those that other calls or code outside of the forward reach, too. `reached`
+        optimizer may step it, as it does those that other calls or code outside of the forward reach, too. `reached`
         are the `id`s of the parameters that the call reaches. Both hold for all parameters where it is None, with
-        buckets of `DistributedDataParallel`, and once levers on the optimiser are chosen."""
+        buckets of `DistributedDataParallel`, and once levers on the optimizer are chosen."""
         if reached is None or self.optimizer_choice.chosen is not None or situation.buckets is not None:
             return (lambda parameter: True), (lambda parameter: True)
         stepped = reached | self.reached | self.stepped_elsewhere
@@ -237,7 +237,7 @@ class CallAccounts:
 
 @cache
 def _say_once(guess: str) -> None:
-    """Warn that an optimiser's memory is guessed, if it is."""
+    """Warn that an optimizer's memory is guessed, if it is."""
     if guess:
         warnings.warn(guess, stacklevel=2)
 

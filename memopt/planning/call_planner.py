@@ -74,7 +74,7 @@ class CallPlanner:
     ) -> None:
         self.terms = ModelTerms(model, options)
         self.optimizer_choice = OptimizerChoice(self.terms)
-        """The optimiser proposals that are possible for the model, and those that were chosen."""
+        """The optimizer proposals that are possible for the model, and those that were chosen."""
         self.accounts = CallAccounts(self.terms, self.optimizer_choice, beside)
         self.loss_fn, self.plain = loss_fn, plain
         self.differentiate_all = options.outputs == "all"
@@ -239,8 +239,9 @@ class CallPlanner:
         return self._data_sizes.get(region.fingerprint) or DataSizes()
 
     def _observed(self, region: RecordedRegion, call: Call, low: torch.dtype | None) -> tuple[Observed, ...]:
-        """The results of a forward's data-dependent operators. It runs under autocast to `low` where the plan is in 16
-        bits, which may have no room for more, and in the plain model's dtypes where that raises."""
+        """The results of a forward's data-dependent operators. With a dtype `low` the forward runs under autocast to
+        it, since the budget of a plan in 16 bits may have no room for fp32; if that raises, in the plain model's
+        dtypes."""
         with suppress(Exception), autocast_to(low, region, keeps_casts=False):
             return observe(self.terms.model, call, self.plain)
         return observe(self.terms.model, call, self.plain)  # index_add, for one, adds no bf16 to fp32

@@ -32,8 +32,8 @@ class OnCard:
     added_time: float | None
     """The added time in it, as a fraction of the step with nothing recomputed there."""
     batches: float | None
-    """The largest batch that fits, as about how many times this batch, with as much recomputed as need be; None where
-    larger batches cannot be captured."""
+    """An estimate of the largest batch that fits, with as much recomputed as needed, as a multiple of this batch; None
+    where larger batches cannot be captured."""
 
     @property
     def fits(self) -> bool:
@@ -90,8 +90,8 @@ Larger: TypeAlias = Callable[[int], tuple[PricedStep, Account]]
 """Gives, for a number n, the step under all levers with a batch n times as large, and its account. Raises
 `CaptureError` where that cannot be captured."""
 _MORE, _MOST = 16, 128
-"""The most batches that are looked at first, beside one alone, at which parameters may take all of the memory; and the
-most that are looked at: graphs with more chunks take long to trace."""
+"""The largest multiples of the batch at which the need is found: for a first line, from the batch itself to there; and
+for a second one, from there to about a full card. Graphs with more chunks take long to trace."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ Seconds = Counter[str]
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """The time of a whole step, optimiser included, on one card of a cluster, by the time model. Times in seconds."""
+    """The time of a whole step, optimizer included, on one card of a cluster, by the time model. Times in seconds."""
 
     mesh: str
     cards: int
@@ -74,7 +74,7 @@ def cluster_step(
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
     card = step.settings.hardware
-    # The optimiser's step reads parameters, gradients and state, and writes the first and the last.
+    # The optimizer's step reads parameters, gradients and state, and writes the first and the last.
     moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
     bounds += _only(MEMORY, moved / (card.bytes_per_second * card.bandwidth_efficiency))
     mesh = sharding.cluster.mesh

@@ -1,5 +1,6 @@
 """Plans that follow from others: of a forward beside others like it, of a step with further regions, and with bytes
-left free for the steps of other models. To find them, the bytes of a step beside those that last from step to step."""
+left free for the steps of other models; and the bytes of a step that do not last from step to step (`StepBytes`), by
+which such plans are found."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from memopt.units import size
 _ROUNDS = 4
 """How often the room for the others is narrowed down after a plan was found."""
 _MARGIN = 16
-"""A guess keeps away from either end of the interval that is left by one part in this many of it."""
+"""A guess lies at least one part in this many of the remaining interval away from both of its ends."""
 _CLOSE = 64
 """An interval of less than one part in this many of the budget is not worth another round."""
 
@@ -134,7 +135,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
 def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequence[int | None]) -> Schedule:
     """The evaluations of all forwards in order, then of all backwards from the last to the first. A region evaluates
     its operators in the order in which `schedule` evaluates those of the region of `before` that `known` gives for it;
-    each once, in program order, where there is none or its operators are others."""
+    each once, in program order, where there is none or its operators differ."""
     parts = _parts(before, schedule)
     forwards: list[int] = []
     backwards: list[list[int]] = []
@@ -179,7 +180,7 @@ class StepBytes:
     """The bytes that a forward and its backward hold, counted apart from those that stay from step to step."""
 
     lasting: int
-    """The bytes that last: parameters, gradients, optimiser state, and all else of the account but other forwards and
+    """The bytes that last: parameters, gradients, optimizer state, and all else of the account but other forwards and
     what lies elsewhere."""
     least_held: int
     """Held between forward and backward, by the plan that holds least."""
@@ -229,8 +230,8 @@ def lasting_bytes(account: Account, *, beside: bool = False) -> int:
 
 
 def peak_above_lasting(plan: Plan) -> int:
-    """The peak in bytes of a whole planned step, of which `lasting_bytes(account, beside=True)`, what does not come and
-    go with this step, and what the caller's code allocates between forward and backward are subtracted."""
+    """The peak in bytes of a whole planned step, less what lasts from step to step or lies elsewhere
+    (`lasting_bytes(account, beside=True)`), and less what the caller's code allocates between forward and backward."""
     alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
     return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
 

@@ -119,7 +119,7 @@ class Frontier(Generic[PlanT]):
     effort: Effort = DEFAULT_EFFORT
     torch_version: str = torch.__version__
     source: _FrontierSource[PlanT] | None = field(default=None, compare=False, repr=False, metadata=LIVE)
-    """A plan of the step, with its graphs; None if loaded."""
+    """A plan of the step, with its graphs; None if loaded from a file."""
 
     def at(self, budget_gb: float) -> FrontierPoint:
         """The point with the least added time within a budget. Raises `BudgetError` below the smallest."""
@@ -131,7 +131,7 @@ class Frontier(Generic[PlanT]):
 
     def plan(self, budget_gb: float) -> PlanT:
         """The plan for a budget; never slower than the frontier's point for it. Raises `BudgetError` where none fits,
-        `ValueError` for a frontier that was loaded."""
+        `ValueError` for a frontier that was loaded from a file."""
         if self.source is None:
             raise ValueError("this frontier was loaded from a file and has no graphs; make a plan with memopt.plan")
         limit_seconds = self.effort.limit_seconds if self.effort.name == "best" else None

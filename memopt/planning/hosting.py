@@ -1,5 +1,5 @@
-"""Which frozen parameters may lie on the host together. When they are brought, and how long they stay, the solver
-decides."""
+"""Which frozen parameters may lie in the host's memory together. The solver decides when they are copied to the device,
+and how long they stay there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def choices(step: PricedStep) -> list[tuple[int, ...]]:
 
 
 def _spread(count: int) -> list[int]:
-    """The numbers below `count` in an order of which every beginning is spread evenly over them: that of their bits
-    read backwards (van der Corput, 1935)."""
+    """The numbers below `count` in an order whose every prefix is spread evenly over them: that of their bits read
+    backwards (van der Corput, 1935)."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))

@@ -203,7 +203,7 @@ def _value(value: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any | None:
-    """The facts that an optimiser's memory depends on; None where they cannot be told."""
+    """The facts that an optimizer's memory depends on; None where they cannot be told."""
     if optimizer is None or isinstance(optimizer, str):
         return (optimizer,)
     if isinstance(optimizer, type):

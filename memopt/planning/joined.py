@@ -157,8 +157,8 @@ def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """By an op, as `Joined.owner` names it, the outputs of regions that must live until it runs: each as the number of
-    its region, and of its storage in that region's problem."""
+    """Op → the outputs of regions that must live until it runs. An op is given as in `Joined.owner`, an output as the
+    number of its region and of its storage in that region's problem."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
         for position, storage in priced.outputs.items():
@@ -233,7 +233,7 @@ def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset
 
 @dataclass(frozen=True)
 class _StepPositions:
-    """Positions in a schedule's evaluations, by the index of the op that is the optimiser's step of a parameter."""
+    """Positions in a schedule's evaluations, by the index of the op that is the optimizer's step of a parameter."""
 
     steps: Mapping[int, PricedParameterStep]
     at: dict[int, int]

@@ -46,7 +46,7 @@ def _listed(signature: inspect.Signature, kind: type, defaults: Mapping[str, obj
 
 
 def _written(annotation: Any) -> Any:
-    """An annotation as it is written, where it was not evaluated."""
+    """The source text of an annotation that was not evaluated (a `ForwardRef`); any other annotation itself."""
     return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
 
 

@@ -43,7 +43,7 @@ class _Bracket:
     needs: dict[int, int] = field(default_factory=dict)
     """The smallest budget in bytes of each number that was tried, or estimated before the search."""
     _lines_fail: bool = field(default=False, init=False)
-    """Whether a number was refused although the budget has room for it, which the needs cannot predict."""
+    """Whether a number was refused although its need is within the budget, so that lines through needs mislead."""
 
     def __post_init__(self) -> None:
         self.refused = self.most + 1

@@ -44,7 +44,7 @@ out are a little larger than what was asked for, and which ones depends on all t
 _NEXT = 1, 1024
 """The share of a budget, as a fraction, by which the next one that is tried is larger."""
 _SHARE = 1 / 256
-"""The share of the bytes allocated to which the least budget is found."""
+"""The precision to which the least budget is found, as a fraction of the bytes allocated."""
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
@@ -160,7 +160,7 @@ def without_allocator(account: Account) -> Account:
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     """The account's sums, less what is there already, as allocations: parameters, buffers and inputs in their actual
-    sizes, gradients and what the optimiser holds in those of the parameters that are trained."""
+    sizes, gradients and what the optimizer holds in those of the parameters that are trained."""
     trained = account.trained or joined.trained
     there = account.card_state or CardState()
     given, held, state = _to_come(account, there)
@@ -184,8 +184,8 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of an account as blocks: the bytes that are still to come, and whether what is there of it is freed before
-    the step."""
+    """A row of an account for a replay: the bytes that are still to be allocated, and whether those allocated already
+    are freed before the step."""
 
     kind: Kind
     nbytes: int
@@ -194,12 +194,12 @@ class _Row:
     @classmethod
     def of(cls, kind: Kind, planned: int, there: int) -> _Row:
         """The row of `planned` bytes, `there` bytes of which lie on the card. Where more do, they are not what is
-        planned: they are freed, and all of the row is to come."""
+        planned: they count as freed, and all of the row as still to be allocated."""
         return cls(kind, planned, True) if there > planned else cls(kind, planned - there, False)
 
 
 def _to_come(account: Account, there: CardState) -> tuple[_Row, _Row, _Row]:
-    """What the model is given, the gradients that it holds, and the optimiser's state."""
+    """The rows of parameters, buffers and inputs, of the gradients held, and of the optimizer's state."""
     gradients = account.gradients if account.gradients_held else 0
     return (
         _Row.of("given", account.parameters + account.buffers + account.inputs, there.given_bytes),
@@ -209,7 +209,7 @@ def _to_come(account: Account, there: CardState) -> tuple[_Row, _Row, _Row]:
 
 
 def _beyond(sizes: Sequence[int], there: int) -> Iterator[int]:
-    """What is left of some sizes once `there` bytes are taken from the last of them, and from those before it."""
+    """The sizes without `there` bytes in total, which are taken from the last size first, then from those before it."""
     left: list[int] = []
     for nbytes in reversed(sizes):
         taken = min(nbytes, there)

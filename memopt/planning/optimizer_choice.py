@@ -1,4 +1,4 @@
-"""The levers on the optimiser that are possible for one model's training, and the effect on plans of those that were
+"""The levers on the optimizer that are possible for one model's training, and the effect on plans of those that were
 chosen."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OptimizerChoice:
     chosen: PricedLevers | None = None
     """The chosen levers, on which every plan is based; None where none is chosen."""
     decided: bool = False
-    """Whether the choice is final, because the optimiser may exist by now."""
+    """Whether the choice is final, because the optimizer may exist by now."""
 
     @property
     def _low(self) -> torch.dtype | None:
@@ -49,13 +49,13 @@ class OptimizerChoice:
         return PricedLevers.of(self.facts, self._named(names))
 
     def _named(self, names: Collection[str] | None = None) -> list[Lever]:
-        """The levers on the optimiser, memopt's and the user's own, or those with these names."""
+        """The levers on the optimizer, memopt's and the user's own, or those with these names."""
         known = [lever for lever in dict.fromkeys([*LEVERS.values(), *self.terms.options.levers]) if lever.optimizer]
         return known if names is None else [lever for lever in known if lever.name in names]
 
     @property
     def allowed(self) -> frozenset[str]:
-        """The names of the allowed levers on the optimiser that may still be chosen; none once the choice is final."""
+        """The names of the allowed levers on the optimizer that may still be chosen; none once the choice is final."""
         return frozenset() if self.decided else self.terms.options.optimizer_levers
 
     @property

@@ -178,11 +178,11 @@ def _check_solvers(given: Sequence[Solver]) -> tuple[Solver, ...]:
     for number, one in enumerate(found):
         if isinstance(one, type) or not callable(getattr(one, "candidates", None)):
             raise TypeError(
-                f"solvers[{number}] must have a method candidates(problem, budget_bytes) that gives schedules, "
-                f"which {one!r} has not"
+                f"solvers[{number}] must have a method candidates(problem, budget_bytes) that returns "
+                f"schedules; {one!r} has none"
             )
         if not isinstance(getattr(one, "name", None), str):
-            raise TypeError(f"solvers[{number}] must have a name, a string that the plan shows, which {one!r} has not")
+            raise TypeError(f"solvers[{number}] must have a name, a string that the plan shows; {one!r} has none")
         _check_repr(f"solvers[{number}]", one)
     return found
 
@@ -203,8 +203,8 @@ def _check_repr(name: str, value: object) -> None:
 
 
 def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = "") -> dict[str, Any]:
-    """The metadata of a field: the option's default, what makes the field's value of what is given or raises
-    `TypeError` or `ValueError`, and the option's name where it is not the field's."""
+    """The metadata of a field: the option's default; `check`, which returns the field's value for an argument or raises
+    `TypeError` or `ValueError`; and the option's name where it differs from the field's."""
     return {"default": default, "check": check, "name": name}
 
 

@@ -138,9 +138,9 @@ class Plan(PlanViews):
     """The operators that are never recomputed, since a second evaluation in another kernel might decide otherwise."""
     torch_version: str = torch.__version__
     source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
-    """The captured step; None if loaded."""
+    """The captured step; None if loaded from a file."""
     schedule: Schedule | None = field(default=None, compare=False, repr=False, metadata=LIVE)
-    """The schedule of all regions together; None if loaded."""
+    """The schedule of all regions together; None if loaded from a file."""
 
     @property
     def priced(self) -> PricedStep | None:

@@ -240,7 +240,7 @@ class _RegionChanges:
             )
 
     def freed(self) -> Iterator[Change]:
-        """The gradients of parameters that the optimiser steps within the backward."""
+        """The gradients of parameters that the optimizer steps within the backward."""
         inputs = [node for node in self.facts.nodes.values() if node.op == "placeholder" and not is_tangent(node)]
         for number in self.schedule.steps:
             user = next((user for user in inputs[number].users if module_path(user)), inputs[number])

@@ -1,4 +1,4 @@
-"""Searches lever sets and optimiser proposals for the plan with the shortest step that fits the budget."""
+"""Searches lever sets and optimizer proposals for the plan with the shortest step that fits the budget."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class PlanSearch:
     budget_bytes: int
     effort: Effort
     allowed: frozenset[str] = frozenset()
-    """The names of proposals (levers on the optimiser) that may be chosen where no lever set fits without them."""
+    """The names of proposals (levers on the optimizer) that may be chosen where no lever set fits without them."""
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
-    """Gives all combinations of proposals, those of allowed ones first; of the others only those that the function it
-    is called with wants when they come up."""
+    """Yields the combinations of proposals: first all of allowed ones, then of the others those for which its argument,
+    a function, returns True."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
@@ -293,7 +293,7 @@ class PlanSearch:
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
-        """Solve each step that was tried once more with the chosen levers on the optimiser; returns the plan with the
+        """Solve each step that was tried once more with the chosen levers on the optimizer; returns the plan with the
         shortest step, and its levers on the graph."""
         for priced in self._with(chosen, self._steps):
             with contextlib.suppress(BudgetError):

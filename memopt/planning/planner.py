@@ -81,7 +81,7 @@ def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
     `NEGLIGIBLE` of the step, and values may be offloaded.
 
-    Raises `BudgetError` where no schedule fits, or the optimiser's own step is above the budget.
+    Raises `BudgetError` where no schedule fits, or the optimizer's own step is above the budget.
     """
     if not request.fits_optimizer_step(joined):
         raise request.refusal(joined)
@@ -203,7 +203,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
 
 def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The schedules without offloads that were found while other budgets were solved for and are within this one, the
-    fastest first; none where the optimiser steps within the backward, or no allocator decides."""
+    fastest first; none where the optimizer steps within the backward, or no allocator decides."""
     if request.account.caching and isinstance(joined.portfolio, Portfolio) and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 

@@ -57,13 +57,13 @@ class PriceSettings:
     activations: bool = True
     """Whether activations may be offloaded over `link`."""
     frozen: frozenset[int] = frozenset()
-    """The `id`s of the parameters that may lie on the host, whence they are brought over the link."""
+    """The `id`s of the parameters that may lie on the host, and are then copied to the device over the link."""
     hosted: frozenset[int] = frozenset()
     """The numbers of the inputs that do lie on the host."""
     solvers: tuple[Solver, ...] = field(default=(), hash=False)
     """The user's own solvers, whose schedules compete with those of memopt's."""
     stepping: Stepping | None = None
-    """How the optimiser steps within the backward; None where it steps after it."""
+    """How the optimizer steps within the backward; None where it steps after it."""
     accumulating: bool = False
     """Whether gradients are added to an existing `.grad`."""
     meanwhile: int = 0

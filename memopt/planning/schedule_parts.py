@@ -31,7 +31,7 @@ class RegionSchedule:
     offloads: tuple[HostStay, ...] = ()
     """Values that are copied to the host and back."""
     steps: tuple[int, ...] = ()
-    """Numbers of the inputs that are parameters which the optimiser steps before the end of the backward."""
+    """Numbers of the inputs that are parameters which the optimizer steps before the end of the backward."""
     hosted: tuple[int, ...] = ()
     """Numbers of the inputs that are parameters which lie on the host."""
 

@@ -67,7 +67,7 @@ class Recorded:
                 with suppress(NothingToRewrite):
                     traced = recorded.trace(levers)
                     return traced.price(traced.account())
-        raise AssertionError("the set without levers, whose graphs need no rewrite, is among them")
+        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
 
     def _larger(self, batches: int) -> Recorded:
         call = with_batches(self.call, batches)

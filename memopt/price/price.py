@@ -226,7 +226,7 @@ class _Pricer:
         }
 
     def add_step(self, step: PlacedParameterStep) -> None:
-        """Append the optimiser's step of one parameter."""
+        """Append the optimizer's step of one parameter."""
         after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
         self.priced_steps[len(self.ops)] = PricedParameterStep(step.number, after)
         name = f"step_of_input_{step.number}"

@@ -22,7 +22,7 @@ from passes.graphs.node_facts import is_tangent
 
 @dataclass(frozen=True)
 class ParameterSteps:
-    """The parameters of a region that the optimiser steps within its backward; by default none."""
+    """The parameters of a region that the optimizer steps within its backward; by default none."""
 
     inside: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Position of the gradient among the results → number of the parameter among the inputs, for parameters that may be

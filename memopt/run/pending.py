@@ -336,9 +336,10 @@ class PendingForward:
         return (self.before is not None and self.before.undo()) and gradients
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget in bytes, at least `needed`, for a step with nothing recomputed, the other waiting forwards, and
-        both held and newly computed gradients. It has room for one more forward if no other waits; with `retained`,
-        instead for what a step holds that keeps its graph (`retain_graph=True`)."""
+        """A budget in bytes, at least `needed`, with which the step fits with nothing recomputed: beside the other
+        forwards that wait (one, where none does now), and with gradients both held from before and newly computed.
+        With `retained`, the step is one that keeps its graph (`retain_graph=True`), and no further forward is
+        assumed."""
         account, peak = self.plan.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes

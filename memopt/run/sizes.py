@@ -161,7 +161,7 @@ class LargestSizes:
         return all(size <= most for size, most in _pairs(LargestSizes.of(call).shapes, self.shapes))
 
     def covering(self, call: Call) -> LargestSizes:
-        """These sizes, raised where a call has larger ones, with a margin."""
+        """These sizes, but where the call has a larger one, that one plus a margin (`MARGIN`)."""
         shapes = zip(self.shapes, LargestSizes.of(call).shapes, strict=True)
         return LargestSizes(
             tuple(

@@ -27,7 +27,7 @@ COLOURS = {
     WORKSPACE: "#c9a227",
 }
 """The bands from the bottom to the top, with their colours; all rows of the account that are not here make one band."""
-# The optimiser's step takes this share of the axis: its time is not known.
+# The optimizer's step takes this share of the axis: its time is not known.
 _OPTIMIZER_SHARE = 0.035
 _WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
 _STYLE = """

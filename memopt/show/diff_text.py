@@ -72,7 +72,7 @@ def _count(change: Change) -> int:
 
 
 def blocks_of(where: Mapping[str, ModulePlace]) -> dict[str, list[str]]:
-    """The paths of the blocks of each section, in the order of `where`; [""] for a section without blocks."""
+    """Section → the paths of its blocks, in the order of `where`; [""] for a section without blocks."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
         sections[place.section][place.block] = None

@@ -85,7 +85,7 @@ def _copies(problem: RematProblem, schedule: Schedule, numbers: Sequence[int], t
 def step_of(plan: Plan) -> Step:
     """Everything that the step of a plan holds at every moment, as planned and with nothing recomputed.
 
-    Raises `ValueError` for a plan that was loaded.
+    Raises `ValueError` for a plan that was loaded from a file.
     """
     graph, (step, schedule) = plan.networkx(), plan.solved
     captured, seen, plain = step.traced, step.seen, step.plain

@@ -44,7 +44,7 @@ class _Flow(NamedTuple):
     """The state of a flow."""
 
     residual: Ints
-    """Per arc: what it can still take."""
+    """Per arc: the flow that it can still take (its residual capacity)."""
     heights: Ints
     """Per node: the number of arcs on the shortest path from it to the goal over arcs that can still take flow; the
     number of nodes if there is no such path."""

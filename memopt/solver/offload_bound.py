@@ -230,8 +230,8 @@ class OffloadBound:
     def _in_all(self, budget_bytes: int, link: Link) -> float:
         """The bound on the whole step: of schedules without offloads at a budget larger by half of the moved bytes.
 
-        A step with A added seconds gives bound(A), which falls in A, so min(A, bound(A)) is a bound for every A. The
-        best A is found by bisection.
+        A step with A added seconds gives bound(A), which does not increase with A, so min(A, bound(A)) is a bound for
+        every A. The best A is found by bisection.
         """
 
         def bound(added: float) -> float:

@@ -283,8 +283,9 @@ def warm_up() -> None:
     """
     if not is_compiled():
         warnings.warn(
-            "the solvers run as plain Python: their kernels were not compiled when memopt was installed, and numba is "
-            "not there to do it; plans are the same, and take several times as long to find; "
+            "the solvers run as plain Python: their kernels were not compiled when memopt was installed, and numba, "
+            "which compiles them when they are called, is not installed; plans are the same, and take several times as "
+            "long to find; "
             "pip install 'memopt[numba]'",
             stacklevel=2,
         )

@@ -16,7 +16,7 @@ USED, EVALUATED, NOW, PRESENT, AWAY, STAMP, LOOK = range(7)
 
 
 class RepairState(NamedTuple):
-    """The state; positions count the evaluations of the seed schedule from 0.
+    """The state of a replay; positions count the evaluations of the seed schedule from 0.
 
     `present` and `away` are lists whose lengths are in `scalars`. A look is one call of `look_ahead`, numbered from 1.
     """

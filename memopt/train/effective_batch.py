@@ -97,7 +97,7 @@ def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets:
         if batch.get("num_items_in_batch") is not None:
             raise ValueError(
                 "the batch holds num_items_in_batch, so its loss is normalised twice; leave it out, or have count= "
-                "give 1 for every microbatch and divide by their number yourself"
+                "return 1 for every microbatch and divide by their number yourself"
             )
         if _is_labels(batch.get("shift_labels")):
             return _valid(batch["shift_labels"])
@@ -131,12 +131,12 @@ def _valid(labels: torch.Tensor) -> torch.Tensor:
 def _checked(value: Any) -> int | float | torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise TypeError(f"count must give one number for a batch, not a tensor of shape {tuple(value.shape)}")
+            raise TypeError(f"count must return one number for a batch, not a tensor of shape {tuple(value.shape)}")
         return value.detach().reshape(())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"count must give a number or a tensor of one element, not {value!r}")
+        raise TypeError(f"count must return a number or a tensor of one element, not {value!r}")
     if not math.isfinite(float(value)) or float(value) < 0:
-        raise ValueError(f"count must give how many terms the mean loss has, zero or more, not {value!r}")
+        raise ValueError(f"count must return the number of terms in the mean loss, zero or more, not {value!r}")
     return value if isinstance(value, (int, float)) else float(value)
 
 
@@ -183,7 +183,7 @@ class EffectiveBatch:
         return torch.where(count > 0, loss * weight, 0)
 
     def plus(self, weighted_loss: torch.Tensor, count: torch.Tensor) -> EffectiveBatch:
-        """The effective batch with a further microbatch: its `count` tokens, and its loss as from `weighted`."""
+        """The effective batch with a further microbatch: its `count` tokens, and its loss as `weighted` returns it."""
         return replace(self, tokens=self.tokens + count, loss=self.loss + weighted_loss.detach())
 
     def over_ranks(self, model: nn.Module) -> EffectiveBatch:

@@ -71,7 +71,7 @@ def row_region_of(seed: Node) -> RowRegion:
     """Returns the `RowRegion` around `seed`, a call such as `log_softmax` of logits.
 
     Raises `NoLayer` if the classes are not the outputs of a linear layer. Raises `NoMatch` if anything else reads one
-    of the values with classes, or if one is written over and read later under another name.
+    of the values with classes, or if one is written over and read later through an alias.
     """
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
@@ -251,10 +251,10 @@ def reduced(node: Node) -> tuple[int, ...]:
 
 
 def _check_writes(region: RowRegion) -> None:
-    """Raises `NoMatch` where a value that is written over is read under another name afterwards."""
+    """Raises `NoMatch` where a value that is written over is read through an alias afterwards."""
     for node in region.inside:
         written = mutated_arguments(node)
         held = frozenset().union(*map(storages, written)) if written else frozenset()
         for other in region.inside:
             if other < node and held & storages(other) and any(user > node for user in other.users):
-                raise NoMatch(f"{node.name} writes to logits that are read later under another name")
+                raise NoMatch(f"{node.name} writes to logits that are read later through an alias")

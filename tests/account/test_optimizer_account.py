@@ -266,7 +266,7 @@ def test_refusals() -> None:
         optimizer_account(Needy, parameters())
     with pytest.raises(ValueError, match="SparseAdam takes sparse gradients only"):
         optimizer_account(optim.SparseAdam, parameters())
-    with pytest.raises(ValueError, match="gives a list, not a"):
+    with pytest.raises(ValueError, match="returns a list, not a"):
         optimizer_account(list, parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not 3"):
         optimizer_account(3, parameters())  # type: ignore[arg-type]

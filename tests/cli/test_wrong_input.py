@@ -63,7 +63,7 @@ WRONG = {
     ("syntax.py:make", *STEP): "syntax.py raised SyntaxError",
     ("leaves.py:make", *STEP): "leaves.py raised SystemExit: 7",
     ("raises.py:make", *STEP): "raises.py:make raised KeyError: 'weights' when it was called",
-    ("number.py:make", *STEP): "must give a torch.nn.Module, not int",
+    ("number.py:make", *STEP): "must return a torch.nn.Module, or a tuple of one and its inputs, not int",
     ("small.py:small", "--set", "height=3", *STEP): "unexpected keyword argument 'height'",
     ("small.py:small", "--shape", "input=4y64"): "--shape takes NAME=SIZES:DTYPE",
     ("small.py:small", "--shape", "input=4x0"): "a size of 0",

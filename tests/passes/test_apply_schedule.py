@@ -198,7 +198,7 @@ def test_unknown_names() -> None:
 
 def test_what_draws_must_be_scheduled() -> None:
     with pytest.raises(
-        PassError, match="node native_dropout: the schedule leaves out this node, which is random or has effects"
+        PassError, match="node native_dropout: the schedule leaves out this node, which is random or has side effects"
     ):
         scheduled("addmm relu sum_1 mul mm neg", boundary=3)
 

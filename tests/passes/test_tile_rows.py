@@ -161,5 +161,5 @@ def test_wrong_segments_are_refused() -> None:
         TileRows((segment,), 14)(before)
     (name, _), *others = segment.members
     wrong = replace(segment, members=((name, RowsPlace(2)), *others))
-    with pytest.raises(PassError, match=f"node {name}: the operator may compute a row from others"):
+    with pytest.raises(PassError, match=f"node {name}: a row of its result may depend on other rows of its inputs"):
         TileRows((wrong,), 2)(before)
