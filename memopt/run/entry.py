@@ -29,7 +29,7 @@ from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
 """Memory that appears beside a step is tolerated up to the parameters' bytes divided by this: a 256th of parameters,
-gradients and two optimiser states,"""
+gradients and two optimizer states,"""
 _LEAST_TOLERANCE = 64 * 1024
 """and at least up to these bytes: Python and `malloc` need some of their own."""
 _REMEMBERED = 16
@@ -145,13 +145,13 @@ class Entry:
     """The bytes that count as held elsewhere where no look finds them: what the user gave as `elsewhere_gb`, or 0 for a
     plan for another device; None where looks find them."""
     optimizer: Any = None
-    """The optimiser that the account has, as the user gave it; what is beyond its state is counted elsewhere."""
+    """The optimizer that the account has, as the user gave it; what is beyond its state is counted elsewhere."""
     optimised: bool = False
     """Whether the model's calls are planned now, so that other models are planned beside what it will hold."""
     gradient_bytes: int | None = None
     """The most bytes of gradients that one of its plans or plain steps counts; None before the first."""
     state_bytes: int | None = None
-    """The most bytes of its optimiser's state that one of its plans or plain steps counts; None before the first."""
+    """The most bytes of its optimizer's state that one of its plans or plain steps counts; None before the first."""
     seen: SeenOverlaps = field(default_factory=SeenOverlaps)
     """What was seen of other models' forwards beside its own."""
     latest_outputs: Sequence[WeakStorage] = ()

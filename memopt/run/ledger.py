@@ -43,7 +43,7 @@ _SEVERAL = 3
 """If this many forwards wait for a backward, more than in any step before, further ones may follow: an ODE solver calls
 its model dozens of times before a backward."""
 _MORE_STATE = 2
-"""An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
+"""An optimizer that nobody has looked at may hold this many times the state of its class's defaults beside that: for
 `amsgrad`, and the temporaries of `foreach`."""
 
 
@@ -66,7 +66,7 @@ class Moment:
     others_bytes: int = 0
     """The bytes that such forwards of other models hold."""
     lasting_bytes: int = 0
-    """The bytes of gradients and optimiser states that other optimised models have or will have."""
+    """The bytes of gradients and optimizer states that other optimised models have or will have."""
     lasting_now: int = 0
     """Of these, the bytes that are there now."""
     addresses: Callable[[], frozenset[int]] = frozenset
@@ -250,7 +250,7 @@ class Moment:
 
     def _surely_within(self, room_bytes: int, account: Account) -> bool:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
-        if not self.entry.has_looked:  # the optimiser may have options by which it holds more than by default
+        if not self.entry.has_looked:  # the optimizer may have options by which it holds more than by default
             room_bytes -= _MORE_STATE * account.optimizer_state
         most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
         return most is not None and self._beside(most, account) <= room_bytes

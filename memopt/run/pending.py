@@ -110,7 +110,7 @@ class PendingForward:
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)
-    """The values that are held until an optimiser has stepped."""
+    """The values that are held until an optimizer has stepped."""
     _backward: int = -1
     _beside_plan: int = -1
     """The backward that is not judged by the plan."""
@@ -421,7 +421,7 @@ times its budget."""
 CREATED, RETAINED = "the plain step with create_graph=True", "backward(retain_graph=True)"
 
 _held_over: list[Releasable] = []
-"""Values of forwards whose backward is done, which are held until an optimiser has stepped, or a forward begins."""
+"""Values of forwards whose backward is done, which are held until an optimizer has stepped, or a forward begins."""
 
 
 def hold_over(values: Sequence[Releasable]) -> None:

@@ -124,7 +124,7 @@ class Load:
     """The bytes that a planned pipeline stage holds on the device of its rank."""
 
     fixed_bytes: int
-    """Throughout a step: parameters, gradients, the optimiser's state, and what the schedule holds for it."""
+    """Throughout a step: parameters, gradients, the optimizer's state, and what the schedule holds for it."""
     held_bytes: int
     """For each microbatch whose backward is to come."""
     most_bytes: int

@@ -590,7 +590,7 @@ class PlainCalls:
         return self.allowed and (self._whatever_else or not self.planned_ahead)
 
     def _nothing_else_wanted(self) -> bool:
-        """Whether a plan would only save memory: no passes, compiler or optimiser levers are wanted, and no precision
+        """Whether a plan would only save memory: no passes, compiler or optimizer levers are wanted, and no precision
         that was named: "auto" chooses one for the plans that there are."""
         planner = self.planner
         return not (

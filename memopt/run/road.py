@@ -282,7 +282,7 @@ class Road:
         more than the least that is guessed; and for half of the tolerance.
 
         What is added for gradients of parameters and the loss takes the budget no higher than what the step holds with
-        nothing recomputed. Nothing is added on a GPU, with levers on the optimiser, where parameters are sharded, for
+        nothing recomputed. Nothing is added on a GPU, with levers on the optimizer, where parameters are sharded, for
         one of a group of forwards, and where no look finds what lies elsewhere.
         """
         planner, situation = self.planner, recorded.situation

@@ -534,7 +534,7 @@ class Session:
 
     def _differs_in_room(self, earlier: Session) -> bool:
         """Whether what was captured for an earlier session of the model serves this one: its options differ in the
-        budget, the bytes elsewhere and the number of forwards at most. Not where the optimiser's levers decide about
+        budget, the bytes elsewhere and the number of forwards at most. Not where the optimizer's levers decide about
         parameters, nor where other ranks take part."""
         alone = not (self.parallel.wrapper or earlier.parallel.wrapper or self.sharded.there)
         proposes = self.options.optimizer_levers

@@ -343,7 +343,7 @@ class Share:
         return forward
 
     def _state_to_come(self, plan: Plan, call: Call) -> int:
-        """The bytes of the optimiser's state that a plan counts and that is not there yet when a call begins."""
+        """The bytes of the optimizer's state that a plan counts and that is not there yet when a call begins."""
         moment = replace(self._counted(call), closely=True)
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 

@@ -75,7 +75,7 @@ class TrainingCalls:
         self._reached: frozenset[int] = frozenset()
         """The parameters with gradients in any call before the present one."""
         self._stepped_elsewhere: frozenset[int] | None = None
-        """Parameters that the optimiser had stepped before the present call, and no call reached; None before the first
+        """Parameters that the optimizer had stepped before the present call, and no call reached; None before the first
         one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
