@@ -67,7 +67,7 @@ def replacements() -> list[Replacement]:
         # Before torch 2.13 it is true under `torch.compile` too, and transformers then builds a causal mask that its
         # eager model does without: attention with a mask, above all with shared keys, rounds its gradients otherwise.
         (answers, torch.compiler.is_exporting, False),
-        (trace_rules, _TRACED, _with_transformers(getattr(trace_rules, _TRACED))),
+        (trace_rules, _TRACED, _with_library_code(getattr(trace_rules, _TRACED))),
     ]
     if (logged := getattr(utils, _SETTINGS, None)) is not None:
         found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
@@ -91,13 +91,17 @@ _TRACED = "get_legacy_mod_inlinelist"
 
 
 @cache
-def _with_transformers(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
-    """Traces the forwards of torch's transformer modules also where the graph breaks within one of them.
+def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
+    """Traces torch's transformer modules also where the graph breaks within one of them, and `checkpoint_sequential`,
+    which Dynamo by itself leaves out.
 
     An encoder or decoder that is given a mask compares its values with those of a causal one, and branches on that. By
     itself Dynamo does not trace code of torch.nn that is called from beyond a break, so that all layers behind it would
     run in eager mode, in no graph."""
-    return cache(lambda: own() | {torch.nn.modules.transformer.__file__})
+    from torch.utils import checkpoint
+
+    files = {torch.nn.modules.transformer.__file__, checkpoint.__file__}
+    return cache(lambda: own() | files)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""torch's transformer modules with masks whose values decide about a branch: the layers behind it are planned."""
+"""Code of torch at which Dynamo breaks the graph, or which it leaves out: what the model runs through it is planned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import memopt
 
@@ -71,3 +72,21 @@ def test_layers_behind_a_mask_are_in_the_plan(kind: type[Encoder]) -> None:
     assert plan.captured is not None
     operators = {str(node.target) for region in plan.captured.regions for node in region.module.graph.nodes}
     assert any("bmm" in name for name in operators)  # of attention, with dropout
+
+
+class Sequential(nn.Module):
+    """Two segments of layers, of which one is a checkpoint of the author's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+        return hidden.square().mean()
+
+
+def test_sequential_checkpoints_are_one_region() -> None:
+    plan = memopt.plan(Sequential().train(), 1, (torch.randn(BATCH, WIDTH),), precision="fp32")
+    assert plan.captured is not None
+    assert len(plan.captured.regions) == 1
