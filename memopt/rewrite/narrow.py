@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -28,7 +29,7 @@ from passes import (
 )
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import backward_nodes
-from passes.graphs.op_kinds import is_cast, is_view, op_name
+from passes.graphs.op_kinds import is_cast, is_pointwise, is_view, op_name
 from passes.ops.fp8_formats import E4M3, E5M2, turned
 from passes.ops.fp8_ops import SCALINGS, Fp8Scaling
 
@@ -59,11 +60,40 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
     hardly change if the value is rounded to bf16. The arguments are as in `narrowing`.
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
-    views, widened 16-bit values, small ones, and all that the author or the user wants in fp32.
+    views, widened 16-bit values, small ones, those of which the gradient of a number is computed
+    (`read_for_numbers`), and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)
-    values = sole_values(graph, forward_outputs)
-    return tuple(node.name for node in values if worth_narrowing(node) and tolerated(node, backward, exact))
+    left_out = read_for_numbers(backward)
+    values = [node for node in sole_values(graph, forward_outputs) if node not in left_out and worth_narrowing(node)]
+    return tuple(node.name for node in values if tolerated(node, backward, exact))
+
+
+def read_for_numbers(backward: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The values of the forward that the `backward` nodes read on the way to the gradient of a single number, such as a
+    learned weight of the residual stream: through elementwise operators, views and norms.
+
+    That gradient is a sum over a whole activation, in which nearly all may cancel (a norm behind it leaves the scale of
+    its input without effect): rounding each summand by 2^-9 then makes a gradient of another size."""
+    pending = [node for node in backward if op_name(node) == "sum" and _sums_all(node)]
+    seen, found = set(pending), set()
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in backward:
+                found.add(source)
+            elif source not in seen and (is_pointwise(source) or is_view(source) or op_name(source) in _ON_THE_WAY):
+                seen.add(source)
+                pending.append(source)
+    return frozenset(found)
+
+
+_ON_THE_WAY = _TOLERATE_BF16 | {"sum", "_to_copy", "getitem"}
+
+
+def _sums_all(node: fx.Node) -> bool:
+    """Whether a sum is a single number, of a value that is worth narrowing."""
+    value, of = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return all(str(size) == "1" for size in value.shape) and storage_bytes(of) >= LEAST_BYTES
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
@@ -280,9 +310,11 @@ def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = fro
     """Returns the names of the 16-bit values of the forward that the backward reads only by operators whose gradients
     hardly change if the value is rounded to 8 bits. The arguments are as in `narrowing`."""
     backward = backward_nodes(graph)
+    left_out = read_for_numbers(backward)
+    values = [node for node in sole_values(graph, forward_outputs) if node not in left_out]
     return tuple(
         node.name
-        for node in sole_values(graph, forward_outputs)
+        for node in values
         if _worth_quantizing(node.meta["val"]) and tolerated(node, backward, exact, _TOLERATE_8_BITS)
     )
 

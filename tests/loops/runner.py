@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import memopt
 from memopt.errors import GIB, round_up
@@ -227,7 +228,7 @@ def _compare(found: Outcome, loop: Loop, plain: Run, ran: Run) -> None:
     exact = found.options == "exact"
     named = loop.rounding or any(ROUNDED in note for note in ran.notes)
     close = ROUNDING if exact else (loop.loss_tolerance, loop.way_tolerance)
-    if not (found.loss_off <= close[0] and found.way_off <= close[1]):
+    if not _within(found, close) and (exact or not _within(found, _off_in_autocast(loop, plain))):
         found.verdict = "wrong numbers"
     elif exact and not named and (found.loss_off or found.way_off):
         found.verdict = "not bitwise"
@@ -241,6 +242,34 @@ def _compare(found: Outcome, loop: Loop, plain: Run, ran: Run) -> None:
         found.verdict = "rounding" if found.loss_off or found.way_off else "bitwise"
     else:
         found.verdict = "close"
+
+
+def _within(found: Outcome, limits: tuple[float, float]) -> bool:
+    return found.loss_off <= limits[0] and found.way_off <= limits[1]
+
+
+def _off_in_autocast(loop: Loop, plain: Run) -> tuple[float, float]:
+    """How far the losses and weights of the plain loop are off within `torch.autocast`, which is what 16 bits do to
+    it."""
+    ran = run(loop, in_autocast, metered=False)
+    return _loss_off(plain, ran), _way_off(plain, ran)
+
+
+def in_autocast(model: Any, **_: Any) -> Any:
+    """The model with training forwards in bf16 by `torch.autocast`, whose outputs have the dtypes that they have
+    without it."""
+    inner = getattr(model, "model", model) if hasattr(model, "add_callback") else model
+    own = inner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not inner.training:
+            return own(*args, **kwargs)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = own(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda one: one.float() if one.dtype == torch.bfloat16 else one, result)
+
+    inner.forward = forward
+    return model
 
 
 def _loss_off(plain: Run, ran: Run) -> float:

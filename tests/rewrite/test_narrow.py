@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
+import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+import memopt
 from memopt.capture.operators import OperatorGraph
 from memopt.device import hardware
 from memopt.rewrite.narrow import LEAST_BYTES, DecideFp8, has_units, narrowed, quantized, quantizing
@@ -56,6 +62,55 @@ def test_one_reader_that_needs_all_bits_is_enough() -> None:
     logs.meta["val"] = named["tanh"].meta["val"]
     output.args = ((*results, logs),)  # type: ignore[misc]
     assert narrowed(graph_module.graph, 1) == ("_softmax",)
+
+
+def test_the_gradient_of_a_number_is_summed_from_values_with_all_bits() -> None:
+    graph_module = normalised()
+    output = graph_module.graph.output_node()
+    (results,) = output.args
+    named = {node.name: node for node in graph_module.graph.nodes}
+    with graph_module.graph.inserting_before(output):
+        total = graph_module.graph.call_function(aten.sum.default, (named["mul"],))
+    total.meta["val"] = named["tanh"].meta["val"].new_empty(())
+    output.args = ((*results, total),)  # type: ignore[misc]
+    assert narrowed(graph_module.graph, 1) == ("_softmax",)
+
+
+class Scaled(nn.Module):
+    """A residual stream with a learned weight for each layer, as nanochat's: norms behind it leave the scale of the
+    stream without effect, so that the gradient of the first weight is next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 128), nn.Linear(128, 64)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+        self.scales = nn.Parameter(torch.ones(3))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=1e-4)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.rms_norm(self.words(tokens), (128,))
+        for number, layer in enumerate(self.layers):
+            x = self.scales[number] * x
+            x = x + layer(nn.functional.rms_norm(x, (128,)))
+        logits = self.head(nn.functional.rms_norm(x, (128,)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.plans_always
+def test_weights_of_a_residual_stream_get_no_noise_for_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Scaled().train()
+    models, tokens = [copy.deepcopy(plain) for _ in range(2)], torch.randint(0, 64, (16, 64))
+    memopt.optimize(models[0], 1, precision="bf16", optimizer=None)
+    within = torch.autocast("cpu", torch.bfloat16)
+    for model, types in zip((plain, *models), (nullcontext(), nullcontext(), within), strict=True):
+        with types:
+            loss = model(tokens)
+        loss.backward()
+    expected, found, autocast = (model.scales.grad for model in (plain, *models))
+    off = [(gradient - expected).norm() for gradient in (found, autocast)]
+    assert off[0] <= 2 * off[1]
 
 
 BF16 = torch.bfloat16
