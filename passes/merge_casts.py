@@ -10,7 +10,7 @@ from passes.graph_pass import Pass
 from passes.graphs.aliases import storages
 from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, result_of, store, values_after
 from passes.graphs.node_facts import is_float, may_write
-from passes.graphs.op_kinds import is_cast, moves_data
+from passes.graphs.op_kinds import PICKS, is_cast, moves_data, op_name
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class MergeCasts(Pass):
 
     A cast that changes nothing is removed, and so is widening followed by narrowing; narrowing followed by widening
     rounds, and stays. A cast moves past calls that only move data to the side with fewer elements: before `expand`,
-    after `embedding` and `slice`. Values that anything writes to are left alone, and so are casts to contiguous memory
-    which a view relies on, or whose strides the graph returns.
+    after `slice`; but never before `embedding` and other calls that pick elements by number, whose gradients would then
+    be summed in 16 bits. Values that anything writes to are left alone, and so are casts to contiguous memory which a
+    view relies on, or whose strides the graph returns.
 
     Before:
         expand: f32[8, 4] = aten.expand(x, [8, 4])
@@ -124,7 +125,9 @@ def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
     groups: dict[tuple[Node, torch.dtype], list[Node]] = {}
     for node, moved, dtype in _plain_casts(casts, written):
         source = _source(moved)
-        if source is not None and not _is_written(source, written) and all(is_cast(user) for user in moved.users):
+        if source is None or op_name(moved) in PICKS or _is_written(source, written):
+            continue
+        if all(is_cast(user) for user in moved.users):
             groups.setdefault((source, dtype), []).append(node)
     changed = False
     for (origin, dtype), group in groups.items():

@@ -37,6 +37,8 @@ class Device:
     """Bytes of its random generator's saved state."""
     foreach: bool = True
     """Whether torch's optimizers step all parameters at once there, unless they are told otherwise."""
+    sums_in_16_bits: frozenset[str] = frozenset()
+    """Operators whose kernels, or those of their backward, sum over many rows in 16 bits where their input has them."""
     backend: Literal["aten", "inductor"] = "aten"
     """What the option `backend="auto"` means there."""
 

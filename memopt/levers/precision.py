@@ -10,6 +10,7 @@ from torch import nn
 
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
+from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.levers.lever import Lever
 from memopt.rewrite.assign import AssignPrecision
@@ -36,7 +37,10 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
         return Rewriting(planned_for=hardware.device_type)
     screenings = Screenings() if torch.float16 in (low, *(dtype for _, dtype in rules.dtypes)) else None
     prices = OpPrices(hardware, narrows=low == torch.bfloat16) if searches(policy) else None
-    decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings, prices=prices)
+    sums = device_of(hardware).sums_in_16_bits
+    decide = DecidePrecision(
+        low, rules, yields=policy == "auto", screenings=screenings, prices=prices, sums_in_16_bits=sums
+    )
     joint = narrowing if low == torch.bfloat16 else None
     return Rewriting((decide,), joint, low, hardware.device_type, replaces_autocast=policy != "auto")
 
@@ -56,6 +60,8 @@ class DecidePrecision:
     """The ranges of values on sample batches; None where no operator may compute in fp16."""
     prices: OpPrices | None = field(default=None, compare=False, repr=False)
     """The prices with which the best dtypes are searched for; None for the default choices."""
+    sums_in_16_bits: frozenset[str] = frozenset()
+    """As in `AssignPrecision`."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if self.left_to_autocast:
@@ -77,7 +83,8 @@ class DecidePrecision:
         """The dtype of each operator of a region, with a reason."""
 
         def decide(kept_out: KeptOut) -> PrecisionPlan:
-            default = AssignPrecision(self.low, self.rules, graph.author_typed, (*self.kept_out, *kept_out))
+            out = (*self.kept_out, *kept_out)
+            default = AssignPrecision(self.low, self.rules, graph.author_typed, out, self.sums_in_16_bits)
             return SearchPrecision(default, self.prices)(graph) if self.prices else default(graph.module)
 
         if self.screenings is None:

@@ -73,6 +73,14 @@ class AssignPrecision:
     """Names of nodes that keep the dtypes that they have."""
     kept_out: tuple[tuple[str, str], ...] = ()
     """Nodes that must compute in fp32, with the reason, as `screen` finds them."""
+    sums_in_16_bits: frozenset[str] = frozenset()
+    """Operators that must compute in fp32 on this device, for whose kernels `KERNELS_SUM_IN_FP32` is not true
+    (`Device.sums_in_16_bits`)."""
+
+    @property
+    def sum_in_fp32(self) -> frozenset[str]:
+        """The operators of `KERNELS_SUM_IN_FP32` whose kernels do so on this device."""
+        return KERNELS_SUM_IN_FP32 - self.sums_in_16_bits
 
     def __call__(self, graph_module: fx.GraphModule) -> PrecisionPlan:
         calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
@@ -123,7 +131,7 @@ class _Walk:
             return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
         if name in SATURATING and _leads_to_fp32(node):
             return Choice(torch.float32, "it saturates, and is returned or read in fp32", wished=True)
-        if name in KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
+        if name in self.decider.sum_in_fp32 and self._state(operands[0]) is _State.LOW:
             return Choice(low, "its kernel computes in fp32 inside")
         if (
             name == "softmax"

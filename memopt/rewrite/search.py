@@ -78,7 +78,7 @@ class SearchPrecision:
             return True
         if low == torch.float16 or is_cast(node) or node.kwargs.get("dtype") is not None:
             return False
-        return (name in KERNELS_SUM_IN_FP32 or name not in _IN_FP32) and not _needs_all_bits(node)
+        return (name in self.default.sum_in_fp32 or name not in _IN_FP32) and not _needs_all_bits(node)
 
     def _plan(self, plan: PrecisionPlan, terms: GraphTerms, found: Flags, before: Amounts) -> PrecisionPlan:
         choices, low = dict(plan.choices), self.default.low

@@ -48,6 +48,9 @@ _COPIES = frozenset(
 )  # fmt: skip
 
 # Their result is one of their elements, or zero: exact in any dtype.
+PICKS = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
+"""Calls that pick elements by number, one of them perhaps many times, so that its gradient is a sum."""
+
 _SELECTS = frozenset(
     {
         "adaptive_max_pool1d", "adaptive_max_pool2d", "amax", "amin", "argmax", "argmin", "argsort", "max",

@@ -151,3 +151,12 @@ def test_a_cast_of_an_expanded_value_stays_where_a_view_needs_it() -> None:
     low = sketch.call(aten.to.dtype, sketch.call(aten.expand.default, sketch.input("x", 1, 4), [8, 4]), BF16)
     before = sketch.returns(sketch.call(aten.view.default, low, [32]))
     assert not diff_graphs(before, MERGE(before))
+
+
+def test_a_cast_stays_behind_calls_that_pick_elements() -> None:
+    """Before them, the gradient of an element that is picked many times would be summed in 16 bits."""
+    sketch = Sketch()
+    table, numbers = sketch.input("table", 8, 4), sketch.input("numbers", 64, dtype=torch.int64)
+    picked = sketch.call(aten.embedding.default, table, numbers)
+    before = sketch.returns(sketch.call(aten.neg.default, sketch.call(aten.to.dtype, picked, BF16)))
+    assert not diff_graphs(before, MERGE(before))
