@@ -27,6 +27,7 @@ PRIVATE_NAMES = (
     *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
     *private("torch.autograd.forward_ad", "_current_level"),
     *private("torch.utils.checkpoint", "_StopRecomputationError"),
+    *private("torch.autograd", "Variable._execution_engine.queue_callback"),  # as DDP does
 )
 
 
@@ -101,6 +102,12 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """Returns the autograd node that runs now, None outside of a backward pass."""
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has ended, but not where it fails."""
+    anything: Any = torch.autograd.Variable
+    anything._execution_engine.queue_callback(function)
 
 
 def stops_recomputation(error: Exception) -> bool:

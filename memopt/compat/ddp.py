@@ -10,10 +10,10 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.compat.autograd import current_backward
+from memopt.compat.autograd import current_backward, when_backward_ends
 from passes.compat import private
 
-# DDP's own mixed precision calls the reducer's hooks from Python, and DDP itself queues callbacks so.
+# DDP's own mixed precision calls the reducer's hooks from Python.
 PRIVATE_NAMES = (
     *private(
         "torch.nn.parallel.distributed",
@@ -29,7 +29,6 @@ PRIVATE_NAMES = (
     ),
     *private("torch._C._distributed_c10d", "Reducer._autograd_hook Reducer._remove_autograd_hooks"),
     *private("torch.distributed.distributed_c10d", "_get_default_store"),
-    *private("torch.autograd", "Variable._execution_engine.queue_callback"),
     *private("torch", "Tensor._is_view"),
 )
 
@@ -175,7 +174,7 @@ class ReducerHooks:
         static graph, all gradients become views only then, by a callback that DDP has queued before."""
         if self.views and self._noted != current_backward():
             self._noted = current_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
+            when_backward_ends(self._note_all)
 
     def _note(self, number: int) -> None:
         gradient = self._parameters[number].grad if self.views else None

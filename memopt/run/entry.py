@@ -212,7 +212,8 @@ class Entry:
     planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
     ending: list[_Forward] = field(default_factory=list)
-    """The planned forwards whose saved values were given to their backward, until the next forward begins."""
+    """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
+    the next forward begins."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """The sizes of the groups before."""

@@ -30,6 +30,7 @@ from memopt.compat.autograd import (
     python_nodes,
     retention,
     runs_node,
+    when_backward_ends,
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
@@ -325,7 +326,9 @@ class PendingForward:
     def after_backward(self) -> None:
         """Mark the forward as done: it holds no saved values any more, though its autograd graph may still exist."""
         self.done = True
-        self.entry.ending.append(self)
+        if current_backward() >= 0:
+            self.entry.ending.append(self)
+            when_backward_ends(self.entry.ending.clear)
         hold_over(self._held)
         self._held = []
 

@@ -332,3 +332,16 @@ def test_what_a_module_replaces_is_not_kept_until_the_backward() -> None:
     del large
     assert alive() is None
     assert state.undo()
+
+
+def test_what_undoes_a_call_is_gone_after_its_backward() -> None:
+    """The copies of a batch normalisation's statistics stayed while the caller kept an output of the step before."""
+    model, batch = convolutions()
+    memopt.optimize(model, 1, **EXACT)
+    loss = model(*batch)
+    states = [state for state in CallState._alive if state.model() is model]
+    assert len(states) == 1
+    alive = weakref.ref(states.pop())
+    loss.backward()
+    assert alive() is None
+    assert loss.isfinite()
