@@ -95,7 +95,11 @@ def upper_bound(size: torch.SymInt) -> int:
         for symbol in values:
             least = node.shape_env.bound_sympy(symbol).lower
             fewer = {**values, symbol: int(least) if _is_limit(least) and least > 0 else 0}
-            if (lower := _bound(node, fewer)) > bound:
+            try:
+                lower = _bound(node, fewer)
+            except ZeroDivisionError:
+                lower = _bound(node, fewer := {**values, symbol: 1})
+            if lower > bound:
                 values, bound = fewer, lower
     if not _is_limit(bound):
         mend = f"call torch._check({size} <= …) in the model"

@@ -64,6 +64,13 @@ def test_sizes_that_shrink_as_others_grow_are_bounded_by_the_smallest_of_these(m
         assert upper_bound(64 - number) == 64
 
 
+def test_a_size_by_which_another_is_divided_is_no_smaller_than_one(mode: FakeTensorMode) -> None:
+    rows, groups = data_size(mode, 64), data_size(mode, 8)
+    names = [plain_symbol(size) or "" for size in (rows, groups)]
+    with sizes_up_to(dict(zip(names, (64, 8), strict=True))):
+        assert upper_bound(rows // groups) == 64
+
+
 def test_a_size_without_a_bound_is_refused(mode: FakeTensorMode) -> None:
     with pytest.raises(CaptureError, match=r"depends on data and has no bound; call torch\._check"):
         upper_bound(data_size(mode))
