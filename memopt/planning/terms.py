@@ -65,6 +65,11 @@ class Situation:
     buckets: Buckets | None = None
     """The buckets of the `DistributedDataParallel` around the model; None without one."""
 
+    @property
+    def alone(self) -> Situation:
+        """The situation with nothing beside the step: no other forwards, none to come, and nothing elsewhere."""
+        return replace(self, other_forwards=0, to_come=0, meanwhile=None, elsewhere=None)
+
 
 @dataclass(frozen=True, eq=False)
 class ModelTerms:

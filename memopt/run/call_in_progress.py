@@ -4,7 +4,7 @@ fits beside all else on the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memopt.account.elsewhere import in_steps
@@ -12,6 +12,7 @@ from memopt.capture.inputs import Call
 from memopt.compat.modules import Parts
 from memopt.errors import BudgetError, without_frames
 from memopt.planning.plan import Plan
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
 from memopt.run.executable import Executable
 from memopt.run.ledger import Moment
@@ -43,48 +44,52 @@ class CallInProgress:
         """The call's situation, including the bytes held by forwards that wait for their backward."""
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
-    def fitting(self, make: Callable[[Situation], Executable], known: Callable[[Situation], bool]) -> Executable:
+    def fitting(
+        self, make: Callable[[Situation, bool], Executable], known: Callable[[], Mapping[Situation, Executable]]
+    ) -> Executable:
         """The plan, ready to run, for the first of several situations (guesses of what lies beside the call) whose plan
-        fits on the device now. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget.
+        fits on the device now. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget;
+        if it is called with True, the error says what would help.
 
-        `known` says whether a plan for a situation exists already; before a new one is made, the device is searched for
-        other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or if the plan
-        fits provided that forwards which are still to come are freed before its backward. Otherwise the last
-        `BudgetError` is raised."""
-        made = make(self.situation)
+        `known` returns the plans that exist for the sizes of the call: one of another situation serves where it fits,
+        so that few bytes more or less beside a call make no other plan. Before a new one is made, the device is
+        searched for other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or
+        if the plan fits provided that forwards which are still to come are freed before its backward. Otherwise the
+        last `BudgetError` is raised."""
+        made = make(self.situation, True)
         if self.moment.fits(made.plan, self.situation):
             return made
-        refused: BudgetError | None = None
+        plans = {other: planned for other, planned in known().items() if other.alone == self.situation.alone}
+        for other, planned in sorted(plans.items(), key=_about_fastest):
+            if self.moment.still_fits(planned.plan, other):
+                return planned
+        refused: Situation | None = None
         for situation in self._further(made.plan):
-            if not self.moment.closely and not known(situation):
+            if not self.moment.closely and situation not in plans:
                 return self.closely.fitting(make, known)
             try:
                 made = self._made(make, situation)
             except BudgetError as error:
-                refused = without_frames(error)
+                without_frames(error)  # they hold the caller's tensors
+                refused = situation
                 continue
             if self.moment.fits(made.plan, situation):
                 return made
         if refused is None or self.moment.may_fit(made.plan) or self.closely.moment.may_fit(made.plan):
             return made
-        if not self.moment.closely:
-            return self.closely.fitting(make, known)
-        try:
-            raise refused
-        finally:
-            refused = None  # its traceback holds this frame, and with it the caller's tensors
+        return make(refused, True) if self.moment.closely else self.closely.fitting(make, known)
 
-    def _made(self, make: Callable[[Situation], Executable], situation: Situation) -> Executable:
+    def _made(self, make: Callable[[Situation, bool], Executable], situation: Situation) -> Executable:
         """The result of `make`. Where the caller keeps the outputs of the step before, a refusal is remembered, and
         raised again without a search, since such outputs are there in each step."""
         if not self.moment.kept_outputs:
-            return make(situation)
+            return make(situation, False)
         refusals = self.moment.entry.refusals
         key = situation, tuple([tensor.shape for tensor in self.moment.inputs])
         if (known := refusals.get(key)) is not None:
             raise known.adding()
         try:
-            return make(situation)
+            return make(situation, False)
         except BudgetError as refused:
             refusals[key] = refused.adding()
             raise
@@ -117,3 +122,10 @@ class CallInProgress:
         """Register the forward that now begins to run by `plan`. `exchanges` identifies its collectives
         (`Emitted.exchanges`)."""
         return self.begin_forward(plan, self.situation, exchanges)
+
+
+def _about_fastest(planned: tuple[Situation, Executable]) -> tuple[int, int]:
+    """A key by which plans come in the order of their added time, and of about equally fast ones that with the most
+    room for other things first."""
+    plan = planned[1].plan
+    return round(plan.added_time / NEGLIGIBLE), -plan.account.elsewhere - plan.account.other_forwards

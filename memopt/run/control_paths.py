@@ -206,7 +206,7 @@ class PlansOfPaths:
         of them. Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
         try:
             make = partial(self._plan_for, in_progress.call, paths, freed)
-            return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
+            return in_progress.fitting(lambda situation, _: make(situation), lambda: self._known(paths.calls[0]))
         except BudgetError:  # those that follow must not be planned to be as large as this one
             self.paths.pop(self._kind(in_progress.call), None)
             raise
@@ -214,6 +214,10 @@ class PlansOfPaths:
             if self.road.plans != self._plans_freed:  # their solvers' tables would stay for the whole training
                 self._plans_freed = self.road.plans
                 self.road.planner.forget_solvers()
+
+    def _known(self, captured: CapturedCall) -> dict[Situation, Executable]:
+        """The plans of a path, by situation."""
+        return {situation: planned for (path, situation), planned in self._plans.items() if path is captured}
 
     def _plan_for(self, call: Call, paths: ControlPaths, freed: Plan | None, situation: Situation) -> Executable:
         """The plan for the first of these paths in this situation; where that does not fit, for the first captured call

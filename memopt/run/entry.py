@@ -127,6 +127,11 @@ class LatestLooks:
         """The smallest number of bytes allocated at any of the latest searches, less those that memopt accounts for."""
         return min([level for level, _ in self.levels])
 
+    @property
+    def most(self) -> int:
+        """The most bytes that any of the latest searches found elsewhere."""
+        return max([level - rest for level, rest in self.levels])
+
     def limit(self, level: int) -> int:
         """An upper bound on what a search would find outside of the step if `level` bytes are allocated besides those
         that memopt accounts for. It assumes that no fewer of these bytes belong to the step than at the latest

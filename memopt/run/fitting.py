@@ -13,7 +13,7 @@ from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.dynamo import CallStopped
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.errors import BudgetError, CaptureError
+from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
@@ -99,10 +99,20 @@ class PlansOfRegions:
         _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
         mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
         make = partial(self._emitted_in, region, inputs, in_progress)
-        return in_progress.fitting(make, lambda situation: (region, situation) in self._emitted)
+        return in_progress.fitting(make, partial(self._known, region, region.sizes_of(inputs)))
+
+    def _known(self, region: RecordedRegion, sizes: Sizes) -> dict[Situation, Executable]:
+        """The plans of a region that cover these sizes, by situation: of several the one with the least added time."""
+        plans = {situation: plans.best(sizes) for (of, situation), plans in self._emitted.items() if of is region}
+        return {situation: best for situation, best in plans.items() if best is not None}
 
     def _emitted_in(
-        self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress, situation: Situation
+        self,
+        region: RecordedRegion,
+        inputs: tuple[Any, ...],
+        in_progress: CallInProgress,
+        situation: Situation,
+        advise: bool,
     ) -> Executable:
         key, call = (region, situation), in_progress.call
         if key not in self._emitted:
@@ -113,35 +123,43 @@ class PlansOfRegions:
         elsewhere = self.road.planner.accounts.beside.found.other if situation.to_come else 0
         tried = region, situation, sizes, in_steps(elsewhere, self.road.planner.terms.options.budget_bytes)
         again = bool(situation.to_come or situation.elsewhere)
-        if again and (refused := self._refused.get(tried)) is not None:
+        if again and not advise and (refused := self._refused.get(tried)) is not None:
             raise refused.adding()
         ceiling = plans.covering(sizes)
-        if ceiling is None:
-            ceiling = sizes
-            if (region, situation, sizes) not in self._plans:
-                above = self.bounds.above(region, inputs, call)
-                ceiling = sizes if plans.refusal(above) else above
-        if ceiling in plans:
+        if ceiling is not None and ceiling in plans:
             return plans[ceiling]
+        above, ceilings = self.bounds.above(region, inputs, call), [sizes]
+        if ceiling is not None:
+            ceilings = [ceiling, sizes]
+        elif (region, situation, sizes) not in self._plans:
+            largest = self.bounds.above(region, inputs, call, margin=1.0)
+            ceilings = sorted((above, largest, sizes), key=plans.exceeds_budget)  # those only to name a budget, too
         started = time.perf_counter()
-        for most in dict.fromkeys((ceiling, sizes)):
+        refusals: dict[Sizes, BudgetError] = {}
+        for most in dict.fromkeys(ceilings):
             captured = self._captured_call(region, most, inputs, call)
             try:
+                if most != sizes and (known := plans.refusal(most)) is not None:
+                    raise known
                 planned = self._plans.get((region, situation, most))
-                emitted = self.road.emit_call(captured, call, situation, planned)
+                emitted = self.road.emit_call(captured, call, situation, planned, advise=advise and most == sizes)
                 break
             except BudgetError as refused:
-                if most == sizes:
-                    larger = plans.refusal(self.bounds.above(region, inputs, call))
-                    named = in_progress.moment.for_sizes_above(refused, larger) if larger else refused
-                    if again:
-                        self._refused[tried] = named.adding()
-                    raise named from None
-                plans.refuse(most, refused)
+                refusals[most] = without_frames(refused)
+                if most != sizes:
+                    plans.refuse(most, refused)
             except CaptureError:
-                if most != sizes:  # tracing may have fixed one of them, so that shapes at larger ones disagree
-                    _check_sizes(region, most, inputs, call)
-                raise
+                if most == sizes:
+                    raise
+                # Tracing may have fixed one of them, so that shapes at larger ones disagree.
+                _check_sizes(region, most, inputs, call)
+        else:
+            named = refusals[sizes]
+            if (larger := plans.refusal(above)) is not None:
+                named = in_progress.moment.for_sizes_above(named, larger)
+            if again:
+                self._refused[tried] = named.adding()
+            raise named
         plans.add(most, emitted, time.perf_counter() - started)
         if in_progress.moment.kept_outputs > in_progress.moment.entry.notable_bytes:
             gc.collect()  # circles that recording leaves may hold them after the caller has dropped them

@@ -153,6 +153,15 @@ class Moment:
         alone = self._alone(plan)
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
+    def still_fits(self, plan: Plan, situation: Situation) -> bool:
+        """Whether a plan that was made for another situation than the present one fits, too. Also False for one that
+        recomputes and was made beside far more: tensors outside of the step, or other forwards."""
+        account = plan.account
+        if self._has_shrunk(plan, account.other_forwards - self.waiting_bytes - self.kept_outputs):
+            return False
+        less = account.elsewhere + account.tolerance // 2 < self._ledger.most_elsewhere(self)
+        return (replace(self, closely=True) if less else self).fits(plan, situation)
+
     def _alone(self, plan: Plan) -> int:
         """The bytes that a step by a plan holds with nothing beside it but the caller's own code."""
 
@@ -188,13 +197,14 @@ class Moment:
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
         return min(missing, self.entry.state_to_come(plan, 0, elsewhere) + room)
 
-    def _has_shrunk(self, plan: Plan) -> bool:
-        """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
-        enough = plan.budget_bytes // WORTHWHILE
-        if plan.added_time <= NEGLIGIBLE or plan.account.elsewhere < enough:
+    def _has_shrunk(self, plan: Plan, more: int = 0) -> bool:
+        """Whether a plan that costs time was made beside far more bytes elsewhere, and `more` of other forwards, than
+        there are now."""
+        enough, beside = plan.budget_bytes // WORTHWHILE, plan.account.elsewhere + more
+        if plan.added_time <= NEGLIGIBLE or beside < enough:
             return False
         about = self._ledger.latest_elsewhere(self)
-        return plan.account.elsewhere - about - self.to_come_elsewhere >= enough
+        return beside - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
         """The bytes that the backward of this call finds besides its plan: of waiting forwards, and of gradients that
@@ -329,6 +339,12 @@ class Ledger(ModelsOnDevice):
         if self._held_still or looked is None:
             return entry.found.other
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
+
+    def most_elsewhere(self, moment: Moment) -> int:
+        """The most bytes elsewhere that the latest searches at moments of the same `Moment.kind` found. A limit without
+        a search may be below that where garbage was freed since."""
+        _, looked = self._level(moment)
+        return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 
     def look_before_planning(self, moment: Moment) -> Elsewhere:
         """Search the device for what lies elsewhere before a call is planned, however long it takes. Planning leaves

@@ -133,10 +133,16 @@ class Road:
         return replace(plan, source=replace(plan.source, compiled_bytes=compiled))
 
     def emit_call(
-        self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
+        self,
+        captured: CapturedCall,
+        call: Call,
+        situation: Situation,
+        planned: Plan | None = None,
+        *,
+        advise: bool = True,
     ) -> Executable:
         """Plan a captured call so that it fits the budget, and emit its code; `planned` is its plan if there is one
-        already.
+        already; `advise`: a `BudgetError` names levers on the optimizer that would help.
 
         What only planning needs is freed, as it would otherwise stay for the whole training. Errors as of `plan`."""
         recorded = Recorded(self.planner, captured, call, situation)
@@ -152,7 +158,7 @@ class Road:
                     key = None if on_disk else kept_plans.key(recorded)
                     emitted = self._emitted_as_kept(key, recorded)
                     if emitted is None:
-                        emitted = self._planned_and_emitted(recorded, planned)
+                        emitted = self._planned_and_emitted(recorded, planned, advise=advise)
                         footprint = emitted.region.footprint if emitted.region else None
                         kept_plans.keep(self.planner, key, emitted.plan, footprint)
                 if captured.whole:
@@ -202,7 +208,7 @@ class Road:
         finally:
             self.planning_seconds = max(self.planning_seconds, time.perf_counter() - started)
 
-    def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None) -> Executable:
+    def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None, *, advise: bool = True) -> Executable:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
         `ROUNDS` times at most, then by its smallest plan, and from there `FURTHER_ROUNDS` times by larger ones. Raises
         `BudgetError`, `CaptureError`."""
@@ -210,7 +216,7 @@ class Road:
         captured = recorded.captured
         first = captured.regions[0]
         refit: Refit[tuple[Emitted, ...]] = Refit(self.planner.terms.options.budget_bytes, self._lowering.get(first, 0))
-        for plan in self._rounds(refit, recorded, planned):
+        for plan in self._rounds(refit, recorded, planned, advise=advise):
             regions = self._emit(plan)
             footprints = [region.footprint for region in regions]
             if not any(footprints):
@@ -229,7 +235,9 @@ class Road:
             device_of(self.planner.terms.device()).expand_segments()
         return Executable(captured, plan, runs, region)
 
-    def _rounds(self, refit: Refit[tuple[Emitted, ...]], recorded: Recorded, planned: Plan | None) -> Iterator[Plan]:
+    def _rounds(
+        self, refit: Refit[tuple[Emitted, ...]], recorded: Recorded, planned: Plan | None, *, advise: bool
+    ) -> Iterator[Plan]:
         """The plans that are compiled one after the other until `refit` has a good one: the smallest where none of the
         first fits, and then larger ones again.
 
@@ -237,7 +245,7 @@ class Road:
         """
 
         def solved(lowering_bytes: int) -> Plan:
-            return self._searched(recorded, search_for(recorded), lowering_bytes=lowering_bytes)
+            return self._searched(recorded, search_for(recorded, advise=advise), lowering_bytes=lowering_bytes)
 
         refusal = None
         for _ in range(ROUNDS):

@@ -54,9 +54,9 @@ class SizeBounds:
         self.see(call)
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
-    def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
+    def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call, *, margin: float = MARGIN) -> Sizes:
         """The sizes to plan for where a call exceeds all plans: the largest that are declared, else the largest seen,
-        with a margin where sizes grow."""
+        times `margin` where sizes grow."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
@@ -68,7 +68,7 @@ class SizeBounds:
                 continue
             largest = max([inputs[number], *(self._largest.get(place, 0) for place in places)])
             if not places or any(place in self._grown for place in places):
-                largest = math.ceil(MARGIN * largest)
+                largest = math.ceil(margin * largest)
             limit = limit_of(region.inputs[number])
             found.append(largest if limit is None else min(largest, limit))
         return tuple(found)
@@ -225,32 +225,43 @@ class PlansBySize:
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Store that sizes up to `ceiling` were refused: from then on a smaller call is planned for exactly its own
-        sizes."""
+        """Store that sizes up to `ceiling` were refused: from then on a smaller call is planned for at most the largest
+        sizes seen."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:
         """The stored error of these sizes, which no plan fits; None where they were not refused."""
         return self._refused.get(ceiling)
 
+    def exceeds_budget(self, ceiling: Sizes) -> bool:
+        """Whether these sizes, or smaller ones, were refused."""
+        return any(covers(ceiling, refused) for refused in self._refused)
+
     def covering(self, sizes: Sizes) -> Sizes | None:
         """The ceiling whose plan a call of these sizes runs by; None where the call exceeds all of them.
 
         It is that of the plan with the least added time; or a smaller ceiling that has no plan yet, once the
         recomputation of larger plans has cost calls of these sizes as much time as planning takes."""
-        plans = {ceiling: emitted.plan for ceiling, emitted in self._emitted.items() if covers(ceiling, sizes)}
+        plans = self._covering(sizes)
         if not plans:
             return None
-        best = min(plans, key=lambda ceiling: plans[ceiling].added_time)
-        smaller = self._worth_planning(best, sizes, plans)
+        best = min(plans, key=lambda ceiling: plans[ceiling].plan.added_time)
+        smaller = self._worth_planning(best, sizes, {ceiling: emitted.plan for ceiling, emitted in plans.items()})
         return best if smaller is None else smaller
+
+    def best(self, sizes: Sizes) -> Executable | None:
+        """The plan with the least added time of those that cover these sizes; None where none does."""
+        return min(self._covering(sizes).values(), key=lambda emitted: emitted.plan.added_time, default=None)
+
+    def _covering(self, sizes: Sizes) -> dict[Sizes, Executable]:
+        return {ceiling: emitted for ceiling, emitted in self._emitted.items() if covers(ceiling, sizes)}
 
     def _worth_planning(self, best: Sizes, sizes: Sizes, plans: Mapping[Sizes, Plan]) -> Sizes | None:
         plan = plans[best]
         if plan.added_time <= _NEGLIGIBLE or len(self._emitted) >= _MOST_WITH_SMALLER:
             return None
         smaller = _smaller(max(plans, key=math.prod), sizes)
-        if covers(smaller, best) or smaller in self._refused:
+        if covers(smaller, best) or self.exceeds_budget(smaller):
             return None
         lost = plan.added_seconds * math.prod(sizes) / math.prod(best)
         self._lost_seconds[smaller] = lost = lost + (self._lost_seconds.get(smaller) or 0.0)

@@ -25,7 +25,7 @@ def plan() -> Plan:
 
 
 def in_progress(waiting_bytes: int, begun: list[Any]) -> CallInProgress:
-    moment = Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes)
+    moment = Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes, closely=True)
     return begun_call(moment, begin=lambda *given: begun.append(given))
 
 
@@ -33,11 +33,11 @@ def planned_for(call: CallInProgress, plan: Plan) -> list[Situation]:
     """The situations that are planned for until a plan fits, where all plans are `plan`."""
     asked: list[Situation] = []
 
-    def make(situation: Situation) -> Executable:
+    def make(situation: Situation, advise: bool) -> Executable:
         asked.append(situation)
         return Executable(captured(region(2)), plan, ())
 
-    call.fitting(make, lambda situation: True)
+    call.fitting(make, dict)
     return asked
 
 
@@ -45,6 +45,33 @@ def test_a_plan_is_too_tight_where_forwards_in_waiting_do_not_fit_beside_it(plan
     room = plan.budget_bytes - plan.ceiling_bytes
     assert planned_for(in_progress(room, []), plan) == [Situation()]
     assert planned_for(in_progress(room + 1, []), plan) == [Situation(), Situation(other_forwards=room + 1)]
+
+
+@pytest.mark.parametrize(("elsewhere", "gradients_held", "serves"), [(100, False, True), (100, True, False)])
+def test_a_plan_for_another_situation_serves_where_it_fits(
+    plan: Plan, elsewhere: int, gradients_held: bool, serves: bool
+) -> None:
+    """A few bytes more or less elsewhere made another plan in each step."""
+    room = plan.budget_bytes - plan.ceiling_bytes
+    other = replace(plan, account=replace(plan.account, other_forwards=room + elsewhere))
+    known = Situation(other_forwards=room + elsewhere, elsewhere=elsewhere, gradients_held=gradients_held)
+    asked: list[Situation] = []
+
+    def make(situation: Situation, advise: bool) -> Executable:
+        asked.append(situation)
+        return Executable(captured(region(2)), plan, ())
+
+    found = in_progress(room + 1, []).fitting(make, lambda: {known: Executable(captured(region(2)), other, ())})
+    assert (found.plan is other) is serves
+    assert len(asked) == (1 if serves else 2)
+
+
+def test_a_plan_made_beside_far_more_does_not_serve(plan: Plan) -> None:
+    much, moment = plan.budget_bytes // 2, Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1)
+    beside = replace(plan, account=replace(plan.account, other_forwards=much))
+    assert moment.still_fits(beside, Situation(other_forwards=much))
+    slow = replace(beside, added_seconds=0.5 * plan.step_seconds)
+    assert not moment.still_fits(slow, Situation(other_forwards=much))
 
 
 def test_forwards_that_the_plan_counts_already_are_not_counted_twice(plan: Plan) -> None:
@@ -57,13 +84,13 @@ def test_forwards_that_the_plan_counts_already_are_not_counted_twice(plan: Plan)
 def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
     tight = replace(plan, budget_bytes=plan.ceiling_bytes)
 
-    def make(situation: Situation) -> Executable:
+    def make(situation: Situation, advise: bool) -> Executable:
         if situation.other_forwards:
             raise BudgetError(10, 20, "what waits")
         return Executable(captured(region(2)), tight, ())
 
     with pytest.raises(BudgetError, match="what waits"):
-        in_progress(1000, []).fitting(make, lambda situation: True)
+        in_progress(1000, []).fitting(make, dict)
 
 
 def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
@@ -86,9 +113,10 @@ def test_nothing_takes_the_place_of_the_optimizers_state_on_a_card(plan: Plan) -
 def test_a_refusal_beside_kept_outputs_is_remembered_and_holds_no_frame(plan: Plan) -> None:
     """Else what a step returned stays until garbage is collected, and each step searches for a plan again."""
     roomy, asked = replace(plan, budget_bytes=10 * plan.budget_bytes), []
-    moment = Moment(Entry(nn.Linear(1, 1), plan.budget_bytes, 0), kept_outputs=plan.budget_bytes)
+    kept = plan.budget_bytes
+    moment = Moment(Entry(nn.Linear(1, 1), plan.budget_bytes, 0), kept_outputs=kept, closely=True)
 
-    def make(situation: Situation) -> Executable:
+    def make(situation: Situation, advise: bool) -> Executable:
         asked.append(situation)
         if situation.elsewhere:
             raise BudgetError(10, 20, "kept outputs")
@@ -99,7 +127,7 @@ def test_a_refusal_beside_kept_outputs_is_remembered_and_holds_no_frame(plan: Pl
 
     def step() -> weakref.ref[Output]:
         output, call = Output(), begun_call(moment)
-        assert call.fitting(make, lambda situation: True).plan is roomy
+        assert call.fitting(make, dict).plan is roomy
         return weakref.ref(output)
 
     gc.disable()
