@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +15,7 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
 from memopt.compat.tensors import is_wrapper, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
+from memopt.live_objects import live_objects
 from passes.ops.offload_ops import host_memory
 
 GB = 1024**3
@@ -196,21 +196,6 @@ def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[t
             # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
             if address and nbytes and not (offloaded and offloaded(address)):
                 yield tensor, address, nbytes
-
-
-def live_objects(*kinds: type) -> list[Any]:
-    """The objects of these classes, or of classes derived from them, that Python's garbage collector tracks."""
-    wanted: dict[type, bool] = {}
-    found = []
-    for candidate in gc.get_objects():
-        # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
-        kind = type(candidate)
-        is_wanted = wanted.get(kind)
-        if is_wanted is None:
-            is_wanted = wanted[kind] = issubclass(kind, kinds)
-        if is_wanted:
-            found.append(candidate)
-    return found
 
 
 def _with_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -15,7 +15,8 @@ from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment, Kind
 from memopt.account.optimizer_trial import state_tensors, steps_any
 from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
-from memopt.meter import blocks_of, live_objects
+from memopt.live_objects import live_objects
+from memopt.meter import blocks_of
 from memopt.training_state import CallState
 
 _DEFAULT_POOL = 0, 0

@@ -16,7 +16,8 @@ from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import LiveOptimizer, steps_any
 from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
-from memopt.meter import blocks_of, largest_at, live_objects
+from memopt.live_objects import live_objects
+from memopt.meter import blocks_of, largest_at
 from memopt.units import size
 
 _STEPS = 128

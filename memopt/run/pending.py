@@ -39,7 +39,7 @@ from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors,
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
-from memopt.meter import live_objects
+from memopt.live_objects import live_objects
 from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward

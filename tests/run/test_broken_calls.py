@@ -11,7 +11,7 @@ from torch import nn
 
 import memopt
 from memopt.errors import BudgetError
-from memopt.meter import live_objects
+from memopt.live_objects import live_objects
 from memopt.solver import Portfolio
 from tests.run.pieces import Blocks, calls_of, gradients, latest, make, session_for
 

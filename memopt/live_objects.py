@@ -1,0 +1,85 @@
+"""The tensors and optimizers that are alive in this process, found without a walk through all objects each time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+
+class _Mark:
+    """An object that is young when a search ends, and by which it is seen where others come from."""
+
+
+_KINDS: tuple[type, ...] = torch.Tensor, torch.optim.Optimizer, _Mark
+
+
+def live_objects(*kinds: type) -> list[Any]:
+    """The objects of these classes, or of classes derived from them, that Python's garbage collector tracks. For
+    tensors and optimizers, only the first call goes through all objects of the process."""
+    known = all(issubclass(kind, _KINDS) for kind in kinds)
+    return _of(kinds, _old.with_young() if known else gc.get_objects())
+
+
+def _of(kinds: tuple[type, ...], candidates: Iterable[Any]) -> list[Any]:
+    wanted: dict[type, bool] = {}
+    found = []
+    for candidate in candidates:
+        # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
+        kind = type(candidate)
+        is_wanted = wanted.get(kind)
+        if is_wanted is None:
+            is_wanted = wanted[kind] = issubclass(kind, kinds)
+        if is_wanted:
+            found.append(candidate)
+    return found
+
+
+def _young() -> list[Any]:
+    """The tensors, optimizers and marks in the younger two generations."""
+    # In this order none is missed. A list of both would be among the first, and so hold itself.
+    return _of(_KINDS, chain(gc.get_objects(0), gc.get_objects(1)))
+
+
+class _OldObjects:
+    """The tensors and optimizers in the garbage collector's oldest generation, without keeping them alive.
+
+    Objects come there only by a collection, before which the younger generations are searched: they have thousands of
+    objects where a process that compiles has half a million, through which a walk takes tenths of a second."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[weakref.ref[Any]] = []
+        self._promoted: list[weakref.ref[Any]] = []
+        """Those that have come to the oldest generation since the latest search."""
+        self._mark, self._frozen = _Mark(), 0
+
+    def with_young(self) -> list[Any]:
+        """These objects, and all objects of the younger generations."""
+        with self._lock:
+            if self._before_collection not in gc.callbacks:
+                gc.callbacks.append(self._before_collection)
+            found, frozen = self._now(), gc.get_freeze_count()
+            if id(self._mark) not in found or frozen != self._frozen:  # gc.freeze() and gc.unfreeze() move objects, too
+                found = {id(one): one for one in (*found.values(), *_of(_KINDS, gc.get_objects()))}
+            self._known, self._mark, self._frozen = list(map(weakref.ref, found.values())), _Mark(), frozen
+            return list(found.values())
+
+    def _now(self) -> dict[int, Any]:
+        """What is known and alive, and what is young, by its `id`."""
+        young = _young()
+        promoted, self._promoted = self._promoted, []
+        alive = [one for reference in (*self._known, *promoted) if (one := reference()) is not None]
+        return {id(one): one for one in (*alive, *young)}
+
+    def _before_collection(self, phase: str, details: Mapping[str, int]) -> None:
+        if phase == "start" and details["generation"]:
+            self._promoted.extend(map(weakref.ref, _young()))
+
+
+_old = _OldObjects()
