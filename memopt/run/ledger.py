@@ -417,12 +417,14 @@ class Ledger(ModelsOnDevice):
     def _look(self, moment: Moment, before: Elsewhere, *, planning: bool) -> Elsewhere:
         started, entry = time.monotonic(), moment.entry
         found = self._found(moment)
-        if found.other - before.other > entry.notable_bytes:
-            gc.collect()
-            found = self._found(moment)
-        source, allocated = self._reading()
-        level = (allocated or 0) - moment.known_bytes
+        source, _ = self._reading()
         key, looked = (moment.kind, source), entry.looks.get((moment.kind, source))
+        if found.other - before.other > entry.notable_bytes:
+            more = looked is None or found.other - looked.most > entry.notable_bytes
+            gc.collect(2 if more else 1)  # as much as in steps before need not be garbage
+            found = self._found(moment)
+        _, allocated = self._reading()
+        level = (allocated or 0) - moment.known_bytes
         levels = looked.levels if looked is not None and not entry.due else deque(maxlen=_LOOKS)
         levels.append((level, level - found.other))
         highest = level if looked is None or entry.due else max(level, looked.highest)
