@@ -23,7 +23,7 @@ from memopt.capture.data_sizes import is_real
 from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
-from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
+from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import Retention, keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
@@ -31,7 +31,7 @@ from memopt.compat.saved_tensors import checkpoint_around
 from memopt.compat.tensors import is_sharded, sizes_within, special_kind, storages_of, weak_storages
 from memopt.device.devices import device_of, kernels_of
 from memopt.device.time_model import call_seconds
-from memopt.errors import BudgetError, CaptureError
+from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
@@ -178,8 +178,8 @@ class PlainCalls:
         self.planned_ahead = False
         """Whether a call was planned ahead: then the user wants plans, and only calls of smaller sizes that have none
         may run plain."""
-        self.latest: Call | None = None
-        """The latest call that was counted and fits, without its values."""
+        self.latest: Call | CaptureError | None = None
+        """The latest call that was counted and fits, without its values; or why that cannot be captured."""
         self._whatever_else = False
         """Whether calls run plain even where plans do more than to save memory."""
         self._ran_bytes = 0
@@ -407,6 +407,8 @@ class PlainCalls:
         assert self.latest is not None
         if self._shown is None or self._shown[0] is not self.latest:
             try:
+                if isinstance(self.latest, CaptureError):
+                    raise self.latest
                 captured = self.planner.capture_on_fakes(self.latest, None)
             except CaptureError as error:
                 raise CaptureError(f"{NOT_SHOWN}: {error}") from error
@@ -469,11 +471,18 @@ class PlainCalls:
                 step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes, **given)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
-                self.latest = call if special else on_meta(call)
+                self.latest = self._without_values(call)
                 return fitting
         kind.too_large.append(sizes)
         kind.beside = max(kind.beside, *seen)
         return None
+
+    def _without_values(self, call: Call) -> Call | CaptureError:
+        try:
+            check_kinds(call, Parts.of(self.model))
+        except CaptureError as special:
+            return without_frames(special)
+        return on_meta(call)
 
     def _count_step(
         self,

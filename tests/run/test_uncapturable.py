@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -112,3 +113,27 @@ def test_the_line_of_an_error_is_the_innermost_of_the_user() -> None:
         torch.ones(2) @ torch.ones(3)
     assert "tests/run/test_uncapturable.py:" in dynamo.in_brief_with_line(failed.value)
     assert dynamo.in_brief_with_line(ValueError("no line. More.")) == "no line"
+
+
+def test_the_inputs_of_a_plain_step_on_sparse_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stayed until the next batch was counted, beside its step: 5% of the budget that a refusal named."""
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(adjacency, self.linear(x)).square().mean()
+
+    model = Product()
+    memopt.optimize(model, 1)
+    x, adjacency = torch.randn(16, 8), torch.eye(16).to_sparse()
+    model(x, adjacency).backward()
+    assert memopt.status(model).state is memopt.State.PLAIN
+    with pytest.raises(memopt.CaptureError, match="cannot be shown: input 1 is a sparse COO tensor"):
+        memopt.plan_of(model)
+    alive = [weakref.ref(one) for one in (x, adjacency)]
+    del x, adjacency
+    assert [one() for one in alive] == [None, None]
