@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import OrderedDict, UserDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,13 +150,21 @@ Contents: TypeAlias = list[tuple[Any, Any]]
 
 
 def contents_of(value: Any) -> Contents:
-    """The dicts, lists, sets and queues within nested containers, such as the batch of a call, each with a copy of its
-    contents."""
-    if isinstance(value, UserDict):
-        return contents_of(value.data)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    own = [(value, value.copy())] if type(value) in _CONTAINERS else []
-    return own + [found for one in inner for found in contents_of(one)]
+    """The dicts, lists, sets and queues within nested containers, such as the batch of a call, and the attributes of
+    objects there, each with a copy of its contents."""
+    seen, left, contents = set[int](), [value], list[tuple[Any, Any]]()
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (torch.Tensor, nn.Module)) or callable(one):
+            continue
+        seen.add(id(one))
+        own = one if type(one) in _CONTAINERS else getattr(one, "__dict__", None)
+        if isinstance(own, (dict, list, set, deque)):
+            contents.append((own, own.copy()))
+            left += own.values() if isinstance(own, dict) else own
+        if own is not one and isinstance(one, (dict, list, tuple)):
+            left += one.values() if isinstance(one, dict) else one
+    return contents
 
 
 def refill(contents: Contents) -> None:

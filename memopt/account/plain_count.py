@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
 from memopt.compat.autograd import (
+    FREED,
     Retention,
     depends_on_earlier,
     gradients_kept,
@@ -73,8 +73,12 @@ class PlainStep:
     other outputs."""
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
-    graph: Retention = Retention.FREED
-    """Whether the counted backward freed the autograd graph, kept it, or differentiated it again."""
+    graph: Retention = FREED
+    """What the backwards before the counted one leave of the autograd graph."""
+    derived_bytes: int = 0
+    """Held when the last backward begins, where gradients have a graph of their own (`Retention.derived`); else 0."""
+    before_last_bytes: int = 0
+    """The most held before the last backward begins."""
 
 
 def count_plain_step(
@@ -85,12 +89,12 @@ def count_plain_step(
     *,
     gradients_held: bool,
     most_bytes: float = math.inf,
-    graph: Retention = Retention.FREED,
+    graph: Retention = FREED,
     closely: bool = False,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
     `gradients_held`: the parameters have gradients when the step begins. `graph`: if the autograd graph is kept, the
-    backward runs twice; if it is differentiated, the second backward is that of the loss plus the squares of all
+    backward runs twice; if gradients are derived, the last backward is that of the loss plus the squares of all
     gradients. `closely`: kernels whose workspace would be the step's peak are measured, which takes longer; else only
     where their upper bounds exceed `most_bytes`.
 
@@ -119,7 +123,7 @@ def _count_uncomputed(
     *,
     gradients_held: bool,
     most_bytes: float,
-    graph: Retention = Retention.FREED,
+    graph: Retention = FREED,
 ) -> PlainStep | None:
     """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
     operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
@@ -158,7 +162,7 @@ def _count_on_fakes(
     *,
     gradients_held: bool,
     most_bytes: float,
-    graph: Retention = Retention.FREED,
+    graph: Retention = FREED,
 ) -> PlainStep | None:
     """As `count_plain_step`, on fake tensors. They are on the model's device; for a model on "meta" on the device that
     would run it here, where inputs with values may lie, too."""
@@ -197,7 +201,7 @@ def count_on_values(
     card: Hardware,
     most_bytes: int,
     *,
-    graph: Retention = Retention.FREED,
+    graph: Retention = FREED,
     checkpoints: bool = False,
 ) -> PlainStep | None:
     """Count one step on the values of the call, for code that branches on values; what the step changes in the model,
@@ -292,23 +296,45 @@ def _counted(
             return None
         held, in_forward = count.live_bytes, count.peak_bytes
         with gradients_kept(losses):
-            given = [torch.ones_like(loss) if loss.dim() else None for loss in losses]
-            backward = partial(torch.autograd.backward, losses, given)
-            if graph is Retention.KEPT:
-                backward(retain_graph=True)
-            elif graph is Retention.DIFFERENTIATED:
+            given, squares = [torch.ones_like(loss) if loss.dim() else None for loss in losses], []
+            if graph.kept:
+                torch.autograd.backward(losses, given, retain_graph=True)
+            if graph.derived:
+                parameters = set() if graph.by_parameters else set(map(id, own.values()))
                 known_leaves = [leaf for leaf in leaves_of(losses) if id(leaf) in known]
-                first_gradients = torch.autograd.grad(losses, known_leaves, given, create_graph=True)
-                squares = [one.square().sum() for one in first_gradients if one.requires_grad]
-                backward = partial(torch.autograd.backward, [*losses, *squares], [*given, *(None for _ in squares)])
-                del first_gradients, squares
-            backward()
+                by = [leaf for leaf in known_leaves if id(leaf) not in parameters] or known_leaves
+                gradients = _derived(losses, given, by, graph.derived)
+                squares = [one.square().sum() for one in gradients]
+            derived, before_last = count.live_bytes if squares else 0, count.peak_bytes
+            torch.autograd.backward([*losses, *squares], [*given, *(None for _ in squares)])
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
-    return replace(found, forward_bytes=in_forward, tangent_bytes=tangents, calls=count.calls)
+    before: Any = {"forward_bytes": in_forward, "derived_bytes": derived, "before_last_bytes": before_last}
+    return replace(found, **before, tangent_bytes=tangents, calls=count.calls)
+
+
+def _derived(
+    losses: Sequence[torch.Tensor], given: Sequence[Any], by: Sequence[torch.Tensor], times: Sequence[int]
+) -> list[torch.Tensor]:
+    """The gradients of `losses` by `by` that have an autograd graph, computed so many `times`; then so often those of
+    the latest ones, and so on."""
+    found, starts, tangents = list[torch.Tensor](), losses, given
+    for number in times:
+        latest = list[torch.Tensor]()
+        for _ in range(number):
+            latest = [
+                one
+                for one in torch.autograd.grad(starts, by, tangents, create_graph=True, materialize_grads=True)
+                if one.requires_grad
+            ]
+            found += latest
+        if not latest:
+            break
+        starts, tangents = [one.sum() for one in latest], [None for _ in latest]
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

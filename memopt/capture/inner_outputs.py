@@ -140,7 +140,9 @@ class InnerOutputs:
         """The `id`s of the nodes that this backward has come to."""
         gradients_asked(self)
 
-    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
+    def before_backward(
+        self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
+    ) -> Mapping[int, Addition]:
         """Called when a backward from `starts` begins that has to compute the gradients of `inputs`.
 
         An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
@@ -161,6 +163,9 @@ class InnerOutputs:
                 self._asked.add(position)
                 inner.hooks.at_once = not reached
         return additions
+
+    def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Nothing is left to be done then."""
 
     def _addition(self, position: int, reached: Mapping[int, Any]) -> Addition:
         inner, source = self._inner[position], copy.copy(self.source)  # the backward may release its own

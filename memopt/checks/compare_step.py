@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of
-from memopt.training_state import TrainingState, containers_restored, values_restored
+from memopt.training_state import TrainingState, containers_restored, parameters_restored, values_restored
 from memopt.units import size
 from passes.graphs.node_facts import backward_nodes
 
@@ -85,7 +86,8 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
         with torch.enable_grad(), stage("comparing with the plain model"):
             ours, plain, autocast = _runs(planned, call, start, low, notes)
             loss_fn = (planned.with_loss or planned.forward).loss_fn
-            exact = _exact(model, call, loss_fn, start, plain, reference, notes)
+            with _restored(model, call):
+                exact = _exact(model, call, loss_fn, start, plain, reference, notes)
     finally:
         start.restore()
         start.restore_gradients()
@@ -109,10 +111,9 @@ def _runs(
     its gradients are finite); a measured one of the plain model; and, given a dtype `low`, one of that model under
     autocast."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
-    tensors = list(tensors_in(call))
-    with values_restored(tensors), containers_restored(call):
+    with _restored(planned.model, call):
         first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
-    with values_restored(tensors), containers_restored(call):
+    with _restored(planned.model, call):
         beside = () if first is None else (first,)
         ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
     if first is None:
@@ -122,11 +123,18 @@ def _runs(
         )
     elif not _same(first, ours[0]):
         notes.append("the first run of the optimised model gives other values than the second one")
-    with values_restored(tensors), containers_restored(call):
+    with _restored(planned.model, call):
         plain = measured(lambda: calls.plain(*args, **kwargs), start, ours)
-    with values_restored(tensors), containers_restored(call):
+    with _restored(planned.model, call):
         autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (*ours, plain), low, notes)
     return ours, plain, autocast
+
+
+@contextmanager
+def _restored(model: nn.Module, call: Call) -> Iterator[None]:
+    """A block after which the batch and the model's parameters, to which a forward may write, are as before it."""
+    with values_restored(tensors_in(call)), containers_restored(call), parameters_restored(model):
+        yield
 
 
 def _same(first: MeasuredStep, later: MeasuredStep) -> bool:

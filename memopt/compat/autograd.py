@@ -6,8 +6,10 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum, IntEnum
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -141,22 +143,43 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-class Retention(IntEnum):
-    """The part of its autograd graph that a backward pass leaves in memory, the least first."""
+@dataclass(frozen=True)
+class Retention:
+    """What the backward passes of a step leave in memory of their autograd graphs, but for the last one, which frees
+    what was saved as it is read."""
 
-    FREED = 0
-    """Nothing: what was saved is freed as it is read."""
-    KEPT = 1
-    """It is kept for another backward (`retain_graph=True`)."""
-    DIFFERENTIATED = 2
-    """The gradients have a graph of their own, and are differentiated in turn (`create_graph=True`)."""
+    kept: bool = False
+    """Whether the graph is kept for another backward (`retain_graph=True`)."""
+    derived: tuple[int, ...] = ()
+    """How often gradients were computed that have a graph of their own (`create_graph=True`): those of the forward,
+    those of such gradients, and so on."""
+    by_parameters: bool = False
+    """Whether some of these are gradients of parameters."""
+
+    def __or__(self, other: Retention) -> Retention:
+        """What is left by either of two steps at most."""
+        derived = (max(pair) for pair in zip_longest(self.derived, other.derived, fillvalue=0))
+        return Retention(self.kept or other.kept, tuple(derived), self.by_parameters or other.by_parameters)
+
+    def covers(self, other: Retention) -> bool:
+        """Whether a step that leaves `other` leaves no more than this."""
+        return self | other == self
+
+    def further(self, order: int, *, by_parameters: bool) -> Retention:
+        """With gradients in addition of this order, or of the next one where there were none of the order before."""
+        order = min(order, 1 + len(self.derived))
+        derived = [*self.derived, *[0] * (order - len(self.derived))]
+        derived[order - 1] += 1
+        return Retention(self.kept, tuple(derived), self.by_parameters or by_parameters)
 
 
-def retention() -> Retention:
-    """The part of its graph that the running backward pass leaves; to be called in a hook or a node's backward."""
-    if not keeps_graph():
-        return Retention.FREED
-    return Retention.DIFFERENTIATED if torch.is_grad_enabled() else Retention.KEPT
+FREED, KEPT, DIFFERENTIATED = Retention(), Retention(kept=True), Retention(derived=(1,))
+
+
+def retains_graph() -> bool:
+    """Whether the running backward pass was started with `retain_graph=True`, and without `create_graph=True`; to be
+    called in a hook or a node's backward."""
+    return keeps_graph() and not torch.is_grad_enabled()
 
 
 def in_transform() -> bool:
@@ -260,6 +283,12 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True), ends
 
 
+def passes_by(roots: Iterable[Any], mark: str, value: object) -> bool:
+    """Whether a backward from `roots` (tensors or edges) reaches a node that has `value` in the collection with the
+    name `mark` in its metadata."""
+    return bool(graph_until(roots, lambda node: value in node.metadata.get(mark, ()))[1])
+
+
 def received_bytes(node: Any, number: int) -> int:
     """The bytes of the gradient that an autograd node receives for its output `number`; 0 if not known in advance."""
     try:
@@ -283,6 +312,11 @@ def gradients_asked(watcher: Watcher) -> None:
     _tell()
 
 
+def gradients_done(watcher: Watcher) -> None:
+    """Call no method of `watcher` any more."""
+    _watchers.discard(watcher)
+
+
 class Addition(NamedTuple):
     """The additions of a `Watcher` to a gradient that a backward is asked for: further gradients, and the function that
     makes the whole gradient from them and from what autograd finds alone."""
@@ -295,9 +329,17 @@ class Addition(NamedTuple):
 
 
 class Watcher(Protocol):
-    def before_backward(self, starts: Sequence[Any], inputs: Sequence[Any]) -> Mapping[int, Addition]:
+    def before_backward(
+        self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
+    ) -> Mapping[int, Addition]:
         """Called with the tensors or edges at which a backward starts, and with those whose gradients it is to compute
-        (`inputs`). Returns what has to be added to these gradients, by position in `inputs`."""
+        (`inputs`). `order` is 0 for gradients without a graph of their own, else 1, or 1 more than that of such
+        gradients that the starts were computed from; `frees`: the graph is not kept. Returns what has to be added
+        to the gradients, by position in `inputs`."""
+
+    def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Called after a backward whose gradients have a graph of their own; `gradients` is None where it has added
+        them to `.grad`."""
 
 
 def _tell() -> None:
@@ -322,16 +364,33 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
             listener(outputs)
         inputs = tuple(kwargs.get("inputs", args[3] if len(args) > 3 else ()))
         additions: dict[int, Addition] = {}
+        create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
+        order = 1 + _order_of(outputs) if create_graph and _watchers else 0
+        keeps = bool(kwargs.get("keep_graph", args[1] if len(args) > 1 else False))
         for watcher in tuple(_watchers):
-            additions.update(watcher.before_backward(outputs, inputs))
+            additions.update(watcher.before_backward(outputs, inputs, order, frees=not keeps))
         try:
-            if additions:
-                return _with_additions(partial(own, outputs), additions, args, kwargs)
-            return own(outputs, *args, **kwargs)
+            whole = partial(_with_additions, partial(own, outputs), additions) if additions else None
+            found = whole(args, kwargs) if whole else own(outputs, *args, **kwargs)
+            for gradient in (found or ()) if order else ():
+                if has_node(gradient):
+                    gradient.grad_fn.metadata[_ORDER] = order
+            for watcher in tuple(_watchers) if order else ():
+                watcher.after_backward(found)
+            return found
         finally:
             _tell()  # no longer, where the last that was told is gone
 
     return run_backward
+
+
+_ORDER = "memopt order"
+"""The node of a gradient that has a graph of its own has its order under this name in its metadata."""
+
+
+def _order_of(starts: Iterable[Any]) -> int:
+    """The highest order of the gradients that tensors or edges were computed from; 0 for none."""
+    return max([int(node.metadata.get(_ORDER, 0)) for node in graph_until(starts, lambda node: False)[0]], default=0)
 
 
 def _with_additions(

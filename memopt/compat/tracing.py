@@ -16,6 +16,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import plain_tensors, tree_leaves, tree_map, without_autocast, without_torch_functions
+from memopt.compat.symbols import data_symbols_of
 from passes.compat import forget_erased, private, replaced
 
 # Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
@@ -86,8 +87,13 @@ def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode
         tracer.root.register_module(tracer.get_fresh_qualname(f"{target}_{number}_"), module)
     proxies = tree_map(tracer.unwrap_proxy, (args, kwargs))
     proxy = tracer.create_proxy("call_function", target, *proxies)
+    shape_env: Any = mode.shape_env
+    within = nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
     with plain_tensors(), without_torch_functions(), mode:
-        value = target(*args, **kwargs)
+        with within:  # numbers that its graphs read from tensors, such as a factor that changes from call to call
+            value = target(*args, **kwargs)
+        if data_symbols_of(value):
+            value = target(*args, **kwargs)
     return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
 

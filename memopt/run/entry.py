@@ -19,7 +19,7 @@ from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import parameters_of
-from memopt.compat.autograd import Retention
+from memopt.compat.autograd import FREED, Retention
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
@@ -55,6 +55,9 @@ class Waiting(Protocol):
     def free_saved(self) -> int:
         """Free what the forward has saved until its backward; returns the bytes freed."""
 
+    def saved_bytes(self) -> int:
+        """The bytes that the forward would hold with nothing recomputed."""
+
 
 class _Forward(Waiting, Protocol):
     """A forward by a plan, as the ledger knows it."""
@@ -83,9 +86,6 @@ class _Forward(Waiting, Protocol):
     def is_in_backward(self) -> bool:
         """Whether the backward that runs now has come to this forward."""
 
-    def saved_bytes(self) -> int:
-        """The bytes that the forward would hold until its backward with nothing recomputed."""
-
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
         its graph (`retain_graph=True`)."""
@@ -99,6 +99,8 @@ class Plain(Waiting, Protocol):
     account: Account
     given: tuple[WeakStorage, ...]
     outputs: tuple[WeakStorage, ...]
+    freed: bool
+    """Whether a backward has begun that frees its graph."""
 
 
 @dataclass
@@ -180,8 +182,8 @@ class Entry:
     changed_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
     backward."""
-    graph: Retention = Retention.FREED
-    """The most that backwards of its calls were seen to leave of their graphs; plain steps are counted so."""
+    graph: Retention = FREED
+    """The most that backwards of all its calls were seen to leave of their graphs; plain steps are counted so."""
     seen_until_backward: bool = False
     """Whether a backward has looked for what appeared since its forward."""
     begun: int = 0
@@ -219,6 +221,8 @@ class Entry:
     ending: list[_Forward] = field(default_factory=list)
     """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
     the next forward begins."""
+    _versions: int | None = None
+    """The sum of the versions of all parameters at the first call; None before it."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """The sizes of the groups before."""
@@ -235,6 +239,15 @@ class Entry:
     def trained(self) -> bool:
         """Whether a backward of the model has begun before: from then on a `BudgetError` ends a training under way."""
         return bool(self.seen.backward)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a parameter has been written to since the model's first call: from then on an error loses training
+        that was done."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> int:
+        return sum([parameter._version for parameter in self.model.parameters() if not parameter.is_inference()])
 
     @cached_property
     def tolerance_bytes(self) -> int:
@@ -258,10 +271,18 @@ class Entry:
         """Whether it is known which optimizers step the model and which other tensors are on the device."""
         return self.fixed_bytes is not None or bool(self.looks)
 
+    def end_freed(self) -> None:
+        """Remove plain forwards whose graph a backward has freed that did not begin at their outputs."""
+        for forward in self.plain_waiting():
+            if forward.freed:
+                self.plain.discard(forward)
+
     def begin(self, waiting: int) -> None:
         """Count a forward that begins while `waiting` others wait for their backward. Forwards that wait together are a
         group; with `waiting` 0 a new group begins."""
         self.ending.clear()
+        if self._versions is None:
+            self._versions = self._versions_now()
         if waiting:
             self._group = max(self._group, waiting + 1)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -17,18 +17,25 @@ from memopt.account.account import Account, distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
+    DIFFERENTIATED,
+    FREED,
+    KEPT,
+    Addition,
     Fate,
     Retention,
     current_backward,
     fate_at,
     fate_of_gradient,
+    gradients_asked,
+    gradients_done,
     graph_until,
     keeps_graph,
     nodes_since,
     nodes_with,
     pass_over,
+    passes_by,
     python_nodes,
-    retention,
+    retains_graph,
     runs_node,
     when_backward_ends,
 )
@@ -91,9 +98,9 @@ class PendingForward:
     """Called when the first backward begins."""
     copies: tuple[WeakStorage, ...] = ()
     """The storages of copies of its inputs, which are in no plan."""
-    runs_plain_from: Callable[[int, int], int | None] = lambda elsewhere, most: None
-    """Returns the budget with which the call runs plain beside so many bytes elsewhere; None where it is above `most`
-    or not known."""
+    runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
+    """Returns the budget with which the call runs plain beside so many bytes elsewhere, where its backwards leave
+    `graph`; None where it is above `most` or not known."""
     before: CallState | None = None
     """The model's random states and buffers before the call."""
     gradients_before: GradientsBefore | None = None
@@ -206,7 +213,7 @@ class PendingForward:
         if self.plan.account.meanwhile:
             peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.plan.account, beside=True)
         if keeps_graph():
-            self.entry.graph = max(self.entry.graph, Retention.KEPT)
+            self.entry.graph |= KEPT
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
@@ -296,14 +303,14 @@ class PendingForward:
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
         """Called when a backward begins whose gradients are to be differentiated in turn (`create_graph=True`), which
-        no plan computes. Before the model's first backward it raises `refused`, or a `BudgetError` with its text where
+        no plan computes. Before the model's first step it raises `refused`, or a `BudgetError` with its text where
         the step runs plain in a larger budget; later it does nothing, as an error would end the training."""
-        if self.entry.trained:
+        if self.entry.stepped:
             return
-        self.entry.graph = Retention.DIFFERENTIATED
         budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
-        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget) or 0
-        roomy += sum(forward.saved_bytes() for forward in self.entry.waiting() if forward is not self)
+        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=DIFFERENTIATED) or 0
+        others = [forward for forward in self.entry.waiting() if forward is not self]
+        roomy += sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
         if roomy <= budget:  # not known, or not enough by itself
             raise refused
         raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
@@ -473,13 +480,24 @@ class PlainForward:
     """The storages of the call's inputs."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
-    check_graph: Callable[[Retention], None]
-    """Called with what the backward that begins leaves to do with its graph, if anything. Raises `BudgetError` where
-    the budget has no room for that."""
+    check_graph: Callable[[PlainForward, Retention, bool], None]
+    """Called with this forward and what backwards leave of its graph, that which begins included, if anything; and
+    whether a last one begins, which frees it. Raises `BudgetError` where the budget has no room for that."""
     second_run: PlainSecondRun | None = None
     """How what it has saved is computed once more; None where that is not possible."""
+    graph: Retention = FREED
+    """What backwards have left of its graph."""
+    freed: bool = False
+    """Whether a backward has begun that frees it."""
+    _derives: bool = False
+    """Whether a backward is running whose gradients have a graph of their own."""
+    _freed_bytes: int = 0
+    """What a second run will save again."""
     number: int = 0
     overlaps: set[Overlap] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        gradients_asked(self)
 
     def free_saved(self) -> int:
         """As `PendingForward.free_saved`."""
@@ -491,17 +509,49 @@ class PlainForward:
         if freed:
             self.held_bytes, again = held_with_second_run(self.held_bytes - freed, self.outputs)
             self.room_bytes -= again
+            self._freed_bytes = freed
         return freed
+
+    def saved_bytes(self) -> int:
+        """The bytes that it would hold until its backward without a second run."""
+        return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:
         """Mark the forward as not waiting any more; called when a backward through any of its outputs begins. Raises
         `BudgetError` where that backward retains its graph and thereby exceeds the budget."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
-        if graph := retention():
-            self.check_graph(graph)
-        else:
+        if retains_graph():
+            self.graph |= KEPT
+            self.check_graph(self, self.graph, False)
+        elif not keeps_graph():
             self.entry.plain.discard(self)
+            gradients_done(self)
         Ledger.of(self.entry).backward_begins(self)
+
+    def before_backward(
+        self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
+    ) -> Mapping[int, Addition]:
+        """Called at each backward of the process. Raises `BudgetError` where gradients of this forward are computed
+        that are to be differentiated in turn, or were, and exceed the budget."""
+        if (order or self.graph.derived) and passes_by(starts, WAITS, self):
+            if order:
+                own = set(map(id, self.entry.model.parameters()))
+                self.second_run = None  # gradients read what was saved
+                self.graph = self.graph.further(order, by_parameters=not inputs or not own.isdisjoint(map(id, inputs)))
+            self.check_graph(self, self.graph, not order)
+            self.freed = frees
+            self._derives = order > 0
+        return {}
+
+    def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Called after a backward whose gradients have a graph of their own, which keeps this object alive from now
+        on."""
+        if self._derives:
+            self._derives = False
+            found = [one.grad for one in self.entry.model.parameters()] if gradients is None else gradients
+            nodes: set[Any] = {one.grad_fn for one in found if one is not None and one.grad_fn is not None}
+            for node in nodes:
+                node.metadata[WAITS] = [*node.metadata.get(WAITS, ()), self]
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:

@@ -24,7 +24,7 @@ from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
-from memopt.compat.autograd import Retention, keeps_graph
+from memopt.compat.autograd import FREED, Retention, keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
@@ -102,7 +102,7 @@ class CountedStep:
     def fits(self, moment: Moment, further: int = 0) -> bool:
         """Whether the step fits the budget together with waiting forwards, all else on the device, and `further`
         bytes."""
-        held = self.step.held_bytes
+        held = 0 if self.step.graph.derived else self.step.held_bytes  # other forwards hold no graphs of gradients
         kept = moment.kept_outputs
         if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
             kept = self.step.output_bytes
@@ -190,7 +190,9 @@ class PlainCalls:
         self._kinds: dict[tuple[Hashable, ...], _Kind] = {}
         self._seen: LruCache[Hashable, Call] = LruCache(_MOST_SEEN)
         """The latest calls that were counted, by the kind of their inputs, without their values."""
-        self._beside_budget = Retention.FREED
+        self._graphs: dict[Hashable, Retention] = {}
+        """What backwards leave of the graphs of calls, by `_graph_key`, beyond those of all calls."""
+        self._beside_budget = FREED
         """What backwards leave of their graphs in steps that go on beside the budget."""
         self._shown: tuple[Call, Plan] | None = None
         self._checkpoints: WeakSet[Any] = WeakSet()
@@ -241,7 +243,7 @@ class PlainCalls:
             if covers(most, sizes):
                 if not fitting.fits(moment) and (closer := self._more_closely(fitting, situation)) is not None:
                     kind.fitting[number], fitting = (most, closer), closer
-                return fitting if fitting.fits(moment) else None
+                return fitting if self._may_run(fitting, moment) else None
         too_large = kind.does_not_fit(sizes)
         if too_large and kind.beside and self._has_more_room(kind, now):
             kind.too_large.clear()
@@ -250,9 +252,17 @@ class PlainCalls:
             return None
         counted = self._count(kind, now, sizes)
         if counted is not None and not counted.fits(moment):
-            counted = self._more_closely(counted, situation)
-            kind.fitting[-1] = kind.fitting[-1][0], counted or kind.fitting[-1][1]
-        return counted if counted is not None and counted.fits(moment) else None
+            counted = self._more_closely(counted, situation) or counted
+            kind.fitting[-1] = kind.fitting[-1][0], counted
+        return counted if counted is not None and self._may_run(counted, moment) else None
+
+    def _may_run(self, fitting: CountedStep, moment: Moment) -> bool:
+        return fitting.fits(moment) or self._goes_on(fitting)
+
+    def _goes_on(self, fitting: CountedStep) -> bool:
+        """Whether a call runs plain even where that does not fit: no plan has its derivatives, and an error would end a
+        training under way."""
+        return bool(fitting.step.graph.derived) and self.entry.stepped
 
     def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
         """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later ones that begin
@@ -299,12 +309,16 @@ class PlainCalls:
         needed += now.moment.elsewhere_beside(account)
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
-    def runs_from(self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int) -> int | None:
+    def runs_from(
+        self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int, *, graph: Retention = FREED
+    ) -> int | None:
         """The smallest budget in bytes with which a call runs plain while tensors that are no part of its step take
-        `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned."""
+        `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph` is
+        what backwards of such calls were seen to leave of their graphs."""
+        self._note_graph(_graph_key(call), graph)
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        if self.entry.graph is Retention.DIFFERENTIATED and self.entry.gradients_stay is not False:
+        if self._graph_of(call).derived and self.entry.gradients_stay is not False:
             # No plan has it, so that later calls have to fit, too, in which gradients may be there from the beginning.
             situation = replace(situation, gradients_held=True)
         with self._settings.naming():
@@ -337,7 +351,8 @@ class PlainCalls:
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
-        check_graph = partial(self._check_graph, fitting, now.situation, replace(now.moment, inputs=()))
+        moment = replace(now.moment, inputs=())
+        check_graph = partial(self._check_graph, fitting, now.situation, moment, _graph_key(call))
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         result = self.plain(*call[0], **call[1])
@@ -371,33 +386,70 @@ class PlainCalls:
         around = checkpoint_around()
         return around is not None and around[1] and around[0] in self._checkpoints
 
-    def _check_graph(self, fitting: CountedStep, situation: Situation, moment: Moment, graph: Retention) -> None:
-        """Raise `BudgetError` where the backward of a plain call keeps its graph and thereby exceeds the budget; later
-        calls are counted with graphs that are kept. A second derivative after the model's first backward is not refused
-        but warned of, once, and not counted in later calls."""
-        if fitting.step.graph >= graph or self._beside_budget >= graph:
+    def _check_graph(
+        self,
+        fitting: CountedStep,
+        situation: Situation,
+        moment: Moment,
+        key: Hashable,
+        forward: PlainForward,
+        graph: Retention,
+        last: bool,
+    ) -> None:
+        """Raise `BudgetError` where a backward of a plain call, which keeps its graph, gives gradients one, or is the
+        `last` after such backwards, exceeds the budget; calls with the same `_graph_key` are counted so from now on. A
+        derivative in a model that has stepped before is not refused but warned of, once, and not counted in later
+        calls."""
+        step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
+        if self._beside_budget.covers(graph):
             return
-        before, self.entry.graph = self.entry.graph, max(graph, self.entry.graph)
-        step, budget, kept = fitting.step, self.planner.terms.options.budget_bytes, None
-        if fitting.call is not None:
-            with self._settings.naming():
-                kept = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True)
-        kept = kept or replace(step, peak_bytes=step.peak_bytes + graph * step.held_bytes)
         margin = self._margin(depends_on_values=step.depends_on_values)
-        more = max(0, int(margin * (kept.peak_bytes - step.peak_bytes)))
-        needed = budget - fitting.room_bytes + more + moment.reserved_bytes(step.held_bytes)
-        needed += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
-        if graph is Retention.DIFFERENTIATED and fitting.call is not None and not self.entry.trained:
-            needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, WORTH_NAMING * budget) or 0)
-        if needed <= budget:
-            return
-        if graph is Retention.KEPT:
-            raise BudgetError(budget, needed, RETAINED, least=False)
-        refused = BudgetError(budget, needed, CREATED, least=False, further=(f"{DIFFERENTIATED}; {TAKEN_WITHIN}",))
-        if not self.entry.trained:
-            raise refused
-        self.entry.graph, self._beside_budget = before, graph
-        warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
+
+        def needs(peak_bytes: int) -> int:
+            return budget - fitting.room_bytes + int(margin * (peak_bytes - step.peak_bytes))
+
+        if not step.graph.covers(graph):
+            before = self._graphs.get(key, FREED)
+            self._note_graph(key, graph)
+            held = step.held_bytes * (1 + graph.kept + sum(graph.derived))
+            most = step.peak_bytes + held - step.held_bytes
+            counted = replace(step, peak_bytes=most, before_last_bytes=most, derived_bytes=held)
+            if fitting.call is not None:
+                with self._settings.naming():
+                    counted = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
+            beside = moment.reserved_bytes(step.held_bytes)
+            beside += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
+            needed = needs(counted.peak_bytes) + beside
+            if needs(counted.before_last_bytes if graph.derived and not last else counted.peak_bytes) + beside > budget:
+                if not graph.derived:
+                    raise BudgetError(budget, needed, RETAINED, least=False)
+                if fitting.call is not None and not self.entry.stepped:
+                    if len(graph.derived) == 1 < graph.derived[0] and not graph.by_parameters:
+                        self._note_graph(key, graph.further(2, by_parameters=False))  # as an equation has
+                    most = WORTH_NAMING * budget
+                    needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
+                others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
+                needed += sum(one.saved_bytes() - one.held_bytes for one in others)  # within more room
+                further = (f"{DIFFERENTIATED}; {TAKEN_WITHIN}",)
+                refused = BudgetError(budget, needed, CREATED, least=False, further=further)
+                if not self.entry.stepped:
+                    raise refused
+                self._graphs[key], self._beside_budget = before, graph
+                warnings.warn(
+                    f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2
+                )
+        if graph.derived:  # a backward through several forwards ends those that began later before it comes to its peak
+            forward.held_bytes = forward.peak_bytes = counted.derived_bytes
+            forward.room_bytes = budget - needs(counted.derived_bytes)
+
+    def _note_graph(self, key: Hashable, graph: Retention) -> None:
+        """Record what backwards leave of the graphs of calls: kept ones of all calls, derived ones of such calls."""
+        self.entry.graph |= Retention(graph.kept)
+        if graph.derived:
+            self._graphs[key] = self._graphs.get(key, FREED) | graph
+
+    def _graph_of(self, call: Call) -> Retention:
+        return self.entry.graph | self._graphs.get(_graph_key(call), FREED)
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
@@ -429,7 +481,7 @@ class PlainCalls:
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
         state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(parts.modules)
-        key = inputs, parameters, state, self.entry.graph, parts.parameters[0].device
+        key = inputs, parameters, state, self._graph_of(call), parts.parameters[0].device
         if key not in self._kinds:
             check_device(call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
@@ -465,10 +517,12 @@ class PlainCalls:
             seen.append(_there_beside(moment, account))
             return seen[-1]
 
-        given: Any = {"closely": moment.others_train, "beside": beside}
+        derived = bool(self._graph_of(call).derived)
+        given: Any = {"closely": moment.others_train or derived, "beside": beside}
+        most = self.planner.terms.options.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
-                step = self._count_step(batch, situation, self.planner.terms.options.budget_bytes, **given)
+                step = self._count_step(batch, situation, most, **given)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = self._without_values(call)
@@ -513,7 +567,7 @@ class PlainCalls:
         beside: Callable[[Account], int],
     ) -> PlainStep | None:
         card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
-        graph = self.entry.graph
+        graph = self._graph_of(call)
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
             most = room / self._margin(depends_on_values=False)
@@ -547,7 +601,8 @@ class PlainCalls:
             return None
         room = self.planner.terms.options.budget_bytes - needed
         hollow = None if step.on_values else on_meta(call)
-        return CountedStep(step, room, account, hollow) if room >= 0 else None
+        fitting = CountedStep(step, room, account, hollow)
+        return fitting if room >= 0 or self._goes_on(fitting) else None
 
     def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
         """The row of the plain step for a receipt: its peak in bytes and its seconds, counted from the shapes of a
@@ -626,6 +681,11 @@ def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     known = all(isinstance(leaf, _PLAIN) for leaf in others)
     return (structure, repr(others), tuple(map(_without_sizes, tensors))) if known else None, tensors
+
+
+def _graph_key(call: Call) -> Hashable:
+    """A key of the calls that a loop differentiates in one way: those whose tensors require gradients alike."""
+    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
 
 
 def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:

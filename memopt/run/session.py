@@ -243,6 +243,7 @@ class Session:
         """Whether a step that fits leaves room for what may follow: steps of models that are not optimised, and
         forwards beyond those that were expected, while it waits."""
         alone = self.parallel.wrapper is None
+        alone = alone and not fits.step.graph.derived  # which no plan has
         times = int(alone and self.share.others_may_run(moment)) + (moment.beyond_expected if alone else 0)
         return not times or fits.fits(moment, times * fits.step.held_bytes)
 

@@ -150,6 +150,7 @@ class Share:
         """Record that a forward begins; returns the number of others that wait for their backward."""
         release_all()
         UntilBackward.drop()
+        self.entry.end_freed()
         waiting = self.waiting
         self.entry.begin(waiting)
         return waiting
@@ -378,6 +379,8 @@ class Share:
             alone, saved = [found.budget_bytes] * len(planned), [found.held_bytes] * len(planned)
         for forward in self.entry.plain_waiting():
             works = max(works, self.entry.budget_bytes - forward.room_bytes + self.entry.found.other + gradients)
+        if (found := plain(works) if self.entry.plain_waiting() else None) is not None:
+            works = max(works, found.budget_bytes + self.entry.held_bytes)
         return works
 
     def _gradients_left(self) -> int:

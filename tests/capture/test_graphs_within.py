@@ -66,3 +66,42 @@ def test_what_passes_cannot_edit_stays_as_it_is(make: type[nn.Module]) -> None:
         assert gradient is not None
         assert parameter.grad is not None
         assert (parameter.grad - gradient).norm() < 0.05 * gradient.norm()
+
+
+class Reversal(torch.autograd.Function):
+    """Gradient reversal, as domain adaptation has it, with a factor that grows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+class Domains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.classes, self.domains = nn.Linear(32, 64), nn.Linear(64, 10), nn.Linear(64, 2)
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        hidden = self.body(x).relu()
+        backwards = Reversal.apply(hidden, factor)  # type: ignore[no-untyped-call]
+        return self.classes(hidden).square().mean() + self.domains(backwards).square().mean()
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("options", [{}, {"precision": "fp32"}])
+def test_a_number_that_changes_and_is_given_to_a_function_with_its_own_gradient(options: dict[str, Any]) -> None:
+    plain, planned = Domains(), memopt.optimize(Domains(), 1, optimizer=None, **options)
+    for factor in (0.0, 0.2, 0.3):
+        x = torch.randn(64, 32)
+        for model in (plain, planned):
+            model.zero_grad()
+            model(x, factor).backward()
+        for theirs, ours in zip(plain.parameters(), planned.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.02)
+    assert memopt.status(planned).state is memopt.State.PLANNED

@@ -17,13 +17,17 @@ from tests.loops.loop import Loop
 
 LOSS_OUTSIDE = "the budget that a refusal names leaves no room for what the loss outside of the model holds"
 BETWEEN_REGIONS = "a batch with more words is refused: more is held in the packed nn.LSTM, and its plain step would fit"
+DERIVED = "no plan has the derivatives: what is named is the plain step with a reserve of 2%, or lacks what follows"
 SPARSE = "a step on sparse tensors is the plain one, and each graph that is larger than before is refused once more"
+
+_EACH = "exact half", "exact third", "default half", "default third"
 
 _ALL = (
     Loop(generative.dcgan),
     Loop(generative.vae_gan),
     Loop(generative.vq_vae, quick=("default third",)),
     Loop(generative.ddpm),
+    Loop(generative.critic_penalty, faults=dict.fromkeys(_EACH, DERIVED)),
     Loop(contrastive.clip, quick=("exact third",)),
     Loop(contrastive.simclr),
     Loop(contrastive.contrastive_pairs, unforeseen="the gradients of a second forward"),
@@ -37,16 +41,14 @@ _ALL = (
     Loop(language.mixture_of_experts, quick=("exact half",)),
     Loop(
         sequences.tagging,
-        faults=dict.fromkeys(("exact half", "exact third", "default half", "default third"), BETWEEN_REGIONS),
+        faults=dict.fromkeys(_EACH, BETWEEN_REGIONS),
     ),
     Loop(sequences.speech_ctc, faults={"exact third": LOSS_OUTSIDE}),
     Loop(sequences.times_net),
     Loop(sequences.mamba),
     Loop(graphs.gin, quick=("exact half",)),
     Loop(graphs.gat, unforeseen="larger graphs than the first, which is the smallest"),
-    Loop(
-        graphs.gcn_sparse, faults=dict.fromkeys(("exact half", "exact third", "default half", "default third"), SPARSE)
-    ),
+    Loop(graphs.gcn_sparse, faults=dict.fromkeys(_EACH, SPARSE)),
     Loop(vision.segmentation),
     Loop(vision.detection),
     Loop(vision.mean_teacher),
@@ -54,6 +56,7 @@ _ALL = (
     Loop(vision.feature_hooks),
     Loop(science.fno),
     Loop(science.pinn),
+    Loop(science.burgers, faults=dict.fromkeys(_EACH, DERIVED)),
     Loop(science.ft_transformer),
     Loop(science.ppo),
     Loop(trainers.trl_dpo),

@@ -248,3 +248,25 @@ def ddpm(optimize: Optimize, log: Log) -> None:
             x = torch.randn(4, 1, 28, 28)
             for step in range(T - 1, T - 4, -1):
                 x = x - 0.1 * ema(x, torch.full((4,), step))
+
+
+def critic_penalty(optimize: Optimize, log: Log) -> None:
+    """The critic of a WGAN-GP in the manner of PyTorch-GAN: two forwards wait while a third one, between real and
+    generated images, is differentiated by its input, and the norm of that gradient is a part of the loss."""
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.AvgPool2d(2)]
+    critic = nn.Sequential(*layers, nn.Conv2d(16, 32, 3, padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(32 * 64, 1))
+    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-4, betas=(0.5, 0.9))
+    optimize(critic, optimizer=optimizer)
+    for _ in range(5):
+        real, fake = torch.rand(2, 24, 3, 16, 16).unbind()
+        real_validity, fake_validity = critic(real), critic(fake)
+        alpha = torch.rand(24, 1, 1, 1)
+        between = (alpha * real + (1 - alpha) * fake).requires_grad_()
+        values = critic(between)
+        (slope,) = torch.autograd.grad(values, between, torch.ones_like(values), create_graph=True, retain_graph=True)
+        penalty = (slope.flatten(1).norm(2, dim=1) - 1).square().mean()
+        loss = fake_validity.mean() - real_validity.mean() + 10 * penalty
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss=loss, penalty=penalty)

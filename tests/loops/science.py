@@ -111,6 +111,30 @@ def pinn(optimize: Optimize, log: Log) -> None:
         log(loss=loss, **losses)
 
 
+def burgers(optimize: Optimize, log: Log) -> None:
+    """A PINN of second order (Burgers' equation): the derivatives are taken backwards and one by one, by
+    `autograd.grad` in the loop, `u_xx` of `u_x`; a second forward has the start."""
+    from torch.autograd import grad
+
+    width = 64
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), *hidden, nn.Linear(width, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimize(model, optimizer=optimizer)
+    for _ in range(8):
+        x, t = (torch.rand(1000, 1, requires_grad=True) for _ in range(2))
+        u = model(torch.cat([x, t], dim=1))
+        u_x, u_t = (grad(u.sum(), by, create_graph=True)[0] for by in (x, t))
+        u_xx = grad(u_x.sum(), x, create_graph=True)[0]
+        residual = (u_t + u * u_x - 0.01 * u_xx).square().mean()
+        start = torch.cat([torch.rand(200, 1), torch.zeros(200, 1)], dim=1)
+        loss = residual + F.mse_loss(model(start), torch.sin(6 * start[:, :1]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss=loss, residual=residual)
+
+
 def ft_transformer(optimize: Optimize, log: Log) -> None:
     """FT-Transformer on a table, as in rtdl: numbers and categories become tokens, ReGLU, no decay for some
     parameters; the last batch is smaller, and the best epoch's weights are kept and loaded back."""

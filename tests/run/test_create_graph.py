@@ -157,6 +157,12 @@ def test_beside_a_loss_of_the_same_forward(regularised: Callable[..., Tensor]) -
     torch.testing.assert_close(trained(planned, regularised), trained(plain, regularised))
 
 
+def stepped(critic: nn.Module) -> None:
+    """Write to a parameter, as a step does: from then on no derivative is refused."""
+    with torch.no_grad():
+        next(critic.parameters()).mul_(0.5)
+
+
 def test_where_no_second_forward_is_possible() -> None:
     """The derivative is refused, and the step before it goes on as if it had not been asked for."""
     planned = memopt.optimize(Critic(), 1, **EXACT)
@@ -175,6 +181,7 @@ def test_a_later_backward_runs_what_an_earlier_one_passed_over() -> None:
         torch.manual_seed(1)
         real = torch.randn(ROWS, WIDTH)
         critic(real).mean().backward()
+        stepped(critic)
         values = critic(real)
         torch.autograd.grad(values.sum(), list(critic.parameters()), create_graph=True)
         critic.zero_grad()
@@ -189,6 +196,7 @@ def test_an_input_that_only_the_forward_holds() -> None:
     for critic in (plain, memopt.optimize(copy.deepcopy(plain), 1, **EXACT)):
         torch.manual_seed(1)
         critic(torch.randn(ROWS, WIDTH)).mean().backward()
+        stepped(critic)
         values = critic(torch.randn(ROWS, WIDTH))
         found.append(torch.autograd.grad(values.sum(), list(critic.parameters()), create_graph=True))
     assert all(map(torch.equal, *found))
@@ -209,6 +217,7 @@ def test_an_input_that_its_caller_frees_is_not_kept() -> None:
     """A plan does not count it until the backward; a derivative of the second order then says what is missing."""
     planned = memopt.optimize(Squared(), 1, **EXACT)
     planned(torch.randn(ROWS, WIDTH)).mean().backward()
+    stepped(planned)
     given = torch.randn(ROWS, WIDTH)
     values, freed = planned(given), weakref.ref(given)
     del given

@@ -1,0 +1,117 @@
+"""Derivatives that a loop takes of a forward that runs plain: the step is counted with as many as it takes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad
+
+import memopt
+from memopt.errors import GIB
+
+EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+ROWS, STEPS = 600, 4
+
+
+def equation(model: nn.Module) -> Tensor:
+    """Burgers' equation, whose derivatives are taken one by one, and a second forward at its boundary."""
+    x, t = (torch.rand(ROWS, 1, requires_grad=True) for _ in range(2))
+    u = model(torch.cat([x, t], 1))
+    u_x, u_t = grad(u.sum(), x, create_graph=True)[0], grad(u.sum(), t, create_graph=True)[0]
+    u_xx = grad(u_x.sum(), x, create_graph=True)[0]
+    return (u_t + u * u_x - u_xx).square().mean() + model(torch.rand(ROWS // 8, 2)).square().mean()
+
+
+def only_derivatives(model: nn.Module) -> Tensor:
+    """The third derivative alone, so that the last backward does not begin at the output of the forward."""
+    x = torch.rand(ROWS, 2, requires_grad=True)
+    found = model(x)
+    for _ in range(3):
+        found = grad(found.sum(), x, create_graph=True)[0]
+    return found.square().mean()
+
+
+def penalty(model: nn.Module) -> Tensor:
+    """WGAN-GP: two forwards wait while the third one is differentiated."""
+    real, fake = torch.rand(2, ROWS, 2)
+    loss = model(fake).mean() - model(real).mean()
+    between = ((real + fake) / 2).requires_grad_()
+    (slope,) = grad(model(between).sum(), between, create_graph=True)
+    return loss + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+
+def regularised_beside_its_loss(model: nn.Module) -> Tensor:
+    """R1 after a backward of the same step."""
+    model(torch.rand(ROWS, 2)).mean().backward()
+    real = torch.rand(ROWS, 2, requires_grad=True)
+    (slope,) = grad(model(real).sum(), real, create_graph=True)
+    return slope.square().sum(1).mean()
+
+
+def scores(model: nn.Module) -> Tensor:
+    """Sliced score matching, in a loop that begins each step with the gradients of the one before."""
+    x = torch.rand(ROWS, 2, requires_grad=True)
+    values = model(x)
+    (slope,) = grad(values.sum(), x, create_graph=True)
+    return (slope.square().sum(1) + values.square().sum(1)).mean()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> None:
+    gc.collect()
+
+
+def trained(loss_of: Callable[[nn.Module], Tensor], budget: float | None = None) -> tuple[list[float], list[int]]:
+    """The losses and the peaks of some steps."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2) for layer in (nn.Linear(48, 48), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(2, 48), nn.Tanh(), *layers, nn.Linear(48, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    if budget is not None:
+        memopt.optimize(model, budget / GIB, optimizer=optimizer, **EXACT)
+    losses, peaks = [], []
+    for _ in range(STEPS):
+        with memopt.measure_peak("cpu") as peak:
+            if loss_of is not scores:
+                optimizer.zero_grad()
+            loss = loss_of(model)
+            if loss_of is scores:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        del loss
+        peaks.append(peak.bytes)
+    return losses, peaks
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize("loss_of", [equation, only_derivatives, penalty, regularised_beside_its_loss, scores])
+def test_no_step_exceeds_its_budget(loss_of: Callable[[nn.Module], Tensor], share: float) -> None:
+    """A refusal comes in the first step, and ends no training."""
+    plain, plain_peaks = trained(loss_of)
+    budget, peaks = share * max(plain_peaks), list[int]()
+    for _ in range(4):
+        try:
+            losses, peaks = trained(loss_of, budget)
+            break
+        except memopt.BudgetError as refused:
+            budget = refused.smallest_bytes
+        gc.collect()
+    assert losses == plain
+    assert max(peaks) <= budget <= 1.06 * max(plain_peaks)
+
+
+@pytest.mark.parametrize("loss_of", [equation, penalty, regularised_beside_its_loss, scores])
+def test_a_named_budget_works(loss_of: Callable[[nn.Module], Tensor]) -> None:
+    _, plain_peaks = trained(loss_of)
+    with pytest.raises(memopt.BudgetError, match="create_graph=True") as refused:
+        trained(loss_of, 0.8 * max(plain_peaks))
+    budget = refused.value.smallest_bytes
+    del refused
+    gc.collect()
+    trained(loss_of, budget)
