@@ -56,7 +56,7 @@ def prepare(row: Row) -> Callable[[int], None]:
         files[0].write_bytes(data)
         try:
             # A file that is deleted when it is read leaves nothing to judge: every tenth is planned all the same.
-            dropped = seed % 10 and plan_cache.find(files[0].stem) is None and not files[0].exists()
+            dropped = seed % 10 and plan_cache.find(files[0].stem, plan_cache.Kept) is None and not files[0].exists()
             outcome = "dropped" if dropped else judge(model, batch, expected, plan, files[0], donors[0])
         except Exception as error:
             outcome = f"{BAD}{type(error).__name__}"

@@ -106,7 +106,7 @@ def _account_of_class(
 def _account_of(
     optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, idle: Sequence[torch.Tensor] = ()
 ) -> OptimizerAccount:
-    if device_of(device_type).is_host and trained and _takes_singly(optimizer):
+    if device_of(device_type).is_host and trained and takes_singly(optimizer):
         found = _one_by_one(optimizer, trained)
         if found is not None:
             return found
@@ -136,7 +136,7 @@ def _account_of(
     )
 
 
-def _takes_singly(optimizer: OptimizerLike) -> bool:
+def takes_singly(optimizer: OptimizerLike) -> bool:
     """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it without the
     others."""
     names = [single.__name__.lower() for single in _SINGLY]

@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -141,7 +141,7 @@ class _Copier:
             block = run.standing[theirs.block]
             if {mine.block, theirs.block} == {TEMPLATE, TEMPLATE + 1}:  # between them are the missing blocks
                 block = run.missing[0] if mine.block == TEMPLATE else run.missing[-1]
-            return self.blocks[replace(theirs, block=block)]
+            return self.blocks[theirs.of_block(block)]
 
         name = self._name(node.name)
         target = node.target
@@ -157,7 +157,7 @@ class _Copier:
             number = self.of.runs[mine.run].standing[mine.block]
             if mine.block in (TEMPLATE, TEMPLATE + 1):  # views of what the block beside it makes
                 copy.meta["val"] = self._value(node.meta.get("val"), mine, number)
-            self.blocks[replace(mine, block=number)] = copy
+            self.blocks[mine.of_block(number)] = copy
 
     def _create(self, node: fx.Node, name: str, target: Any, source: Callable[[fx.Node], fx.Node]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), source)
@@ -184,7 +184,7 @@ class _Copier:
         def source(read: fx.Node) -> fx.Node:
             theirs = self.of.place.get(read)
             if theirs is not None and theirs.run == mine.run:
-                return self.blocks[replace(theirs, block=number + theirs.block - TEMPLATE)]
+                return self.blocks[theirs.of_block(number + theirs.block - TEMPLATE)]
             return self.copies[self._own_input(read, mine.run, number)]
 
         target = node.target
@@ -193,7 +193,7 @@ class _Copier:
             self.constants[name] = attrgetter(node.name)(self.of.joint)
         copy = self._create(node, name, target, source)
         copy.meta = self._meta(node, run, number)
-        self.blocks[replace(mine, block=number)] = copy
+        self.blocks[mine.of_block(number)] = copy
 
     def _own_input(self, node: fx.Node, run: int, number: int) -> fx.Node:
         """The input that block `number` reads in place of `node`, where that is an input of the template's own; else
@@ -275,7 +275,7 @@ class _Copier:
         if block in run.standing:
             real = self.of.half(mine.run, place.backward, run.standing.index(block))[place.number]
             return list(tensors(real.meta["val"]))[at].untyped_storage()
-        key = replace(place, block=block), at
+        key = place.of_block(block), at
         if key not in self.storages:
             self.storages[key] = new_storage(tensor.untyped_storage().nbytes())
         return self.storages[key]
@@ -290,7 +290,7 @@ class _Copier:
                 for template, own in run.own[number].items():
                     result = results[self.of.forward_outputs + given[self.stands_for[template]]]
                     if result is not None:
-                        place = replace(self.of.place[result], block=number)
+                        place = self.of.place[result].of_block(number)
                         made[self.of.forward_outputs + given[self.stands_for[own]]] = self.blocks[place]
         self.graph.output(type(results)(made)).meta = output.meta
 

@@ -16,7 +16,17 @@ from torch import fx
 from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
 from memopt.device.storages import find_storages, fused_away, is_generated
 from memopt.errors import CaptureError
-from passes import CANONICAL, FoundReuse, FreeFirst, PassError, find_decisions, find_reuses, format_graph
+from passes import (
+    CANONICAL,
+    FoundReuse,
+    FreeFirst,
+    Pass,
+    PassError,
+    Pipeline,
+    find_decisions,
+    find_reuses,
+    format_graph,
+)
 from passes.graphs.node_facts import backward_nodes, is_tangent
 
 
@@ -138,15 +148,14 @@ class JointGraph:
         fusing backend reuses memory itself. The other arguments become the fields of their names. Raises `CaptureError`
         where a node lacks metadata that planning needs, and `PassError` where a pass fails."""
         module, passed = _canonical(traced), None
+        last: tuple[Pass, ...] = (FreeFirst(),) if reinplace and not fused else ()
         if decide is not None:
             passed = run_joint_passes(
                 module, decide(module, forward_outputs, operators.exact if operators else frozenset())
             )
-            module = CANONICAL(passed.stages[-1])
-        reuses: tuple[FoundReuse, ...] = ()
-        if reinplace and not fused:
-            module = FreeFirst()(module)
-            reuses = find_reuses(module, backward_nodes(module.graph))
+            module, last = passed.stages[-1], (*CANONICAL.passes, *last)
+        module = Pipeline(last)(module)
+        reuses = find_reuses(module, backward_nodes(module.graph)) if reinplace and not fused else ()
         return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, released, trace)
 
     @cached_property

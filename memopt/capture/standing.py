@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -24,8 +24,7 @@ from memopt.compat.tensors import storage_key
 from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tensors, value_kind
 
 
-@dataclass(frozen=True)
-class BlockPlace:
+class BlockPlace(NamedTuple):
     """Where a node of the joint graph belongs: to which run of equal blocks, forward or backward, which block of the
     run, and which node of the block."""
 
@@ -35,6 +34,10 @@ class BlockPlace:
     """The number of the block among the standing ones."""
     number: int
     """The number of the node in the forward, or the backward, of the block."""
+
+    def of_block(self, block: int) -> BlockPlace:
+        """The same place in another block."""
+        return BlockPlace(self.run, self.backward, block, self.number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,5 +270,5 @@ class _Proof:
 def _block_later(before: Any, after: Any) -> bool:
     """Whether two places, or two roles, are the same in neighbouring blocks."""
     if isinstance(before, BlockPlace):
-        return bool(after == replace(before, block=before.block + 1))
+        return bool(after == before.of_block(before.block + 1))
     return bool(after == (before[0], before[1] + 1, before[2]))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from memopt.cli.shapes import Shapes
     from memopt.planning.options import PlanOptions
-    from memopt.planning.plan import Plan
 
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
@@ -224,11 +223,3 @@ def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
     for option in reversed(_ARGUMENTS):
         decorated = option(decorated)
     return decorated
-
-
-def planned(job: Job) -> Plan:
-    """The plan of a job. Raises `UsageError`, and what `memopt.plan` raises."""
-    import memopt
-
-    prepared = job.prepare()
-    return memopt.plan(prepared.model, prepared.budget_gb, prepared.meta_batch(), **prepared.options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "--debug" among the arguments, failures are raised with their traceback; with "--json" they are printed as JSON too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    atexit.register(gc.freeze)  # Python would look through all objects of torch for cycles before it ends: a second
     debug = "--debug" in given
     if debug:
         with lines_on_stderr(), rare_collections():

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.failures import UsageError
-from memopt.cli.job import Job, planned, takes_job
+from memopt.cli.job import Job, takes_job
 from memopt.cli.output import check_file, columns, plan_figures, show, show_json
 
 if TYPE_CHECKING:
+    from networkx import DiGraph
+
     from memopt.planning.plan import Plan
     from memopt.planning.plan_graphs import StageDiff
     from memopt.terminal import RenderableType
@@ -37,10 +39,11 @@ def plan(job: Job, save: str | None) -> None:
       memopt plan torch.nn:TransformerEncoderLayer --set d_model=512 --set nhead=8 \\
         --shape 128x32x512 --shape target=128x32x512 --loss mse_loss --device l4
     """
+    from memopt.cli.kept import planned
     from memopt.show.report import parts
 
     check_file("--save", save)
-    plan = planned(job)
+    plan = planned(job).plan
     if save is not None:
         plan.save(save)
     if job.json:
@@ -69,13 +72,15 @@ def explain(job: Job, op: str | None) -> None:
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op h.0.attn.c_proj
     """
     from memopt.cli.explained import explain_file
-    from memopt.show.op_story import story_of, values_table
+    from memopt.cli.kept import planned
+    from memopt.show.op_story import story_of
 
     if explain_file(job, op):
         return
-    plan = planned(job)
+    found = planned(job)
+    plan, graph = found.plan, found.details.graph
     if op is not None:
-        figures, tables = story_of(plan, op)
+        figures, tables = story_of(graph, op, plan.hardware)
         if job.json:
             show_json(figures)
         else:
@@ -84,12 +89,13 @@ def explain(job: Job, op: str | None) -> None:
     if job.json:
         show_json({**plan_figures(plan), "levers_in_use": _lever_figures(plan)})
     else:
-        show(*_explained(plan, values_table(plan)))
+        show(*_explained(plan, graph))
 
 
-def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
+def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
     """What `memopt explain` prints of a plan: the peak, the largest values, what the levers did and at what price, and
     the notes."""
+    from memopt.show.op_story import values_table
     from memopt.show.report import bytes_table, headline, receipt_table
     from memopt.units import size
 
@@ -101,7 +107,7 @@ def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:
     rest = f"{plan.model} has room for {spare} more within this budget."
     receipt: list[RenderableType] = [receipt_table(plan)] if plan.receipt else []
     notes = [f"note: {note}" for note in plan.notes]
-    return [headline(plan), rest, "", bytes_table(plan), "", values, "", *receipt, *levers, "", *notes]
+    return [headline(plan), rest, "", bytes_table(plan), "", values_table(graph), "", *receipt, *levers, "", *notes]
 
 
 def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
@@ -140,12 +146,15 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
         from memopt.cli.early import gigabytes
 
         gigabytes("--against-budget-gb", against)
-    plan = planned(job)
+    from memopt.cli.kept import planned
+
+    found = planned(job)
     other = planned(replace(job, budget_gb=against)) if against is not None else None
     if stage is not None:
-        _show_stage(plan.diff(other).of_stage(stage) if other else plan.diff(stage, order=order), stage, job)
+        diffs = found.diff(other).of_stage(stage) if other else found.live().diff(stage, order=order)
+        _show_stage(diffs, stage, job)
         return
-    diff = plan.diff(other, order=order)
+    diff = found.diff(other, order=order)
     if job.json:
         show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
     else:
@@ -183,10 +192,12 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
     if Path(to).suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--to takes a file named *.html, not {to!r}")
     check_file("--to", to)
-    plan = planned(job)
-    curve = None if frontier is None else plan.frontier(frontier)
-    plan.report(to, frontier=curve, cards=plan.cards() if cards else ())
-    _show_file(job, plan, to, {"page": to})
+    from memopt.cli.kept import planned
+
+    found = planned(job)
+    curve = None if frontier is None else found.live().frontier(frontier)
+    found.report(to, curve, found.live().cards() if cards else ())
+    _show_file(job, found.plan, to, {"page": to})
 
 
 def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
@@ -225,6 +236,8 @@ def export(job: Job, to: str, form: str | None) -> None:
     except ValueError as error:
         raise UsageError(f"--to: {error}") from error
     check_file("--to", to)
-    plan = planned(job)
-    plan.export(to, chosen)
-    _show_file(job, plan, to, {"file": to, "format": chosen}, f"; {_OPENED_BY[chosen]}")
+    from memopt.cli.kept import planned
+
+    found = planned(job)
+    found.export(to, chosen)
+    _show_file(job, found.plan, to, {"file": to, "format": chosen}, f"; {_OPENED_BY[chosen]}")

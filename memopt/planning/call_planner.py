@@ -158,14 +158,14 @@ class CallPlanner:
         return self._steps[key][1]
 
     def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
+        if self._traces:
+            gc.collect(1)  # the trace before has left cycles, between which these graphs would lie scattered
         with stage("tracing"):
             try:
                 backend = self.terms.call_backend(whole=captured.whole)
                 return trace_call(captured, rewriting, backend, None if captured.whole else self.traces)
             except CaptureError as failure:
                 raise CaptureError(cannot_capture(self.terms.model, str(failure))) from failure
-            finally:
-                gc.collect(1)  # tracing leaves cycles, between which the graphs would lie scattered
 
     def share_graphs(self, earlier: CallPlanner) -> None:
         """Take over the graphs that `earlier`, a planner of the same model, has traced and priced. Its options may

@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 import torch
 from typing_extensions import Unpack
 
-from memopt.account.optimizer_account import optimizer_account, refuse
+from memopt.account.optimizer_account import refuse, takes_singly
+from memopt.account.optimizer_trial import trial
+from memopt.compat.host import HOST
 from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
@@ -158,8 +160,8 @@ def _check_loss(loss_fn: Any) -> Any:
 def _check_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
         refuse(optimizer)
-    else:
-        optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for other values
+    elif optimizer is not None and not takes_singly(optimizer):  # those are known, and to make one loads Dynamo
+        refuse(trial(optimizer, {}, HOST))
     return optimizer
 
 

@@ -15,9 +15,8 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
@@ -32,6 +31,11 @@ from memopt.planning.refit import Footprint, as_compiled
 from memopt.planning.schedule_parts import held_after_forward, split
 from memopt.planning.stages import StepOfPlan
 from memopt.solver import Schedule, simulate
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+KeptT = TypeVar("KeptT")
 
 
 def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int) -> bool:
@@ -111,17 +115,17 @@ def is_on() -> bool:
     return os.environ.get("MEMOPT_CACHE", "1") != "0"
 
 
-def find(key: str | None) -> Kept | None:
-    """The plan stored on disk under `key`; None if there is none. If the file of this key holds no plan, it is
-    deleted."""
-    return _read(key, partial(value_from, Kept))
+def find(key: str | None, kind: type[KeptT]) -> KeptT | None:
+    """The value of type `kind` stored on disk under `key`; None if there is none. If the file of this key holds no such
+    value, it is deleted."""
+    return _read(key, lambda value: value_from(kind, _unpacked(value) if isinstance(value, str) else value))
 
 
-def keep(key: str | None, kept: Kept) -> None:
-    """Store a plan on disk under `key`; does nothing where `key` is None. Where the folder cannot be written to, it
-    warns once."""
+def keep(key: str | None, kept: DataclassInstance, *, packed: bool = False) -> None:
+    """Store a value on disk under `key`, compressed if `packed`; does nothing where `key` is None. Where the folder
+    cannot be written to, it warns once."""
     if key is not None:
-        _write(key, as_json(kept))
+        _write(key, _packed(kept) if packed else as_json(kept))
 
 
 def noted_key(sketch: str | None) -> str | None:
@@ -198,6 +202,18 @@ def agreed(key: str, kept: Kept) -> Kept:
     store = shared_store()
     if store is None:
         return kept
-    own = base64.b64encode(zlib.compress(json.dumps(as_json(kept)).encode())).decode()
+    own = _packed(kept)
     first: bytes = store.compare_set(f"memopt/{key}", "", own)
-    return kept if first == own.encode() else value_from(Kept, json.loads(zlib.decompress(base64.b64decode(first))))
+    return kept if first == own.encode() else value_from(Kept, _unpacked(first))
+
+
+def _packed(value: DataclassInstance) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(as_json(value)).encode())).decode()
+
+
+def _unpacked(text: str | bytes) -> Any:
+    """The JSON value of `_packed`. Raises `ValueError` for any other text."""
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(text)))
+    except zlib.error as error:
+        raise ValueError(str(error)) from None

@@ -52,7 +52,7 @@ def find_uncaptured(planner: CallPlanner, call: Call, situation: Situation) -> K
 
 def find(planner: CallPlanner, key: str | None) -> Kept | None:
     """The plan on disk under `key`; None where there is none, or one made for other options, which is deleted."""
-    kept = plan_cache.find(key)
+    kept = plan_cache.find(key, Kept)
     if kept and not _belongs(planner, kept):
         plan_cache.drop(key)
         return None

@@ -8,38 +8,64 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import fx
 
 from memopt.planning.changes import operator_name, source_line
 from memopt.planning.plan import Plan
+from memopt.planning.priced_step import TracedStep
 from memopt.show.report import as_text, bytes_table, headline, new_table
 from memopt.show.step import WHY
 from memopt.terminal import Column, Table
 from memopt.units import duration, size
 from passes.graphs.node_facts import module_path, tensors
 
-Facts = dict[str, Any]
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+Facts: TypeAlias = dict[str, Any]
 """The attributes of a node of `Plan.networkx`."""
+_Reasons: TypeAlias = dict[tuple[str, "str | None"], list[tuple[str, str]]]
+"""The operators that have a reason for their dtype, with the reason, by their module and line of code."""
 
 ROWS = 15
 _NEEDED = ("saved", "recomputed", "offloaded", "output")
+_TOLD_OF_ONE = ("value", "why_dtype")
 _CASTS = ("_to_copy", "convert_element_type", "to")
 
 
 def explain(plan: Plan, op: str | None) -> str:
     """The text that `Plan.explain` returns."""
-    tables = [headline(plan), bytes_table(plan), values_table(plan)] if op is None else story_of(plan, op)[1]
-    return as_text(*tables, width=110)
+    if op is None:
+        return as_text(headline(plan), bytes_table(plan), values_table(plan.networkx()), width=110)
+    return as_text(*story_of(told_graph(plan), op, plan.hardware)[1], width=110)
 
 
-def values_table(plan: Plan) -> Table:
-    """A table of the forward's largest values among those that the backward or the caller needs. Equal values of a
-    model's blocks share a row."""
+def told_graph(plan: Plan) -> DiGraph:
+    """The graph of `Plan.networkx`, whose nodes also have "value", the dtype and sizes of each tensor, and "why_dtype",
+    the reason for that dtype; "" where there is none."""
+    assert plan.captured is not None
+    graph, several = plan.networkx(), len(plan.captured.regions) > 1
+    reasons = _reasons(plan.captured)
+    nodes = {
+        f"{number}." * several + node.name: node
+        for number, region in enumerate(plan.captured.regions)
+        for node in region.module.graph.nodes
+    }
+    for name, facts in graph.nodes(data=True):
+        values = tensors(nodes[name].meta.get("val")) if name in nodes else []
+        sizes = (f"{_dtype_name(one)} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in values)
+        facts["value"] = ", ".join(sizes)
+        facts["why_dtype"] = why_dtype(reasons[facts["region"]], facts, list(graph.successors(name)))
+    return graph
+
+
+def values_table(graph: DiGraph) -> Table:
+    """A table of the forward's largest values among those that the backward or the caller needs, by the graph of
+    `Plan.networkx`. Equal values of a model's blocks share a row."""
     groups: dict[tuple[Any, ...], list[tuple[str, Facts]]] = defaultdict(list)
-    for name, facts in plan.networkx().nodes(data=True):
+    for name, facts in graph.nodes(data=True):
         if facts["half"] == "forward" and facts["bytes"] and facts["fate"] in _NEEDED:
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", facts["module"])
             groups[facts["operator"], module, facts["source"], facts["fate"]].append((name, facts))
@@ -56,11 +82,10 @@ def values_table(plan: Plan) -> Table:
     return table
 
 
-def story_of(plan: Plan, wanted: str) -> tuple[Any, list[Table]]:
-    """All that is known of the op named `wanted`, as a dict for JSON and as tables. If the name fits several, such as
-    the ops of a module, the first is a list of dicts, and the tables show that list and the op whose forward takes
-    longest. Raises `ValueError` if the name fits none."""
-    graph = plan.networkx()
+def story_of(graph: DiGraph, wanted: str, hardware: str) -> tuple[Any, list[Table]]:
+    """All that a `told_graph`, of a plan for `hardware`, tells of the op named `wanted`, as a dict for JSON and as
+    tables. If the name fits several, such as the ops of a module, the first is a list of dicts, and the tables show
+    that list and the op whose forward takes longest. Raises `ValueError` if the name fits none."""
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
@@ -70,7 +95,8 @@ def story_of(plan: Plan, wanted: str) -> tuple[Any, list[Table]]:
     computed = [name for name in found if graph.nodes[name]["fate"] not in ("input", "alias", "fused")] or found
     main = max(computed, key=lambda name: (graph.nodes[name]["half"] == "forward", graph.nodes[name]["seconds"]))
     reads, readers = list(graph.predecessors(main)), list(graph.successors(main))
-    figures, story = _one(plan, main, graph.nodes[main], reads, [(one, graph.nodes[one]["half"]) for one in readers])
+    readers_by_half = [(one, graph.nodes[one]["half"]) for one in readers]
+    figures, story = _one(hardware, main, graph.nodes[main], reads, readers_by_half)
     if len(computed) == 1:
         return figures, [story]
     listed, table = _several(wanted, [(name, graph.nodes[name]) for name in computed])
@@ -90,12 +116,13 @@ def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> tuple[Any, Table]:
     for name, facts in nodes:
         row = (_short(facts["operator"]), facts["module"], size(facts["bytes"]), duration(facts["seconds"]))
         table.add_row(name, *row, facts["fate"])
-    return [{"op": name, **facts} for name, facts in nodes], table
+    return [
+        {"op": name, **{key: facts[key] for key in facts if key not in _TOLD_OF_ONE}} for name, facts in nodes
+    ], table
 
 
-def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> tuple[Any, Table]:
-    value = _value(plan, name, facts["region"])
-    why = why_dtype(plan, facts, [one for one, _ in readers]) if facts["operator"] else ""
+def _one(hardware: str, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> tuple[Any, Table]:
+    value, why = facts["value"], facts["why_dtype"]
     held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
     rows = {
         "operator": _short(facts["operator"]) or facts["kind"],
@@ -113,24 +140,14 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
         "reads": ", ".join(reads),
         "read by": ", ".join(f"{one} ({half})" for one, half in readers),
     }  # fmt: skip
-    table = Table(title=f"{name}, planned for {plan.hardware}", title_justify="left", show_header=False)
+    table = Table(title=f"{name}, planned for {hardware}", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for title, text in rows.items():
         if text:
             table.add_row(title, text)
-    figures = {"op": name, **facts, "value": value, "why": WHY[facts["fate"]], "why_dtype": why, "reads": reads}
+    figures = {"op": name, **facts, "why": WHY[facts["fate"]], "reads": reads}
     return {**figures, "read_by": [one for one, _ in readers]}, table
-
-
-def _value(plan: Plan, name: str, region: int) -> str:
-    """The dtype and sizes of a node's value in the captured graph of this region, or of each tensor in it; "" if it has
-    none."""
-    graphs = plan.graphs["captured"]
-    local = name.removeprefix(f"{region}.") if len(graphs) > 1 else name
-    node = next((node for node in graphs[region].graph.nodes if node.name == local), None)
-    values = tensors(node.meta.get("val")) if node is not None else []
-    return ", ".join(f"{_dtype_name(one)} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in values)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
@@ -149,32 +166,42 @@ def _short(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
-def why_dtype(plan: Plan, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
-    """Why an op has its dtype: the reason that the plan has for the operator it comes from. `facts` are the op's
-    attributes in `Plan.networkx`, `readers` the names of the ops that read it."""
-    captured = plan.captured
-    assert captured is not None
-    region = captured.regions[facts["region"]]
-    operators = region.operators
-    if captured.rewriting.autocast is None or operators is None or "precision" not in operators.names:
+def _reasons(captured: TracedStep) -> list[_Reasons | None]:
+    """For each region, the reasons for the dtypes of its operators; None where the plan chooses none in it."""
+    found: list[_Reasons | None] = []
+    for region in captured.regions:
+        operators, reasons = region.operators, None
+        if captured.rewriting.autocast is not None and operators is not None and "precision" in operators.names:
+            reasons = defaultdict(list)
+            why = operators.reasons("precision")
+            for node in operators.stages[-1].graph.nodes:
+                if node.name in why:
+                    place = module_path(node), source_line(node) or None
+                    reasons[place].append((operator_name(node), why[node.name]))
+        found.append(reasons)
+    return found
+
+
+def why_dtype(reasons: _Reasons | None, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
+    """Why an op has its dtype: the reason that the plan has for the operator that it comes from, by the `_reasons` of
+    its region; "" for what is no operator. `facts` are the op's attributes in `Plan.networkx`, `readers` the names of
+    the ops that read it."""
+    if not facts["operator"]:
+        return ""
+    if reasons is None:
         return "as the model's code has it: this plan chooses no dtypes"
     namespace, *rest = facts["operator"].split(".")
     name = rest[0] if rest else namespace  # `addmm` for `aten.addmm.default`
     if name in _CASTS:
         return f"a cast for {', '.join(readers[:3]) or 'its readers'}, which are computed in that dtype"
-    reasons = operators.reasons("precision")
-    found = [node for node in operators.stages[-1].graph.nodes if node.name in reasons and _is_of(node, facts)]
-    named = [node for node in found if operator_name(node) == name]
-    named = named or [node for node in found if operator_name(node) in name]  # layer_norm in native_layer_norm
+    # An op of the joint graph comes from those of the operator graph that the same line in the same module calls.
+    found = reasons.get((facts["module"], facts["source"]), ())
+    named = [(operator, why) for operator, why in found if operator == name]
+    named = named or [(operator, why) for operator, why in found if operator in name]  # layer_norm in native_layer_norm
     by_reason: dict[str, list[str]] = {}
-    for node in named or found:
-        by_reason.setdefault(reasons[node.name], []).append(operator_name(node))
+    for operator, why in named or found:
+        by_reason.setdefault(why, []).append(operator)
     if not by_reason:
         return "that of its operands: no dtype was chosen for it"
     half = "the gradient of " if facts["half"] == "backward" else ""
     return half + "; ".join(f"{', '.join(dict.fromkeys(names))} in {why}" for why, names in by_reason.items())
-
-
-def _is_of(node: fx.Node, facts: Mapping[str, Any]) -> bool:
-    """Whether an op of the joint graph comes from a node of the operator graph: same module, same line of code."""
-    return module_path(node) == facts["module"] and (source_line(node) or None) == facts["source"]

@@ -62,12 +62,27 @@ def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
 
 def plan_diff(plan: Plan, captured: TracedStep, *, order: bool) -> PlanDiff:
     """The changes of a plan to the captured step: see `Plan.diff`."""
-    return PlanDiff(
-        f"{plan.model} on {plan.hardware} within {_budget(plan)}",
-        tuple(_changes(plan, captured, order=order)),
-        _modules(captured),
-        lambda stage: stage_diff(captured, plan.regions, stage, order=order),
+    changes = tuple(_changes(plan, captured, order=order))
+    return diff_of(
+        plan, changes, _modules(captured), lambda stage: stage_diff(captured, plan.regions, stage, order=order)
     )
+
+
+def diff_of(
+    plan: Plan, changes: tuple[Change, ...], modules: tuple[str, ...], of_stage: Callable[[str], StageDiff]
+) -> PlanDiff:
+    """The changes of a plan, under its title; the other arguments are fields of `PlanDiff`."""
+    return PlanDiff(f"{plan.model} on {plan.hardware} within {_budget(plan)}", changes, modules, of_stage)
+
+
+def diff_between(
+    plan: Plan, own: PlanDiff, other: Plan, others: PlanDiff, of_stage: Callable[[str], StageDiff]
+) -> PlanDiff:
+    """The changes that only one of two plans makes, by the changes of each, under the title of both; `of_stage` is as
+    in `PlanDiff`."""
+    title = f"{plan.model} on {plan.hardware}: + only within {_budget(plan)}, - only within {_budget(other)}"
+    modules = dict.fromkeys((*own.modules, *others.modules))
+    return PlanDiff(title, between(others.changes, own.changes), tuple(modules), of_stage)
 
 
 def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep, *, order: bool) -> PlanDiff:
@@ -86,10 +101,8 @@ def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep
         return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
 
     pairs = ((others, other.regions), (captured, plan.regions))
-    both = (_changes(other, others, order=order), _changes(plan, captured, order=order))
-    modules = dict.fromkeys((*_modules(captured), *_modules(others)))
-    title = f"{plan.model} on {plan.hardware}: + only within {_budget(plan)}, - only within {_budget(other)}"
-    return PlanDiff(title, between(*map(tuple, both)), tuple(modules), of_stage)
+    own, before = plan_diff(plan, captured, order=order), plan_diff(other, others, order=order)
+    return diff_between(plan, own, other, before, of_stage)
 
 
 def _changes(plan: Plan, captured: TracedStep, *, order: bool) -> Iterator[Change]:

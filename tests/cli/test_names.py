@@ -16,7 +16,8 @@ from torch import nn
 
 from memopt import DEFAULT_LEVERS
 from memopt.cli.huggingface import architecture
-from memopt.cli.job import Job, planned
+from memopt.cli.job import Job
+from memopt.cli.kept import planned
 from memopt.cli.main import main
 from memopt.cli.names import budget_gb, card_named, model_factory, on_meta, with_lora
 from memopt.cli.shapes import Shape, highest_values, parse_shapes, with_defaults
@@ -167,7 +168,7 @@ def test_a_lora_is_planned_with_less_than_its_base() -> None:
         "num_hidden_layers=3", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8", "vocab_size=99"
     )  # fmt: skip
     job = Job("llama", ("input_ids=1x64:int64",), wide, device="rtx-4090", lora=4, host_gb="4", effort="fast")
-    plan = planned(replace(job, budget_gb=f"{0.53 + 0.6 * base / 2**30:.3f}"))
+    plan = planned(replace(job, budget_gb=f"{0.53 + 0.6 * base / 2**30:.3f}")).plan
     assert plan.account.parameters < 0.6 * base
     assert plan.hosted_bytes > 0.4 * base
 

@@ -1,0 +1,103 @@
+"""What commands show of a job's plan, kept on disk: a later command about the same job plans nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import memopt
+from memopt.capture.inputs import batch_call
+from memopt.cli.job import Job, Prepared
+from memopt.planning import plan_cache
+from memopt.planning.cards import OnCard
+from memopt.planning.frontier import Frontier
+from memopt.planning.job_key import PlanJob
+from memopt.planning.options import check_options
+from memopt.planning.plan import Plan
+from memopt.planning.plan_graphs import PlanDiff
+from memopt.planning.plan_views import Format
+from memopt.planning.terms import ModelTerms, Situation
+from memopt.show.details import Details, details_of
+from memopt.show.exports import write_export
+from memopt.show.page import page, write_page
+from memopt.show.views import diff_between, diff_of
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plan of a job: what commands show of it, and `live`, which returns it with its graphs, for what only these
+    tell. A plan from disk has none until `live` is called, which plans again."""
+
+    details: Details
+    live: Callable[[], Plan]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; without graphs where it was read from disk."""
+        return self.details.plan
+
+    def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
+        """The changes of the plan, or those that only one of two plans makes, as `Plan.diff` returns them."""
+        if order:
+            return self.live().diff(None if other is None else other.live(), order=True)
+        own = diff_of(self.plan, self.details.changes, self.details.modules, lambda stage: self.live().diff(stage))
+        if other is None:
+            return own
+        return diff_between(
+            self.plan, own, other.plan, other.diff(), lambda stage: self.live().diff(other.live()).of_stage(stage)
+        )
+
+    def report(self, path: str, frontier: Frontier[Plan] | None, cards: Sequence[OnCard]) -> None:
+        """Write the page of the plan, as `Plan.report` does."""
+        step, recipes = self.details.step, self.details.recipes
+        write_page(Path(path), page(self.plan, step, self.diff(), recipes, frontier, cards))
+
+    def export(self, path: str, form: Format) -> None:
+        """Write the step for another tool, as `Plan.export` does."""
+        write_export(Path(path), form, lambda: self.details.step, lambda: self.details.graph)
+
+
+def planned(job: Job) -> Planned:
+    """The plan of a job, read from disk where an earlier command has planned the same; with `MEMOPT_CACHE=0` it is
+    always made now. Raises `UsageError`, and what `memopt.plan` raises."""
+    prepared = job.prepare()
+    live = cache(partial(made, prepared))
+    key = _key(prepared) if plan_cache.is_on() else None
+    details = plan_cache.find(key, Details)
+    if details is None:
+        details = details_of(live())
+        plan_cache.keep(key, details, packed=True)
+    return Planned(details, live)
+
+
+def made(prepared: Prepared) -> Plan:
+    """The plan of a job, made now. Raises what `memopt.plan` raises."""
+    return memopt.plan(prepared.model, prepared.budget_gb, prepared.meta_batch(), **prepared.options)
+
+
+def _key(prepared: Prepared) -> str | None:
+    """The key that the details of a job's plan are kept under, from all that the plan depends on: no graph is captured
+    that could tell an edited function from the one before, so that all of the user's own loaded code counts."""
+    options = check_options(prepared.budget_gb, **prepared.options)
+    terms = ModelTerms(prepared.model, options)
+    call = batch_call(prepared.meta_batch(), options.loss_fn)
+    further = Details.__name__, terms.backend, _own_code()
+    return PlanJob(prepared.model, call, Situation(), options, terms.card, options.loss_fn, further).sketch()
+
+
+def _own_code() -> list[str]:
+    """Hashes of the files of all loaded modules that belong neither to Python or installed packages nor to memopt,
+    sorted."""
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    files = {
+        Path(file)
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) and name.partition(".")[0] not in ("memopt", "passes", "torch")
+    }
+    own = [file for file in files if not str(file).startswith(installed) and file.is_file()]
+    return sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in own)
