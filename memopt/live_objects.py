@@ -66,7 +66,7 @@ class _OldObjects:
                 gc.callbacks.append(self._before_collection)
             found, frozen = self._now(), gc.get_freeze_count()
             if id(self._mark) not in found or frozen != self._frozen:  # gc.freeze() and gc.unfreeze() move objects, too
-                found = {id(one): one for one in (*found.values(), *_of(_KINDS, gc.get_objects()))}
+                found = {id(one): one for one in _of(_KINDS, gc.get_objects())}
             self._known, self._mark, self._frozen = list(map(weakref.ref, found.values())), _Mark(), frozen
             return list(found.values())
 

@@ -26,12 +26,13 @@ def found() -> set[int]:
 
 @pytest.fixture(autouse=True)
 def searched_before() -> Iterator[None]:
+    gc.unfreeze()  # a walk does not list what tests/conftest.py has frozen
     gc.collect()
     gc.disable()  # what is garbage would go away between a search and the walk beside it
     live_objects(torch.Tensor)
     yield
-    gc.unfreeze()
     gc.enable()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("generations", [(), (0,), (1,), (2,), (0, 1), (0, 0, 1, 2), (1, 0, 1)])
@@ -62,6 +63,7 @@ def test_frozen_objects_are_found_as_by_a_walk() -> None:
     kept: list[Any] = [torch.zeros(2)]
     gc.freeze()
     kept.append(torch.zeros(2))
+    assert found() == walked()
     gc.unfreeze()
     assert found() == walked()
     assert len(kept) == 2
