@@ -12,7 +12,6 @@ from torch.autograd import grad
 
 import memopt
 from memopt.errors import GIB
-from tests.marks import slow
 
 EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 ROWS, STEPS = 600, 4
@@ -90,7 +89,9 @@ def trained(loss_of: Callable[[nn.Module], Tensor], budget: float | None = None)
     return losses, peaks
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.4, marks=slow), 0.7, pytest.param(0.9, marks=slow)])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, pytest.param(0.9, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("loss_of", [equation, only_derivatives, penalty, regularised_beside_its_loss, scores])
 def test_no_step_exceeds_its_budget(loss_of: Callable[[nn.Module], Tensor], share: float) -> None:
     """A refusal comes in the first step, and ends no training."""
