@@ -222,7 +222,8 @@ class PendingForward:
             reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
-                roomy = self.runs_plain_from(elsewhere_bytes, roomy) or roomy
+                # With so much room it runs plain, by a count with margins of its own.
+                roomy = self.runs_plain_from(elsewhere_bytes, roomy + roomy // _MARGIN_OF_COUNTS) or roomy
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
         if not begins:  # gradients on their way to further regions are there, which the plan has
             return
@@ -425,6 +426,8 @@ def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: 
         )
 
 
+_MARGIN_OF_COUNTS = 8
+"""The count of a plain step exceeds that of its plan with nothing recomputed by less than this part."""
 WORTH_NAMING = 4
 """A step whose graph is kept or differentiated, or that cannot be captured, is counted for a refusal up to this many
 times its budget."""

@@ -223,7 +223,7 @@ def _compare(found: Outcome, loop: Loop, plain: Run, ran: Run) -> None:
     """Fill in the figures of a run that came to its end, and the verdict."""
     found.peak_mb, found.added = ran.peak / 2**20, ran.added
     found.loss_off, found.way_off = _loss_off(plain, ran), _way_off(plain, ran)
-    found.states, budget = ran.statuses + ran.notes, found.budgets_mb[-1] * 2**20
+    found.states, budget = ran.statuses + ran.notes, round(found.budgets_mb[-1] * 2**20)
     found.over = [step for step, peak in enumerate(ran.peaks) if peak > budget]
     exact = found.options == "exact"
     named = loop.rounding or any(ROUNDED in note for note in ran.notes)

@@ -209,3 +209,36 @@ def test_a_step_on_sparse_tensors_that_cannot_be_captured_is_named_about_what_th
     plain = train_on_graphs(None)
     budget = named(train_on_graphs, 0.7 * plain / GIB)
     assert train_on_graphs(budget) <= budget * GIB <= 1.4 * plain
+
+
+class Supervised(nn.Module):
+    """Convolutions with a head behind each, whose losses are taken one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Conv2d(3 if n == 0 else 24, 24, 3, padding=1) for n in range(4))
+        self.heads = nn.ModuleList(nn.Linear(24, 10) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = layer(x).relu()
+            found.append(head(x.mean((2, 3))))
+        return found
+
+
+def test_a_budget_that_a_retained_graph_names_works_without_a_plan() -> None:
+    """With that budget the step runs plain, and its count, with margins of its own, was larger."""
+
+    def step(budget_gb: float) -> None:
+        model = Supervised()
+        memopt.optimize(model, budget_gb, **EXACT)
+        outputs = model(torch.rand(16, 3, 24, 24))
+        for number, output in enumerate(outputs):
+            output.square().mean().backward(retain_graph=number < 3)
+
+    smallest = memopt.plan(Supervised(), 1, (torch.rand(16, 3, 24, 24),), **EXACT).smallest_gb()
+    with pytest.raises(memopt.BudgetError, match="retain_graph") as refused:
+        step(1.02 * smallest)
+    step(refused.value.smallest_gb)
