@@ -36,10 +36,10 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.changed_inputs import WatchedInputs
 from memopt.run.control_paths import ControlPaths, PlansOfPaths
 from memopt.run.executable import Executable
-from memopt.run.fitting import PlansOfRegions, RegionRecorded
 from memopt.run.hosted import bring_back, placed
 from memopt.run.on_demand import Notice, run_deferring
 from memopt.run.pending import PendingForward
+from memopt.run.plans_of_regions import PlansOfRegions, RegionRecorded
 from memopt.run.replay import Replay, hand_out
 from memopt.run.road import Road
 from memopt.run.second_run import SecondRun

@@ -27,8 +27,8 @@ from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.call_in_progress import CallInProgress
-from memopt.run.fitting import Insists
 from memopt.run.on_demand import Notice
+from memopt.run.plans_of_regions import Insists
 from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 from memopt.run.road import Road
 from memopt.run.settings import Settings
