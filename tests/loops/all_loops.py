@@ -28,7 +28,7 @@ _ALL = (
     Loop(generative.vq_vae, quick=("default third",)),
     Loop(generative.ddpm),
     Loop(generative.critic_penalty, faults=dict.fromkeys(_EACH, DERIVED)),
-    Loop(contrastive.clip, quick=("exact third",)),
+    Loop(contrastive.clip),
     Loop(contrastive.simclr),
     Loop(contrastive.contrastive_pairs, unforeseen="the gradients of a second forward"),
     # Its loss comes close to zero in five steps: under torch.autocast it is off by 5% of the first one.
@@ -46,7 +46,7 @@ _ALL = (
     Loop(sequences.speech_ctc, faults={"exact third": LOSS_OUTSIDE}),
     Loop(sequences.times_net),
     Loop(sequences.mamba),
-    Loop(graphs.gin, quick=("exact half",)),
+    Loop(graphs.gin),
     Loop(graphs.gat, unforeseen="larger graphs than the first, which is the smallest"),
     Loop(graphs.gcn_sparse, faults=dict.fromkeys(_EACH, SPARSE)),
     Loop(vision.segmentation),

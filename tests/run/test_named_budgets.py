@@ -163,6 +163,7 @@ def train_against_perturbations(budget_gb: float | None) -> int:
     return peak.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_named_budget_has_room_for_the_gradients_of_inputs() -> None:
     plain = train_against_perturbations(None)

@@ -36,6 +36,7 @@ def test_best_reports_its_progress_and_keeps_to_its_time() -> None:
     assert all(r.lower_bound_seconds == solution.lower_bound_seconds for r in reports)
 
 
+@pytest.mark.slow
 def test_best_solves_a_small_problem_to_the_optimum() -> None:
     problem = chain(12)
     assert Portfolio(problem).solve(70, "best").method in ("exact", Portfolio(problem).solve(70).method)
