@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -364,10 +364,18 @@ def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor in host memory; that of a tensor on the CPU lies in memory of numpy's, so that it is no part
     of a step."""
-    bits = _BITS.get(tensor.itemsize)
+    return _outside(tensor)()
+
+
+def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that returns `_apart` of a tensor as it is now. Until then no tensor holds the copy, as which a meter
+    would count it."""
+    bits, dtype = _BITS.get(tensor.itemsize), tensor.dtype
     if not (_has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
-        return on_host(tensor)
-    return torch.from_numpy(tensor.detach().view(bits).numpy().copy()).view(tensor.dtype)
+        copy = on_host(tensor)
+        return lambda: copy
+    array = tensor.detach().view(bits).numpy().copy()
+    return lambda: torch.from_numpy(array).view(dtype)
 
 
 _CONTAINERS = {dict, OrderedDict, list, set, deque}
@@ -417,12 +425,12 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
     frozen = {name: one for name, one in named.items() if not one.requires_grad}
     free = device_of(HOST).free_bytes(HOST)
     fit = (some for some in (named, frozen) if free is None or sum(one.nbytes for one in some.values()) <= free // 2)
-    kept = {name: (one, _apart(one)) for name, one in next(fit, {}).items()}
+    kept = {name: (one, _outside(one)) for name, one in next(fit, {}).items()}
     try:
         yield
     finally:
-        for name, (parameter, value) in kept.items():
-            value = value.to(parameter.device)
+        for name, (parameter, before) in kept.items():
+            value = before().to(parameter.device)
             if not same_bits(parameter, value):
                 parameter.detach().copy_(value)
                 _written.setdefault(model, set()).add(name)
