@@ -74,7 +74,7 @@ class PlainStep:
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
     graph: Retention = FREED
-    """What the backwards before the counted one leave of the autograd graph."""
+    """What the step's backward passes before the last one leave in memory of the autograd graph."""
     derived_bytes: int = 0
     """Held when the last backward begins, where gradients have a graph of their own (`Retention.derived`); else 0."""
     before_last_bytes: int = 0
@@ -319,8 +319,9 @@ def _counted(
 def _derived(
     losses: Sequence[torch.Tensor], given: Sequence[Any], by: Sequence[torch.Tensor], times: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The gradients of `losses` by `by` that have an autograd graph, computed so many `times`; then so often those of
-    the latest ones, and so on."""
+    """Gradients with an autograd graph of their own (`create_graph=True`): those of `losses` with respect to the tensors
+    `by`, computed `times[0]` times; then those of the latest gradients, `times[1]` times, and so on. `given` has the
+    gradients of the losses, None for scalars."""
     found, starts, tangents = list[torch.Tensor](), losses, given
     for number in times:
         latest = list[torch.Tensor]()

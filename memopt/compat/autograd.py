@@ -145,8 +145,8 @@ def keeps_graph() -> bool:
 
 @dataclass(frozen=True)
 class Retention:
-    """What the backward passes of a step leave in memory of their autograd graphs, but for the last one, which frees
-    what was saved as it is read."""
+    """What the backward passes of a step leave in memory of their autograd graphs. The last one, which frees saved
+    tensors as it reads them, is not among these."""
 
     kept: bool = False
     """Whether the graph is kept for another backward (`retain_graph=True`)."""
@@ -166,7 +166,8 @@ class Retention:
         return self | other == self
 
     def further(self, order: int, *, by_parameters: bool) -> Retention:
-        """With gradients in addition of this order, or of the next one where there were none of the order before."""
+        """This, and one more computation of gradients of this order: 1 for those of the forward, 2 for those of such
+        gradients, and so on. An order that is more than one above the highest so far counts as the next one."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
