@@ -319,8 +319,8 @@ def _counted(
 def _derived(
     losses: Sequence[torch.Tensor], given: Sequence[Any], by: Sequence[torch.Tensor], times: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Gradients with an autograd graph of their own (`create_graph=True`): those of `losses` with respect to the tensors
-    `by`, computed `times[0]` times; then those of the latest gradients, `times[1]` times, and so on. `given` has the
+    """Gradients with an autograd graph of their own (`create_graph=True`): those of `losses` with respect to `by`,
+    computed `times[0]` times; then those of the latest gradients, `times[1]` times, and so on. `given` has the
     gradients of the losses, None for scalars."""
     found, starts, tangents = list[torch.Tensor](), losses, given
     for number in times:
