@@ -94,13 +94,13 @@ class TrainingState:
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
-def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tensors that hold a buffer's values and may be written to in place: none on "meta", and none in oneDNN's
+def _parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's values and may be written to in place: none on "meta", and none in oneDNN's
     layout."""
-    if buffer is None or is_wrapper(buffer):
-        return [] if buffer is None else [buffer]
+    if tensor is None or is_wrapper(tensor):
+        return [] if tensor is None else [tensor]
     with torch.no_grad():
-        return [part for part in with_memory([buffer]) if not (has_no_storage(part) or part.is_meta)]
+        return [part for part in with_memory([tensor]) if not (has_no_storage(part) or part.is_meta)]
 
 
 class Attributes:
@@ -388,9 +388,11 @@ _COPIED_BYTES = 64 * 1024
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
     """A block after which those of `tensors` that were written to in it have their old values again; their positions in
-    `tensors` are added to `written`. Copies of all are held in host memory during the block. Tensor subclasses, and
-    tensors on "meta" or made in inference mode, are skipped."""
-    numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
+    `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
+    tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
+    are skipped."""
+    parts = ((number, part) for number, tensor in enumerate(tensors) for part in _parts(tensor))
+    numbered = [(number, part) for number, part in parts if _has_version(part)]
     before = _Values.of((tensor, _apart(tensor)) for _, tensor in numbered)
     try:
         yield

@@ -20,7 +20,13 @@ from memopt.compat.tensors import sizes_within, special_kind, storages_of
 from memopt.device.devices import device_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import OpCall, describe, tensors_in
-from memopt.device.workspace import COLLECTIVES, eager_workspace_bytes, estimate_workspace, known_workspace_bytes
+from memopt.device.workspace import (
+    COLLECTIVES,
+    eager_workspace_bytes,
+    estimate_workspace,
+    known_workspace_bytes,
+    run_metered,
+)
 from memopt.device.workspace_rules import SCALARS
 
 
@@ -223,6 +229,8 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
         self._runs: dict[OpCall, tuple[int, OpCall | None]] = {}
         """For each call, which it has here without results: the bytes of these, and the call with them."""
+        self._metered: int | None = None
+        """The workspace bytes of the operator that has just run, where they were metered."""
         self.depends_on_values = False
         """Whether an operator ran whose result may hold other bytes for other values of the same sizes, or that returns
         a value to the code."""
@@ -238,10 +246,24 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
                 raise WorkspaceUnknown(call)
             if workspace > room:
                 raise _TooManyBytes
-        result = LiveBytes.run(self, func, args, kwargs)
+        result = self._run(func, args, kwargs)
         known = _sizes_of_special(result) <= _sizes_of_special((args, list(kwargs.values())))
         self.depends_on_values |= makes_unknown_bytes(func) or not (known and _BY_VALUES.isdisjoint(func.tags))
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. One whose tensors on the CPU are sparse, nested or quantised is metered: no rule has its
+        workspace."""
+        special = any(map(special_kind, tensors_in((args, list(kwargs.values())))))
+        if not special or schema_of(func).is_mutable or not device_of(self._kernels_of).is_host:
+            return LiveBytes.run(self, func, args, kwargs)
+        result, self._metered = run_metered(func, args, kwargs)
+        return result
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """The bytes of the operator's workspace: metered, by a rule, or 0 where `measure` will find them."""
+        metered, self._metered = self._metered, None
+        return super().workspace_bytes(func, args, kwargs, result) if metered is None else metered
 
     def note_read(self) -> None:
         """Record that the code reads a value of a tensor other than by an operator."""

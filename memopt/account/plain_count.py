@@ -13,7 +13,7 @@ from torch import nn
 from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead, WorkspaceUnknown
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
-from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
+from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import fake_parameters, replaced_parameters
 from memopt.compat.autograd import (
     FREED,
@@ -30,13 +30,13 @@ from memopt.compat.host import HOST, is_on_host, reads_raise, reads_seen, same_m
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import unseen_by_hooks
-from memopt.compat.tensors import special_kind, storages_of
+from memopt.compat.tensors import is_wrapper, special_kind
 from memopt.compat.true_results import correct_strides
 from memopt.device import Hardware
 from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
-from memopt.training_state import undone, undone_but_parameters
+from memopt.training_state import undone, undone_but_parameters, values_restored
 
 READS_MARGIN = 4
 """A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
@@ -65,7 +65,7 @@ class PlainStep:
     depends_on_values: bool = False
     """Whether other values of the same sizes may hold more, as where the code branches on values."""
     on_values: bool = False
-    """Whether it was counted on one batch's values, beside copies of its inputs."""
+    """Whether it was counted on one batch's values."""
     tangent_bytes: int = 0
     """The gradients with which its backward begins where the loss is outside of the model; 0 where it is inside."""
     reached: frozenset[int] = frozenset()
@@ -210,7 +210,7 @@ def count_on_values(
     makes leaf tensors that require gradients, since the second run makes others.
 
     None where the step holds more than `most_bytes`, at which it stops, where it cannot be run, or where its backward
-    goes beyond the model's parameters and the inputs. The step runs on copies of the inputs, which it may write to.
+    goes beyond the model's parameters and the inputs. What the step writes to the inputs is undone, too.
     Where it depends on a kernel's workspace whether an operator may run, the workspace is measured after all tensors of
     the step are freed, and the step is run again."""
     for _ in range(_MOST_RUNS):
@@ -239,12 +239,12 @@ def _count_once(
     checkpoints: bool,
 ) -> PlainStep | None:
     home = next(model.parameters()).device
-    args, kwargs = copied(call)
-    most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
+    args, kwargs = replaced_tensors(call, lambda one: one.clone() if is_wrapper(one) else same_memory(one))
     count = RealBytes(card.device_type, home.type, most_bytes=most_bytes)
     with (
         torch.enable_grad(),
         undone(model),
+        values_restored(tensors_in(call)),
         without_gradients(model),
         without_backward_hooks(model),
         reads_seen(count.note_read),

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from memopt.compat.host import HOST, MemoryEvents
-from memopt.compat.operators import OpOverload, plain_tensors, takes_unknown_bytes
+from memopt.compat.operators import OpOverload, kernels_as_in_eager_mode, plain_tensors, takes_unknown_bytes
+from memopt.compat.tensors import storages_of
 from memopt.device.devices import device_of
 from memopt.device.hardware import LARGE, Chip
 from memopt.device.live_bytes import OpDryRun, dry_run_op
@@ -168,24 +169,45 @@ def _kernel_bytes(call: OpCall) -> int:
 def _measure(call: OpCall) -> _Measured | None:
     """Run the call on the CPU and meter it; None where it does not run on made-up values."""
     args, kwargs = call.make_arguments(HOST.type)
-    inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, list(kwargs.values())))}
+    try:
+        _, peak_bytes, output_bytes, seconds = _metered(call.op, args, kwargs)
+    except Exception:  # a kernel in Python may raise anything
+        return None  # as for a singular matrix, or an index that must not be 0
+    if seconds < _CHEAP_SECONDS:
+        seconds = statistics.median(_time(call.op, args, kwargs) for _ in range(_TIMED_RUNS))
+    return _Measured(max(0, peak_bytes - output_bytes), output_bytes, seconds)
+
+
+def _metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int, int, float]:
+    """The results of an operator on tensors of the CPU, the most bytes that were allocated while it ran, the bytes of
+    the storages among them that its results have, and its seconds."""
+    inputs = {storage.data_ptr() for one in tensors_in((args, list(kwargs.values()))) for storage in storages_of(one)}
     events = MemoryEvents()
     events.start()
     begin = time.perf_counter()
     try:
-        results = call.op(*args, **kwargs)
+        results = op(*args, **kwargs)
         seconds = time.perf_counter() - begin
-        made = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(results)}
-        del results
-    except Exception:  # a kernel in Python may raise anything
-        return None  # as for a singular matrix, or an index that must not be 0
     finally:
         recorded = events.stop()
+    made = {storage.data_ptr(): storage.nbytes() for one in tensors_in(results) for storage in storages_of(one)}
     output_bytes = sum(nbytes for address, nbytes in made.items() if address not in inputs)
-    peak_bytes = max(accumulate(recorded), default=0)
-    if seconds < _CHEAP_SECONDS:
-        seconds = statistics.median(_time(call.op, args, kwargs) for _ in range(_TIMED_RUNS))
-    return _Measured(max(0, peak_bytes - output_bytes), output_bytes, seconds)
+    return results, max(accumulate(recorded), default=0), output_bytes, seconds
+
+
+def run_metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int]:
+    """The results of an operator that a dispatch mode runs on tensors of the CPU, and the bytes of its workspace; for
+    operands of which no `OpCall` can be made, as sparse ones."""
+    keys = kernels_as_in_eager_mode()  # of this thread, which is below autograd
+
+    def run(threads: int) -> tuple[Any, int, int, float]:
+        torch.set_num_threads(threads)
+        with keys:
+            return _metered(op, args, kwargs)
+
+    with ThreadPoolExecutor(1, "memopt-workspace") as worker:
+        results, peak_bytes, output_bytes, _ = worker.submit(run, torch.get_num_threads()).result()
+    return results, max(0, peak_bytes - output_bytes)
 
 
 def _time(op: OpOverload, args: Any, kwargs: Any) -> float:

@@ -28,7 +28,7 @@ from memopt.compat.autograd import FREED, Retention, keeps_graph
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
-from memopt.compat.tensors import is_sharded, sizes_within, special_kind, storages_of, weak_storages
+from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
 from memopt.device.devices import device_of, kernels_of
 from memopt.device.time_model import call_seconds
 from memopt.errors import BudgetError, CaptureError, without_frames
@@ -278,9 +278,7 @@ class PlainCalls:
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
         callers_code = _of_callers_code(step, self.entry, step.output_bytes)
         if step.on_values:
-            # A count on values holds a copy of the inputs, and runs while the caller still has the outputs before.
-            copies = sum(storage.nbytes() for tensor in tensors_in(call) for storage in storages_of(tensor))
-            needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
+            # A count on values runs while the caller still has the outputs of the step before.
             callers_code = max(callers_code, step.output_bytes)
         needed += callers_code
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None

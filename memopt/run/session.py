@@ -293,6 +293,9 @@ class Session:
                 return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
                 refused = without_frames(error)
+        closely = replace(now, moment=replace(now.moment, closely=True))  # not by a limit of what is elsewhere
+        if (fits := calls.plain_calls.step_if_it_fits(closely)) is not None:
+            return self._run_plain(calls, now, fits)
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
             self._run_unplanned_from_now(str(refused))
             return self._unplanned(calls, now.call)

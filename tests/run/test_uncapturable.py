@@ -11,6 +11,8 @@ from torch import nn
 
 import memopt
 from memopt.capture import dynamo
+from memopt.run import plain_calls
+from memopt.run.ledger import Ledger
 from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
@@ -115,17 +117,20 @@ def test_the_line_of_an_error_is_the_innermost_of_the_user() -> None:
     assert dynamo.in_brief_with_line(ValueError("no line. More.")) == "no line"
 
 
+class Product(nn.Module):
+    """A sparse matrix times features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(adjacency, self.linear(x)).square().mean()
+
+
 def test_the_inputs_of_a_plain_step_on_sparse_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They stayed until the next batch was counted, beside its step: 5% of the budget that a refusal named."""
     monkeypatch.delenv("MEMOPT_PLAN", raising=False)
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
-            return torch.sparse.mm(adjacency, self.linear(x)).square().mean()
 
     model = Product()
     memopt.optimize(model, 1)
@@ -137,3 +142,27 @@ def test_the_inputs_of_a_plain_step_on_sparse_tensors_are_not_kept(monkeypatch: 
     alive = [weakref.ref(one) for one in (x, adjacency)]
     del x, adjacency
     assert [one() for one in alive] == [None, None]
+
+
+def test_a_plain_step_is_not_refused_for_memory_that_no_tensor_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first step was counted, `malloc` got memory back, and gave it out again later. A search of the device
+    finds no tensors in it, but searches had taken their share of the time, so that the limit counted."""
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+    monkeypatch.setattr(Ledger, "may_look", lambda _: False)
+    own, allocated = plain_calls.count_on_values, [2**30]
+
+    def count(*given: Any, **options: Any) -> Any:
+        allocated[0] = 2**30 - 300_000
+        return own(*given, **options)
+
+    monkeypatch.setattr(plain_calls, "count_on_values", count)
+    monkeypatch.setattr(Ledger, "_reading", lambda _: ("allocator", allocated[0]))
+    x, adjacency = torch.randn(4096, 8), torch.eye(4096).to_sparse()
+    with pytest.raises(memopt.BudgetError) as refused:
+        memopt.optimize(Product(), 2**-11)(x, adjacency)
+    allocated[0] = 2**30
+    model = memopt.optimize(Product(), refused.value.smallest_bytes / 2**30)
+    for _ in range(3):
+        model(x, adjacency).backward()
+        assert memopt.status(model).state is memopt.State.PLAIN
+        allocated[0] = 2**30
