@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.public import language, science, vision
+from benchmarks.public import generative, language, science, vision
 from benchmarks.public.program import Program
 
 _EXAMPLES = "pytorch/examples", "77f55b9"
@@ -53,6 +53,32 @@ _ALL = (
         "denoising_diffusion_pytorch/denoising_diffusion_pytorch.py",
         ("einops", "ema-pytorch", *_TORCHVISION),
     ),
+    Program(generative.wgan_gp, "eriklindernoren/PyTorch-GAN", "36d3c77", "implementations/wgan_gp/wgan_gp.py"),
+    Program(generative.cyclegan, "eriklindernoren/PyTorch-GAN", "36d3c77", "implementations/cyclegan/models.py"),
+    Program(generative.hifi_gan, "jik876/hifi-gan", "4769534", "models.py"),
+    Program(generative.waveglow, "NVIDIA/waveglow", "8afb643", "glow.py"),
+    Program(generative.glow, "rosinality/glow-pytorch", "97081ff", "model.py"),
+    Program(generative.stargan, "yunjey/stargan", "94dd002", "model.py"),
+    Program(generative.guided_diffusion, "openai/guided-diffusion", "22e0df8", "guided_diffusion/unet.py"),
+    Program(generative.dit, "facebookresearch/DiT", "ed81ce2", "models.py", ("timm==1.0.31",)),
+    Program(vision.detr, "facebookresearch/detr", "29901c5", "models/detr.py", ("scipy",)),
+    Program(vision.raft, "princeton-vl/RAFT", "2888e15", "core/raft.py"),
+    Program(vision.dino, "facebookresearch/dino", "7c446df", "main_dino.py", _TORCHVISION),
+    Program(vision.barlow_twins, "facebookresearch/barlowtwins", "8e8d284", "main.py", _TORCHVISION),
+    Program(language.llama2c, "karpathy/llama2.c", "350e04f", "model.py"),
+    Program(language.lora, "microsoft/LoRA", "c4593f0", "examples/NLG/src/model.py"),
+    Program(
+        language.performer,
+        "lucidrains/performer-pytorch",
+        "fc8b784",
+        "performer_pytorch/performer_pytorch.py",
+        ("einops",),
+    ),
+    Program(science.timesnet, "thuml/Time-Series-Library", "4e938a1", "models/TimesNet.py", ("einops",)),
+    Program(science.autoformer, "thuml/Time-Series-Library", "4e938a1", "models/Autoformer.py", ("einops",)),
+    Program(science.egnn, "lucidrains/egnn-pytorch", "d3ba97d", "egnn_pytorch/egnn_pytorch.py", ("einops",)),
+    Program(science.tacotron2, "NVIDIA/tacotron2", "185cd24", "model.py"),
+    Program(science.conformer, "lucidrains/conformer", "fc70d51", "conformer/conformer.py", ("einops",)),
 )
 PROGRAMS = {program.name: program for program in _ALL}
 LOOPS = PROGRAMS

@@ -259,3 +259,74 @@ def _texts(number: int, length: int) -> dict[str, Tensor]:
     mask = torch.ones(number, length, dtype=torch.int64)
     mask[1::2, length // 2 :] = 0
     return {"input_ids": torch.randint(1, 300, (number, length)) * mask, "attention_mask": mask}
+
+
+def llama2c(optimize: Optimize, log: Log) -> None:
+    """train.py: the loss is returned and kept in the model as `last_loss`, accumulation, a rate for each step."""
+    names = imported("llama2.c", "model")
+    model = names.Transformer(
+        names.ModelArgs(dim=96, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=512, max_seq_len=64)
+    )
+    optimizer = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), "cpu")
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimize(model, optimizer=optimizer)
+    tokens = torch.randint(0, 512, (20, 65))
+    for step, (batch,) in enumerate(epochs(batches(tokens, size=8), 8)):
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4 * (step + 1) / 8
+        for micro in batch.split(4):
+            model(micro[:, :-1].contiguous(), micro[:, 1:].contiguous())
+            loss = model.last_loss
+            loss = loss / 2
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        log(loss=loss)
+
+
+def lora(optimize: Optimize, log: Log) -> None:
+    """examples/NLG/src/gpt2_ft.py: low-rank layers by loralib, masked losses by token, accumulation."""
+    imported("LoRA", "loralib")
+    names = imported("LoRA", "model", within="examples/NLG/src")
+    config = names.GPT2Config(
+        vocab_size_or_config_json_file=512, n_positions=64, n_ctx=64, n_embd=96, n_layer=4, n_head=4, lora_attn_dim=4,
+        lora_attn_alpha=32, lora_dropout=0.1,
+    )  # fmt: skip
+    model = names.GPT2LMModel(config)
+    imported("LoRA", "loralib").mark_only_lora_as_trainable(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
+    optimize(model, optimizer=optimizer)
+    model.train()
+    for step, (batch,) in enumerate(epochs(batches(torch.randint(0, 512, (20, 49)), size=8), 8)):
+        mask = (torch.arange(48) > 10).float().expand(len(batch), -1)
+        _, loss = model(batch[:, :-1], lm_labels=batch[:, 1:].contiguous(), lm_mask=mask, label_smooth=0.1)
+        loss = loss.mean()
+        (loss / 2).backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        log(loss=loss)
+        if step % 2:
+            optimizer.zero_grad()
+
+
+def performer(optimize: Optimize, log: Log) -> None:
+    """README.md: random features redrawn after some steps, reversible layers by an autograd function of its own."""
+    package("einops")
+    model = imported("performer-pytorch", "performer_pytorch.performer_pytorch").PerformerLM(
+        num_tokens=256, max_seq_len=128, dim=64, depth=3, heads=4, dim_head=16, reversible=True,
+        feature_redraw_interval=3, rotary_position_emb=False, causal=False,
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimize(model, optimizer=optimizer)
+    model.train()
+    for (tokens,) in epochs(batches(torch.randint(0, 256, (20, 128)), size=8), 8):
+        loss = F.cross_entropy(model(tokens).transpose(1, 2), tokens.roll(-1, 1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        log(loss=loss)

@@ -8,6 +8,7 @@ import random
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import torch
@@ -223,3 +224,133 @@ def diffusion(optimize: Optimize, log: Log) -> None:
         trainer.opt.optimizer.register_step_post_hook(lambda *_: log(loss=losses[-1]))
         random.seed(0)
         trainer.train()
+
+
+def timesnet(optimize: Optimize, log: Log) -> None:
+    """exp/exp_long_term_forecasting.py: periods chosen by the values of a transform, read as numbers in each block."""
+    _forecast("TimesNet", optimize, log)
+
+
+def autoformer(optimize: Optimize, log: Log) -> None:
+    """exp/exp_long_term_forecasting.py: delays chosen by the values of a correlation."""
+    _forecast("Autoformer", optimize, log)
+
+
+def _forecast(name: str, optimize: Optimize, log: Log) -> None:
+    package("einops")
+    configs = SimpleNamespace(
+        task_name="long_term_forecast", seq_len=48, label_len=24, pred_len=24, top_k=3, d_model=32, d_ff=32,
+        num_kernels=4, e_layers=2, d_layers=1, enc_in=5, dec_in=5, c_out=5, embed="timeF", freq="h", dropout=0.1,
+        n_heads=4, factor=3, moving_avg=25, activation="gelu",
+    )  # fmt: skip
+    model = imported("Time-Series-Library", f"models.{name}").Model(configs)
+    optimizer, criterion = torch.optim.Adam(model.parameters(), lr=1e-4), nn.MSELoss()
+    optimize(model, optimizer=optimizer)
+    series, marks = torch.randn(36, 72, 5).cumsum(1), torch.randn(36, 72, 4)
+    model.train()
+    for batch, mark in epochs(batches(series, marks, size=16), 8):
+        optimizer.zero_grad()
+        decoder = torch.cat([batch[:, 24:48], torch.zeros_like(batch[:, -24:])], dim=1)
+        outputs = model(batch[:, :48], mark[:, :48], decoder, mark[:, 24:])[:, -24:]
+        loss = criterion(outputs, batch[:, -24:])
+        loss.backward()
+        optimizer.step()
+        log(loss=loss)
+
+
+def egnn(optimize: Optimize, log: Log) -> None:
+    """denoise.py: coordinates and features of points, nearest neighbours by values, a loss where the mask is true."""
+    package("einops")
+    model = imported("egnn-pytorch", "egnn_pytorch.egnn_pytorch").EGNN_Network(
+        num_tokens=21,
+        num_positions=96,
+        depth=3,
+        dim=32,
+        num_nearest_neighbors=16,
+        norm_coors=True,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimize(model, optimizer=optimizer)
+    for step in range(8):
+        length = 64 + 8 * (step % 3)
+        tokens, coords, masks = (
+            torch.randint(0, 21, (2, length)),
+            torch.randn(2, length, 3),
+            torch.rand(2, length) > 0.1,
+        )
+        noised = coords + torch.randn_like(coords)
+        _, denoised = model(tokens, noised, mask=masks)
+        loss = F.mse_loss(denoised[masks], coords[masks])
+        (loss / 2).backward()
+        if step % 2:
+            optimizer.step()
+        log(loss=loss)
+        if step % 2:
+            optimizer.zero_grad()
+
+
+def tacotron2(optimize: Optimize, log: Log) -> None:
+    """train.py: packed texts through an LSTM, a decoder's loop over frames with attention, batches of other lengths."""
+    names = definitions("tacotron2", "model.py")
+    vars(names).update(_tacotron_helpers())
+    settings = SimpleNamespace(
+        mask_padding=True, fp16_run=False, n_mel_channels=20, n_frames_per_step=1, n_symbols=40,
+        symbols_embedding_dim=48, encoder_kernel_size=5, encoder_n_convolutions=2, encoder_embedding_dim=48,
+        decoder_rnn_dim=64, prenet_dim=32, max_decoder_steps=100, gate_threshold=0.5, p_attention_dropout=0.1,
+        p_decoder_dropout=0.1, attention_rnn_dim=64, attention_dim=32, attention_location_n_filters=8,
+        attention_location_kernel_size=11, postnet_embedding_dim=48, postnet_kernel_size=5, postnet_n_convolutions=3,
+    )  # fmt: skip
+    model, criterion = names.Tacotron2(settings), imported("tacotron2", "loss_function").Tacotron2Loss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
+    optimize(model, optimizer=optimizer)
+    model.train()
+    for step in range(8):
+        frames, letters = (24, 20, 28)[step % 3], (16, 12, 14)[step % 3]
+        text_lengths = torch.tensor([letters, letters - 2, letters - 5, letters - 6])
+        mel_lengths = torch.tensor([frames - 3, frames, frames - 5, frames - 8])
+        texts, mels, gates = torch.randint(1, 40, (4, letters)), torch.randn(4, 20, frames), torch.zeros(4, frames)
+        model.zero_grad()
+        x, y = model.parse_batch((texts, text_lengths, mels, gates, mel_lengths))
+        loss = criterion(model(x), y)
+        loss.item()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        log(loss=loss)
+
+
+def _tacotron_helpers() -> dict[str, Any]:
+    """What the model takes from files whose other contents need packages for audio, and CUDA."""
+    layers = definitions("tacotron2", "layers.py", librosa_mel_fn=None, STFT=None)
+
+    def mask(lengths: Tensor) -> Tensor:
+        return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+
+    return {
+        "ConvNorm": layers.ConvNorm,
+        "LinearNorm": layers.LinearNorm,
+        "to_gpu": lambda x: x,
+        "get_mask_from_lengths": mask,
+    }
+
+
+def conformer(optimize: Optimize, log: Log) -> None:
+    """README.md: convolutions with batch norms between attention over frames, a CTC loss outside, masks."""
+    package("einops")
+    encoder = imported("conformer", "conformer.conformer").Conformer(
+        64, depth=3, dim_head=16, heads=4, ff_mult=2, conv_kernel_size=15, attn_dropout=0.1
+    )
+    model = nn.Sequential(nn.Linear(40, 64), encoder, nn.Linear(64, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimize(model, optimizer=optimizer)
+    for step in range(8):
+        frames = (120, 100, 136)[step % 3]
+        logits = model(torch.randn(4, frames, 40))
+        loss = F.ctc_loss(
+            logits.log_softmax(-1).transpose(0, 1), torch.randint(1, 30, (4, 12)), torch.full((4,), frames),
+            torch.randint(6, 13, (4,)),
+        )  # fmt: skip
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss=loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType, SimpleNamespace
 
 import numpy
@@ -368,3 +369,162 @@ def faster_rcnn(optimize: Optimize, log: Log) -> None:
         loss.backward()
         optimizer.step()
         log(**losses)
+
+
+def detr(optimize: Optimize, log: Log) -> None:
+    """engine.py: images of different sizes padded with masks, a matching on values, losses of every decoder layer."""
+    package("torchvision")
+    models = imported("detr", "models.detr")
+    misc, position = imported("detr", "util.misc"), imported("detr", "models.position_encoding")
+
+    class Backbone(nn.Module):
+        num_channels = 64
+
+        def __init__(self) -> None:
+            super().__init__()
+            widths = 3, 16, 32, 64
+            self.layers = nn.Sequential(
+                *(
+                    nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU())
+                    for a, b in itertools.pairwise(widths)
+                )
+            )
+            self.position = position.PositionEmbeddingSine(32, normalize=True)
+
+        def forward(self, samples):
+            x = self.layers(samples.tensors)
+            mask = F.interpolate(samples.mask[None].float(), size=x.shape[-2:]).to(torch.bool)[0]
+            features = misc.NestedTensor(x, mask)
+            return [features], [self.position(features)]
+
+    transformer = imported("detr", "models.transformer").Transformer(
+        d_model=64,
+        nhead=4,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        dim_feedforward=128,
+        return_intermediate_dec=True,
+    )
+    model = models.DETR(Backbone(), transformer, num_classes=5, num_queries=12, aux_loss=True)
+    matcher = imported("detr", "models.matcher").HungarianMatcher(cost_class=1, cost_bbox=5, cost_giou=2)
+    weights = {"loss_ce": 1, "loss_bbox": 5, "loss_giou": 2}
+    weights |= {f"{name}_0": value for name, value in weights.items()}
+    criterion = models.SetCriterion(5, matcher, weights, eos_coef=0.1, losses=["labels", "boxes", "cardinality"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4)
+    optimize(model, optimizer=optimizer)
+    model.train()
+    for _ in range(8):
+        images = [torch.rand(3, *torch.randint(80, 120, (2,)).tolist()) for _ in range(4)]
+        targets = []
+        for _ in images:
+            boxes = torch.rand(int(torch.randint(1, 5, ())), 4) * 0.3 + 0.2
+            targets.append({"boxes": boxes, "labels": torch.randint(0, 5, (len(boxes),))})
+        outputs = model(misc.nested_tensor_from_tensor_list(images))
+        found = criterion(outputs, targets)
+        losses = sum(found[name] * weights[name] for name in found if name in weights)
+        losses.item()
+        optimizer.zero_grad()
+        losses.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        log(loss=losses)
+
+
+def raft(optimize: Optimize, log: Log) -> None:
+    """train.py: recurrent updates, a loss on each of the predicted flows, a gradient scaler, frozen batch norms."""
+    model = imported("RAFT", "raft", within="core").RAFT(_Settings(small=False, mixed_precision=False, dropout=0.0))
+    sequence_loss = definitions("RAFT", "train.py", MAX_FLOW=400).sequence_loss
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=1e-5, eps=1e-8)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-4, 100, pct_start=0.05, cycle_momentum=False)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimize(model, optimizer=optimizer)
+    model.train()
+    model.freeze_bn()
+    images = torch.rand(2, 5, 3, 128, 128) * 255
+    for image1, image2, flow in epochs(batches(*images, torch.randn(5, 2, 128, 128), size=2), 8):
+        optimizer.zero_grad()
+        flow_predictions = model(image1, image2, iters=4)
+        loss, _ = sequence_loss(flow_predictions, flow, torch.ones(len(flow), 128, 128), 0.8)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scheduler.step()
+        scaler.update()
+        log(loss=loss)
+
+
+class _Settings(SimpleNamespace):
+    """Options of a command line, some of which are looked for by `in`."""
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
+
+
+def dino(optimize: Optimize, log: Log) -> None:
+    """main_dino.py: crops of two sizes in one forward, a teacher moved by means, gradients set to None."""
+    utils, vits = imported("dino", "utils"), imported("dino", "vision_transformer")
+    sizes = {"patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+    student, teacher = vits.VisionTransformer(**sizes, drop_path_rate=0.1), vits.VisionTransformer(**sizes)
+    student = utils.MultiCropWrapper(student, vits.DINOHead(96, 256))
+    teacher = utils.MultiCropWrapper(teacher, vits.DINOHead(96, 256))
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    package("torchvision")
+    alone = SimpleNamespace(all_reduce=lambda _: None, get_world_size=lambda: 1)
+    loss_of = definitions("dino", "main_dino.py", dist=alone, np=numpy)
+    loss_of.DINOLoss.update_center.__wrapped__.__globals__["dist"] = alone
+    criterion = loss_of.DINOLoss(256, 4, 0.04, 0.04, 0, 3)
+    optimizer = torch.optim.AdamW(utils.get_params_groups(student), lr=5e-4)
+    optimize(student, optimizer=optimizer)
+    large, small = torch.rand(2, 10, 3, 64, 64), torch.rand(2, 10, 3, 32, 32)
+    for step, images in enumerate(epochs(batches(*large, *small, size=4), 8)):
+        teacher_output = teacher(images[:2])
+        loss = criterion(student(images), teacher_output, step // 3)
+        optimizer.zero_grad()
+        loss.backward()
+        utils.clip_gradients(student, 3.0)
+        utils.cancel_gradients_last_layer(step // 3, student, 1)
+        optimizer.step()
+        with torch.no_grad():
+            for own, average in zip(student.parameters(), teacher.parameters(), strict=True):
+                average.data.mul_(0.99).add_(0.01 * own.detach().data)
+        log(loss=loss)
+
+
+def barlow_twins(optimize: Optimize, log: Log) -> None:
+    """main.py: `model.forward` called by its name, its own LARS, loss terms written in place."""
+    models = package("torchvision.models")
+    alone = SimpleNamespace(all_reduce=lambda _: None)
+    names = definitions("barlowtwins", "main.py")
+    model = names.BarlowTwins.__new__(names.BarlowTwins)
+    nn.Module.__init__(model)
+    model.args = SimpleNamespace(batch_size=16, lambd=0.0051)
+    model.backbone = models.resnet18(zero_init_residual=True)
+    model.backbone.fc = nn.Identity()
+    model.projector = nn.Sequential(
+        nn.Linear(512, 256, bias=False), nn.BatchNorm1d(256), nn.ReLU(inplace=True), nn.Linear(256, 256, bias=False)
+    )
+    model.bn = nn.BatchNorm1d(256, affine=False)
+    names.torch = _with(torch, distributed=alone)
+    names.BarlowTwins.forward.__globals__["torch"] = names.torch
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim == 1]},
+    ]
+    optimizer = names.LARS(groups, lr=0, weight_decay=1e-6, weight_decay_filter=True, lars_adaptation_filter=True)
+    optimize(model, optimizer=optimizer)
+    views = torch.rand(2, 40, 3, 48, 48)
+    for step, (y1, y2) in enumerate(epochs(batches(*views, size=16), 8)):
+        for group, rate in zip(optimizer.param_groups, (0.2, 0.0048), strict=True):
+            group["lr"] = rate * (step + 1) / 80
+        optimizer.zero_grad()
+        loss = model.forward(y1, y2)
+        loss.backward()
+        optimizer.step()
+        log(loss=loss)
+
+
+def _with(module: ModuleType, **replaced: object) -> SimpleNamespace:
+    """The attributes of a module with some others in their place."""
+    return SimpleNamespace(**{**vars(module), **replaced})

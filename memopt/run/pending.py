@@ -304,16 +304,21 @@ class PendingForward:
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
         """Called when a backward begins whose gradients are to be differentiated in turn (`create_graph=True`), which
-        no plan computes. Before the model's first step it raises `refused`, or a `BudgetError` with its text where
-        the step runs plain in a larger budget; later it does nothing, as an error would end the training."""
+        no plan computes. Before the model's first step it raises a `BudgetError` with the text of `refused` where a
+        plain forward beside this one does not fit the budget, and `refused` where that is not known; later it does
+        nothing, as an error would end the training."""
         if self.entry.stepped:
             return
         budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
-        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=DIFFERENTIATED) or 0
+        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=DIFFERENTIATED)
+        if roomy is None:
+            raise refused
         others = [forward for forward in self.entry.waiting() if forward is not self]
         roomy += sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
-        if roomy <= budget:  # not known, or not enough by itself
-            raise refused
+        if roomy <= budget:  # then it was planned for other reasons, and is there beside its second run
+            roomy += self.held_bytes
+        if roomy <= budget:
+            return
         raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:

@@ -349,7 +349,7 @@ class Session:
                     raise
                 refused = without_frames(error)
             waiting = now.moment.waiting
-            if waiting and self.share.free_waiting():
+            if self.share.free_waiting():
                 return self._by_plan(calls, replace(now, moment=self.share.moment(now.call, now.situation)))
             if self._alone:  # other ranks may have had other calls
                 refused = calls.for_other_kinds(refused, now.call, now.situation)

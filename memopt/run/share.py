@@ -156,15 +156,19 @@ class Share:
         return waiting
 
     def free_waiting(self) -> bool:
-        """Make waiting forwards free what they saved and compute it again in their backward; returns whether any
-        does."""
-        freed = sum([forward.free_saved() for forward in (*self.entry.waiting(), *self.entry.plain_waiting())])
+        """Make waiting forwards, of this model or else of other optimised ones, free what they saved and compute it
+        again in their backward; returns whether any does."""
+        others = [one for one in self.ledger.entries if one is not self.entry]
+        for entries in ([self.entry], others):
+            forwards = [one for entry in entries for one in (*entry.waiting(), *entry.plain_waiting())]
+            if freed := sum([forward.free_saved() for forward in forwards]):
+                break
         if freed and not self._freed:
             self._freed = True
             warnings.warn(
-                f"{type(self.model).__name__} is called several times before a backward, and the budget has no room "
-                "for what all these forwards save: earlier ones run a second time in the backward; a larger budget "
-                "saves that time",
+                f"{type(self.model).__name__} is called while other forwards wait for their backward, and the budget "
+                "has no room for what all of them save: earlier ones run a second time in the backward; a larger "
+                "budget saves that time",
                 stacklevel=2,
             )
         return freed > 0
@@ -247,7 +251,10 @@ class Share:
         seen = [overlap for overlap in self.entry.seen.backward if overlap.waiting]
         if not seen or (needs := self.entry.step_bytes) is None:
             return 0
-        return self._shared("backward", moment, seen, needs, needs.least_peak, needs.peak)
+        # Further forwards of this model are to wait beside them.
+        least = needs.least_peak + moment.to_come * needs.least_held + moment.gradients
+        most = needs.peak + moment.to_come * needs.held + moment.gradients
+        return self._shared("backward", moment, seen, needs, least, most)
 
     def _shared(
         self, when: str, moment: Moment, seen: Iterable[Overlap], needs: StepBytes, own_least: int, own_most: int

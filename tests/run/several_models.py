@@ -92,6 +92,34 @@ def wgan(models: list[Trained]) -> torch.Tensor:
     return loss.detach()
 
 
+def large_generator_and_critic() -> list[Trained]:
+    return [Trained.of(mlp(16, 32, layers=9)), Trained.of(mlp(32, 1, layers=1, width=64))]
+
+
+def wgan_gp(models: list[Trained]) -> torch.Tensor:
+    """As StarGAN: the critic's step has three forwards and a gradient penalty, while what the generator has made for it
+    never goes back; then the generator's, whose result goes through it once more."""
+    generator, critic = models
+    real, noise = torch.randn(ROWS, 32), torch.randn(ROWS, 16)
+    loss = -critic.model(real).mean()
+    fake = generator.model(noise)
+    loss = loss + critic.model(fake.detach()).mean()
+    between = torch.lerp(real, fake.detach(), torch.rand(ROWS, 1)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic.model(between).sum(), between, create_graph=True)
+    loss = loss + 10 * (slope.norm(dim=1) - 1).square().mean()
+    for one in models:
+        one.optimizer.zero_grad()
+    loss.backward()
+    critic.optimizer.step()
+    fake = generator.model(noise)
+    made = mse_loss(generator.model(fake[:, :16]), real) - critic.model(fake).mean()
+    for one in models:
+        one.optimizer.zero_grad()
+    made.backward()
+    generator.optimizer.step()
+    return loss.detach()
+
+
 def actor_and_critics() -> list[Trained]:
     return [Trained.of(mlp(16, 8)), Trained.of(mlp(24, 1)), Trained.of(mlp(24, 1))]
 

@@ -19,7 +19,7 @@ from memopt.meter import PeakMeter
 from memopt.run.session import session_of
 from tests.elsewhere import counted
 from tests.marks import slow
-from tests.run.several_models import LOOPS, ROWS, Step, Trained, mlp
+from tests.run.several_models import LOOPS, ROWS, Step, Trained, large_generator_and_critic, mlp, wgan_gp
 
 __all__ = ["counted"]
 
@@ -103,6 +103,12 @@ def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     assert budget < most
     assert max(peaks) <= budget, [peak / budget for peak in peaks]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.slow
+def test_a_gradient_penalty_beside_a_generator_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOOPS, "wgan_gp", (large_generator_and_critic, wgan_gp))
+    test_within_a_part_of_the_activations("wgan_gp", 2)
 
 
 # In `make test` one loop stands for all: the others take up to a minute each.
