@@ -1,4 +1,4 @@
-"""A table of limited size."""
+"""A dict of limited size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a `TrainStep`: everything but the model's own state that a resumed run needs."""
+"""The state of a `TrainStep`: everything that a resumed run needs besides the model's own state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memopt.training_state import generator_states, set_generators
 from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"
-"""Keys in saved states: of the host's generator, and of those of cards, whatever their kind."""
+"""Keys in saved states: of the host's generator, and of the generators of cards of any kind."""
 
 
 def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ KEYS = frozenset(
 
 
 class _Stateful(Protocol):
-    """The parts of a `TrainStep` that its state is made of."""
+    """The attributes of a `TrainStep` that make up its state."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
