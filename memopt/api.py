@@ -111,7 +111,7 @@ def optimize(
             in `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
         effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": improves
             the plan of "default" until it meets the lower bound or the time is over; the first two are deterministic.
-        limit_seconds: wall time of each search with `effort="best"`, 60 if not given; not for the other efforts.
+        limit_seconds: wall time of each search, 60 if not given; only with `effort="best"`.
 
     Raises:
         BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.

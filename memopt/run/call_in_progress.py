@@ -80,8 +80,8 @@ class CallInProgress:
         return make(refused, True) if self.moment.closely else self.closely.fitting(make, known)
 
     def _made(self, make: Callable[[Situation, bool], Executable], situation: Situation) -> Executable:
-        """Calls `make`. Where the caller keeps the outputs of the step before, as it then does in each step, a refusal
-        is stored, and raised again without a search."""
+        """Calls `make`. While the caller keeps the outputs of the step before, as it will in each step, a refusal is
+        stored, and raised again without a search."""
         if not self.moment.kept_outputs:
             return make(situation, False)
         refusals = self.moment.entry.refusals
@@ -95,8 +95,8 @@ class CallInProgress:
             raise
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
-        """The situations to try, in order, where the first plan does not fit: first those that count outputs of the
-        step before which the caller still holds as elsewhere; then the bytes elsewhere now, rounded up coarsely,
+        """The situations to try, in order, where the first plan does not fit: first those in which outputs of the step
+        before count as elsewhere, if the caller still holds some; then the bytes elsewhere now, rounded up coarsely,
         rounded up finely, and exact (rounding makes one plan serve after small changes). Each is tried with this call
         as one of a group of equal forwards, if more are expected, and then with the forwards that wait now. The last
         one leaves room for the backward of a plain forward that waits, or else holds as little as possible."""

@@ -20,7 +20,7 @@ from memopt.run.plain_calls import CountedStep, PlainCalls
 
 _WORTH_NAMING = 2
 """For a call that cannot be captured, the largest budget that a refusal looks for and names, as a multiple of the given
-one. That search runs the call."""
+one: the search for it runs the call."""
 _STEPS_OF_A_COUNT = 8
 """Finding a choice that fits takes up to the time of this many steps."""
 _LOST = 1 / 3

@@ -25,7 +25,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DEEPEST = 3
 """How deep checkpoints are nested at most: blocks, their parts, and the parts of these."""
 _PIECE = 4096
-"""Values of an output that are summed at once on the host."""
+"""The number of values of an output that are summed at once on the host."""
 _SUMS_AGREE = 1e-5
 """When a module runs a second time, the sum of an output's values may differ by this part of the sum of their
 magnitudes: kernels on a GPU may add in another order each time."""

@@ -60,7 +60,7 @@ class Waiting(Protocol):
 
 
 class _Forward(Waiting, Protocol):
-    """A forward by a plan, as the ledger knows it."""
+    """A planned forward, with the attributes that the device's `Ledger` reads."""
 
     plan: Plan
     given: tuple[WeakStorage, ...]

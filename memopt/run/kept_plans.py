@@ -210,8 +210,8 @@ def compiles(planner: CallPlanner, situation: Situation) -> bool:
 
 
 _BESIDE: dict[str, Any] = {"elsewhere": 0, "unforeseen": 0, "tolerance": 0, "card_state": None}
-"""The fields of an account for tensors outside of the step, with the values for none. They change the smallest budget,
-not the schedule with the smallest peak."""
+"""The fields of an account for tensors outside of the step, with their values if there are none. They change the
+smallest budget, not the schedule with the smallest peak."""
 
 
 def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:

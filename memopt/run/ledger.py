@@ -62,13 +62,13 @@ class Moment:
     waiting: int = 0
     """The number of forwards of this model that wait for their backward, with plan or without."""
     waiting_bytes: int = 0
-    """The bytes that they hold."""
+    """The bytes that these forwards hold."""
     others_bytes: int = 0
     """The bytes that waiting forwards of other models hold."""
     lasting_bytes: int = 0
     """The bytes of gradients and optimizer states that other optimised models have or will have."""
     lasting_now: int = 0
-    """Those of these bytes that exist now."""
+    """The part of `lasting_bytes` that exists now."""
     addresses: Callable[[], frozenset[int]] = frozenset
     """Returns the addresses of the memory that forwards hold or have returned."""
     bucket_bytes: int = 0
@@ -84,8 +84,8 @@ class Moment:
     spare_bytes: int | None = None
     """The bytes that this call may hold during the backwards of waiting forwards; None where none waits."""
     kept_outputs: int = 0
-    """Bytes of the latest forward's outputs that the caller still holds when this one begins, as `out = model(batch)`
-    in a loop does: they stay until it returns."""
+    """Bytes of the previous forward's outputs that the caller still holds when this one begins, as with `out =
+    model(batch)` in a loop: they are freed only after this one returns."""
     closely: bool = False
     """Whether the device is searched however long that takes; no call is refused without that."""
 
@@ -406,9 +406,9 @@ class Ledger(ModelsOnDevice):
         return level, moment.entry.looks.get(kind)
 
     def _reading(self) -> tuple[str, int | None]:
-        """The source from which the bytes allocated on the device are read, and their number. It is None while another
-        profiler runs, whose records lie in the memory of `malloc`. While memopt's own meter runs, it is what tensors
-        hold; in a backward, what they held at its forward."""
+        """The source from which the bytes allocated on the device are read, and their number. The number is None while
+        another profiler runs, whose records are in memory of `malloc`. While memopt's own meter runs, it counts what
+        tensors hold; in a backward, what they held at the latest reading before."""
         if device_of(self.device).caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()

@@ -28,11 +28,11 @@ class Alone(NamedTuple):
 
 
 AsPlain: TypeAlias = Callable[[int], Alone | None]
-"""A function from a budget in bytes to the bytes of a call that runs plain within it; None where it does not fit."""
+"""Takes a budget in bytes; returns the bytes of a call that runs plain within it, or None where it does not fit."""
 
 
 class _WithStepBytes(Protocol):
-    """A model with known bytes of its steps."""
+    """An object with `step_bytes`, such as an `Entry`."""
 
     @property
     def step_bytes(self) -> StepBytes | None:

@@ -416,8 +416,8 @@ class PendingForward:
 
 def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: object) -> None:
     """Raise an error where a tensor that the backward of a region reads was changed in place since the forward, as
-    autograd does, but with a mend. The plain model may train with such a change: eager mode need not read an input in
-    the backward from which a plan recomputes."""
+    autograd does, but say what to do. The plain model may train with such a change: eager mode need not read an input
+    in the backward from which a plan recomputes."""
     if changed := changed_since_saved(node()):
         raise RuntimeError(
             f"an input or output of {type(model()).__name__}, {changed}, has been modified by an inplace operation "
@@ -427,10 +427,10 @@ def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: 
 
 
 _MARGIN_OF_COUNTS = 8
-"""By less than this part (an eighth), the count of a plain step exceeds its plan's with nothing recomputed."""
+"""The count of a plain step exceeds its plan with nothing recomputed by at most the plan's bytes divided by this."""
 WORTH_NAMING = 4
-"""A step whose graph is kept or differentiated, or that cannot be captured, is counted for a refusal up to this many
-times its budget."""
+"""The largest budget that a refusal names for a step whose graph is kept or differentiated, or that cannot be captured,
+as a multiple of the given one."""
 CREATED, RETAINED = "the plain step with create_graph=True", "backward(retain_graph=True)"
 
 _held_over: list[Releasable] = []

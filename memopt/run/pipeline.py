@@ -1,4 +1,4 @@
-"""Pipelines: the tensors that a rank's stages receive and hold, and the step of a schedule, whose first call plans.
+"""Pipelines: the tensors that a rank's stages receive and hold, and a schedule's step, whose first call plans them.
 
 Microbatches have one shape, so that everything is known before the first one is sent.
 """
@@ -132,8 +132,8 @@ class Load:
 
     @staticmethod
     def of(plan: Plan, elsewhere_bytes: int) -> Load:
-        """The load of a stage by its plan; `elsewhere_bytes` of the plan's row "elsewhere" are what the schedule holds
-        for the stage."""
+        """The load of a stage by its plan. `elsewhere_bytes` of the plan's row "elsewhere" are not the stage's; the
+        rest of that row is what the schedule holds for it."""
         beside = plan.account.other_forwards + elsewhere_bytes
         fixed = plan.account.resident_bytes - beside
         return Load(fixed, plan.held_bytes, plan.ceiling_bytes - beside - fixed)

@@ -264,8 +264,8 @@ class PlainCalls:
         return bool(fitting.step.graph.derived) and self.entry.stepped
 
     def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later ones that begin
-        with gradients where a loop may leave some; None where that is above `most_bytes` or is not known."""
+        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls at whose
+        start gradients may exist; None where that is above `most_bytes` or is not known."""
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)

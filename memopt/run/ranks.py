@@ -34,8 +34,8 @@ class Ranks:
     """The ranks that train one model, by number. They communicate in a process group of their own, through the host's
     memory.
 
-    Every rank makes this value and calls its methods at the same points: at forwards that DDP or FSDP2 run on all ranks
-    together, since they gather parameters or their backward exchanges gradients."""
+    Every rank makes this object and calls its methods at the same points: at forwards that all ranks run together under
+    DDP or FSDP2, since these gather parameters or their backward exchanges gradients."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = list(numbers)
@@ -209,7 +209,7 @@ class DataParallel:
 
     def buckets(self, *, gradients_held: bool | None = None) -> Buckets | None:
         """The wrapper's gradient buckets as the forward that begins now will use them; None without a wrapper.
-        `gradients_held`: whether gradients outside of the buckets exist at its start; None: look."""
+        `gradients_held`: whether gradients outside of the buckets exist at its start; None to find out."""
         wrapper = self.wrapper
         if wrapper is None:
             return None

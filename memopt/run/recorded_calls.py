@@ -187,7 +187,7 @@ class RecordedCalls:
             self._dry_run = None
 
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
-        """Capture a call on its values right before it runs, so that its run takes the regions of the capture."""
+        """Capture a call on its values right before it runs, so that it runs the captured regions."""
         with stage("capturing"):
             return self.capture(call, reason, self._most_between())
 

@@ -165,8 +165,8 @@ class Recorder:
             recorded.forget_plans(but=but)
 
     def take(self, earlier: Recorder) -> None:
-        """Take over what `earlier` has captured, a recorder whose options differ in the budget alone. If `earlier` is
-        called again, it captures anew."""
+        """Take over what `earlier`, the recorder of an earlier session (`Session.from_captures`), has captured. If
+        `earlier` is called again, it captures anew."""
         self._breaks, self.size_bounds = earlier._breaks, earlier.size_bounds
         self.size_bounds.declared = self.declared
         if earlier._terms is None:
@@ -279,7 +279,7 @@ class Recorder:
             return self.broken.capture(call, reason, most_between())
 
     def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
-        """The result of `run` for the recording that serves the sizes of a call in one region, and `given`."""
+        """The result of `run(recording, given)` for the recording that serves the sizes of a call in one region."""
         whole = self._recording_for(call)
         for _ in range(1 + sum([tensor.dim() for tensor in tensors_in(call)])):
             try:
@@ -321,7 +321,7 @@ class Recorder:
         return tuple(shapes[at[0]][at[1]] if at in has else -1 for at in sorted(self.size_bounds.fixed))
 
     def _fix(self, call: Call, lines: Mapping[Place, str]) -> None:
-        """Record the sizes that the model needs as constants, each with the line that does; warns once for each."""
+        """Record the sizes that the model needs as constants, each with the line that needs it; warns once for each."""
         for place in lines.keys() - self.size_bounds.fixed:
             self._own.clear()  # their keys lack this size
             self.size_bounds.fixed.add(place)

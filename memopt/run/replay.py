@@ -160,7 +160,7 @@ class Replay:
 
     def _check(self, what: str, mend: str) -> None:
         if prevented := self.prevented or self._changed():
-            raise UnplannedGradientError(f"{what}; no second forward gives it, since {prevented}; {mend}")
+            raise UnplannedGradientError(f"{what}; a second forward cannot help, since {prevented}; {mend}")
 
     def _changed(self) -> str:
         """The reason why no second forward can run, as a text; empty if one can run."""

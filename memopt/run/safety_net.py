@@ -37,7 +37,7 @@ class StepMemoryError(torch.OutOfMemoryError):
 
 
 _TIGHTER = 8
-"""After a failed allocation, steps are planned to hold less than the failed one was planned to hold, by that divided by
+"""After a failed allocation, steps are planned to hold less than the failed one was to hold, by its bytes divided by
 this."""
 _ROWS = 6
 """The number of rows of the account that an error names."""
@@ -186,7 +186,7 @@ class GradientsBefore:
     gradients in place."""
 
     parameters: tuple[tuple[nn.Parameter, weakref.ref[torch.Tensor] | None, int], ...]
-    """Each parameter with its gradient and that gradient's version."""
+    """Each parameter with its gradient and that gradient's version; None and 0 without a gradient."""
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter]) -> GradientsBefore:

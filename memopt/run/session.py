@@ -355,7 +355,7 @@ class Session:
             raise self.share.explain(refused, waiting, partial(calls.plain_calls.alone, now))
 
     def _note_written_once(self) -> None:
-        """Warn if a planned call within a checkpoint of the caller's writes to buffers, which it does once a step."""
+        """Warn if a planned call within the caller's checkpoint writes to buffers: it does so only once a step."""
         plan, self._looked_for_writes = self.status.plan, True
         regions = plan.captured.regions if plan is not None and plan.captured is not None else ()
         if any(joint.statistics or joint.trace.region.written for joint in regions):
@@ -522,7 +522,7 @@ class Session:
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
         """A block in which calls are planned from the graphs of `earlier`, a session of the same model, if its options
-        differ in the budget alone; `earlier` gets them back if the block fails."""
+        differ at most in budget, bytes elsewhere and forwards; `earlier` gets them back if the block fails."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return
@@ -534,9 +534,9 @@ class Session:
             raise
 
     def _differs_in_room(self, earlier: Session) -> bool:
-        """Whether what was captured for an earlier session of the model serves this one: its options differ in the
-        budget, the bytes elsewhere and the number of forwards at most. False where levers on the optimizer are allowed,
-        and where other ranks take part."""
+        """Whether what was captured for an earlier session of the model serves this one: its options differ at most in
+        budget, bytes elsewhere and number of forwards. False where levers on the optimizer are allowed, and where other
+        ranks take part."""
         alone = not (self.parallel.wrapper or earlier.parallel.wrapper or self.sharded.there)
         proposes = self.options.optimizer_levers
         own = self.options

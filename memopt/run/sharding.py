@@ -139,7 +139,7 @@ None to make that plan."""
 
 _MOST_PLANS = 64
 _TRIES = 3
-"""The number of positive counts of kept blocks that are tried: each needs a capture and a plan."""
+"""The number of counts of kept blocks that are tried besides 0: each needs a capture and a plan."""
 
 
 class Keeping:

@@ -358,8 +358,8 @@ class Share:
 
     def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
         """A budget with which a call fits together with the waiting forwards, if it needs `smallest_bytes` with what
-        those hold now. In a larger budget they will save more, at most everything, so that this is counted. There is
-        also some room for a few further forwards.
+        those hold now. In a larger budget these would save more: what they hold with nothing recomputed is counted.
+        There is also some room for a few further forwards.
         """
         planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
         held = [forward.held_bytes for forward in planned]
@@ -412,8 +412,8 @@ class Share:
         return min(plain + planned) - self.entry.held_bytes
 
     def _room_beside(self, call: Call) -> int:
-        """The fewest bytes that the backward of any waiting forward leaves free: in addition to the forwards that began
-        before it, and for a plain one to all others."""
+        """The fewest bytes of the budget that the backward of any waiting forward leaves free, while the forwards that
+        began before it (for a plain one, all others) hold theirs."""
         left = [
             self._left_bytes(forward, call) - self.entry.held_bytes + forward.held_bytes
             for forward in self.entry.plain_waiting()

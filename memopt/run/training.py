@@ -203,8 +203,8 @@ class TrainingCalls:
         return step
 
     def take_captures(self, earlier: TrainingCalls) -> None:
-        """Plan from the graphs that `earlier` has captured; its options differ only in the budget. If `earlier` is
-        called again, it captures anew."""
+        """Plan from the graphs that `earlier`, of an earlier session (`Session.from_captures`), has captured. If
+        `earlier` is called again, it captures anew."""
         self.planner.share_graphs(earlier.planner)
         self.recorded.take(earlier.recorded)
 
