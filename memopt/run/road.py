@@ -324,8 +324,8 @@ class Road:
         roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = (
-            "of this budget are for gradients held when a forward begins, a loss outside of the model, and tensors "
-            "that may appear meanwhile"
+            "of the named budget are for gradients held when a forward begins, a loss outside of the model, and "
+            "tensors that may appear meanwhile"
         )
         return refusal.adding(f"{size(spare)} {words}", smallest_bytes=refusal.smallest_bytes + spare)
 

@@ -475,8 +475,8 @@ class Session:
         """Plan a training call on fake tensors before its first run. `gradients_held`: the call adds to existing
         gradients; `advise`: a `BudgetError` names changes that would help. All ranks plan together.
 
-        Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, and `RankError` where
-        another rank fails."""
+        Raises `BudgetError` where no plan fits, here or on another rank, `CaptureError` where the call cannot be
+        captured, and `RankError` where another rank fails in another way."""
         calls, call = self._ahead(example_inputs)
         together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
         with self._in_turn(), stage("planning"), together, on_device(self.model):

@@ -174,7 +174,7 @@ class TrainingCalls:
         if most is refused:
             return refused
         more = size(most.smallest_bytes - refused.smallest_bytes)
-        words = f"{more} of this budget are for earlier calls with other arguments"
+        words = f"{more} of the named budget are for earlier calls with other arguments"
         return refused.adding(words, smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
