@@ -82,7 +82,7 @@ def optimize(
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
         outputs: "loss" (default): of the outputs of a model that returns its loss, only the loss is differentiated.
-            A scalar is not taken for the loss if another output depends on parameters that the scalar does not
+            A scalar does not count as the loss if another output depends on parameters that the scalar does not
             depend on (a learned temperature, a commitment loss); all outputs are differentiated then. Other outputs,
             such as logits, are not held: each is returned as a tensor that is computed when it is first read, with
             the plain model's value, in memory outside of the budget. Read it before `optimizer.step()`: a later read

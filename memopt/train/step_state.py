@@ -175,13 +175,14 @@ def _check(step: _Stateful, state: StateDict) -> None:
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(
             f"the state is from within an effective batch of {state['accumulate']} calls, this TrainStep has "
-            f"accumulate={step.accumulate}; build it as it was at saving, or save after a complete one"
+            f"accumulate={step.accumulate}; build it with accumulate={state['accumulate']}, or save after a whole one"
         )
     shapes = [None if gradient is None else gradient.shape for gradient in state["gradients"]]
     own_shapes = [parameter.shape for parameter in step.parameters]
     if len(shapes) != len(own_shapes) or any(a not in (None, b) for a, b in zip(shapes, own_shapes, strict=True)):
         raise ValueError(
-            "the gradients of the state are of other parameters than this TrainStep's; build it as it was at saving"
+            "the gradients of the state are of other parameters than this TrainStep's; build it from the model and "
+            "optimizers of the one that was saved"
         )
 
 
@@ -192,10 +193,8 @@ def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) 
         own = getattr(step, name)
         if len(state[name]) != len(own):
             raise ValueError(
-                f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it as it was at saving"
+                f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it with as many"
             )
     if (state["scaler"] is not None) != step.scaling.adapts:
         had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
-        raise ValueError(
-            f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it as it was at saving"
-        )
+        raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it {had} one")
