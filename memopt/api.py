@@ -1,5 +1,5 @@
-"""What users call. `optimize` does its work in this order: it checks the options, captures and plans a call, and takes
-over the training calls."""
+"""The public functions. `optimize` checks its options, captures and plans the model's training call, and replaces the
+model's call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from memopt.run.session import Session, session_of
 from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
-# Nothing needs to be recomputed within it.
+# A budget in which no step needs to recompute.
 _ROOMY_GB = 2.0**40
 
 
@@ -71,18 +71,18 @@ def optimize(
             node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Outputs of the model have the
             plain model's dtypes in all cases. Within the caller's own `torch.autocast`, "auto" and "fp32" leave
             dtypes to it; all others replace it.
-        allow: the levers that a plan may use, by name or as values of your own; by default `memopt.DEFAULT_LEVERS`.
-            To add to these, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` describes each: what it
-            does, how exact it is, what it costs and when it is tried. The default ones are bitwise exact, or exact
-            but for rounding; with `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are
-            bitwise the plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the optimizer
-            are used where nothing else makes the step fit, and need `example_inputs` and an optimizer from
+        allow: the levers that a plan may use, by name or as your own `Lever` objects; by default
+            `memopt.DEFAULT_LEVERS`. To add to these, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS`
+            describes each: what it does, how exact it is, what it costs and when it is tried. The default ones are
+            bitwise exact, or exact but for rounding; with `{"recompute", "reinplace"}` and precision "fp32", losses and
+            gradients are bitwise the plain model's. Of the others, 8-bit layers need a step in 16 bits; levers on the
+            optimizer are used where nothing else makes the step fit, and need `example_inputs` and an optimizer from
             `wrap_optimizer`; "plain" lets a model that cannot be captured run without a plan.
         backend: "aten": planned graphs run as ATen operators, bitwise as in the plain model; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
         outputs: "loss" (default): of the outputs of a model that returns its loss, only the loss is differentiated.
-            A scalar is not taken for the loss if another output depends on parameters that the scalar does not
+            A scalar does not count as the loss if another output depends on parameters that the scalar does not
             depend on (a learned temperature, a commitment loss); all outputs are differentiated then. Other outputs,
             such as logits, are not held: each is returned as a tensor that is computed when it is first read, with
             the plain model's value, in memory outside of the budget. Read it before `optimizer.step()`: a later read
@@ -111,7 +111,7 @@ def optimize(
             in `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
         effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": improves
             the plan of "default" until it meets the lower bound or the time is over; the first two are deterministic.
-        limit_seconds: wall time of each search with `effort="best"`, 60 if not given; not for the other efforts.
+        limit_seconds: wall time of each search, 60 if not given; only with `effort="best"`.
 
     Raises:
         BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.
@@ -156,7 +156,7 @@ def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unp
 
 
 def _planned(model: nn.Module, options: Options) -> Session:
-    """The session of a model that is only planned; planned for a cluster, that of one card's part of the model."""
+    """A session that only plans: for `model`, or, where `options` has a cluster, for one card's part of it."""
     check_torch()
     return Session(model if options.cluster is None else options.cluster.one_card(model), options)
 
@@ -279,8 +279,8 @@ def plan_of(model: nn.Module) -> Plan:
     call has no plan because its sizes are still too rare to be planned, the latest plan before it.
 
     If the latest call ran as the plain model, because its step fits the budget, it is planned now, which may raise
-    `CaptureError` or `BudgetError`. Raises `ValueError` for a model that is plain, has not been planned yet, or trains
-    with activation checkpoints because no plan of its regions fits.
+    `CaptureError` or `BudgetError`. Raises `ValueError` for a model that is not optimised, has not been planned yet, or
+    trains with activation checkpoints because no plan of its regions fits.
     """
     session = _session(model)
     latest = session.latest
@@ -306,13 +306,13 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
     If the plan uses none, `optimizer` itself is returned; with "bf16_parameters", the model's parameters become
     bfloat16. Train with the returned optimizer, and give it to schedulers and `TrainStep`. Raises `ValueError` for a
-    plain model, and for an optimizer that these levers cannot wrap."""
+    model that is not optimised, and for an optimizer that these levers cannot wrap."""
     session = _session(model)
     return apply_levers(session.chosen, session.model, optimizer)
 
 
 def _session(model: nn.Module) -> Session:
-    """The session of an optimised model. Raises `ValueError` for a plain one."""
+    """The session of an optimised model. Raises `ValueError` for a model that is not optimised."""
     session = session_of(model)
     if session is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
@@ -330,7 +330,8 @@ def remove(model: Model) -> Model:
 
 def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch by the `loss_fn` that the model was optimised with, computed with the model as one planned
-    region. The batch is `(inputs, targets)`, or whatever a `loss_fn` that takes the model expects."""
+    region. The batch is `(inputs, targets)`, or whatever a `loss_fn` that takes the model expects. Raises `ValueError`
+    without one."""
     session = session_of(model)
     if session is None or session.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")

@@ -17,11 +17,10 @@ Refusal = TypeVar("Refusal", bound=BaseException)
 
 @dataclass(frozen=True)
 class Way:
-    """A change of options or settings with which a step that no plan fits would fit, and its peak in bytes then;
-    `BudgetError.ways` lists them."""
+    """One change of options or settings that would make a refused step fit, as listed in `BudgetError.ways`."""
 
     type: str
-    """What to type or set, as users write it."""
+    """What to type or set, as in the user's code or shell."""
     peak_bytes: int
     """The smallest budget in bytes that works with the change."""
     changes: str
@@ -153,7 +152,7 @@ class CaptureError(ValueError):
 
 
 class PlanFileError(ValueError):
-    """Raised for a file that is no plan or frontier of this version of memopt, or was changed or cut off."""
+    """Raised for a file that is not a plan or frontier of this version of memopt, or that was changed or truncated."""
 
 
 class UnplannedGradientError(ValueError):
@@ -165,8 +164,8 @@ class GradientMismatchError(ValueError):
 
 
 class StaleOutputError(ValueError):
-    """Raised where an output that is computed when it is first read is read too late: what it is computed from has
-    changed, as parameters do in `optimizer.step()`."""
+    """Raised where an output that is computed when it is first read is read too late: its inputs have changed since, as
+    parameters do in `optimizer.step()`."""
 
 
 def without_frames(error: Refusal) -> Refusal:
@@ -193,8 +192,8 @@ def round_up(gb: float) -> str:
 
 
 def as_text_has_it(nbytes: int) -> int:
-    """The bytes of the budget that a user types who copies `nbytes` from a message: `nbytes` or a few more, since
-    messages show GB as `round_up` returns them."""
+    """The bytes of the budget that a user gives by copying the figure for `nbytes` from a message: `nbytes` or slightly
+    more, since messages round GB up (`round_up`)."""
     return int(float(round_up(nbytes / GIB)) * GIB)
 
 

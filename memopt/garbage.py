@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 _THRESHOLDS = 50_000, 50, 100
 """Thresholds for `gc.set_threshold`: the number of new objects, and those of collections of younger generations, after
-which Python looks for reference cycles. Nearly all that planning makes lives to its end, so that looking as often as by
-default takes a seventh of the time."""
+which Python looks for reference cycles. Nearly all objects that planning makes live until it ends; with Python's
+default thresholds, these searches take a seventh of its time."""
 
 _lock = threading.Lock()
 _running: list[tuple[int, int, int]] = []

@@ -13,7 +13,8 @@ import torch
 
 
 class _Mark:
-    """An object that is young when a search ends, and by which it is seen where others come from."""
+    """Made at the end of each search. If the next search does not find it, objects have reached the oldest generation
+    unnoticed, and all objects are searched."""
 
 
 _KINDS: tuple[type, ...] = torch.Tensor, torch.optim.Optimizer, _Mark
@@ -42,7 +43,7 @@ def _of(kinds: tuple[type, ...], candidates: Iterable[Any]) -> list[Any]:
 
 def _young() -> list[Any]:
     """The tensors, optimizers and marks in the younger two generations."""
-    # In this order none is missed. A list of both would be among the first, and so hold itself.
+    # An object that moves between these two calls is found twice. One list of both would contain itself.
     return _of(_KINDS, chain(gc.get_objects(0), gc.get_objects(1)))
 
 
@@ -60,7 +61,7 @@ class _OldObjects:
         self._mark, self._frozen = _Mark(), 0
 
     def with_young(self) -> list[Any]:
-        """These objects, and all objects of the younger generations."""
+        """All living tensors, optimizers and marks, of any generation."""
         with self._lock:
             if self._before_collection not in gc.callbacks:
                 gc.callbacks.append(self._before_collection)
@@ -71,7 +72,7 @@ class _OldObjects:
             return list(found.values())
 
     def _now(self) -> dict[int, Any]:
-        """What is known and alive, and what is young, by its `id`."""
+        """The known ones that are alive, and those in the younger generations, by their `id`."""
         young = _young()
         promoted, self._promoted = self._promoted, []
         alive = [one for reference in (*self._known, *promoted) if (one := reference()) is not None]

@@ -1,4 +1,4 @@
-"""A table of limited size."""
+"""A dict of limited size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 class LruCache(OrderedDict[Key, Value]):
-    """A dict of at most `most` values, in which a further value replaces the least recently used one. Not to be
-    iterated over, since reading a value changes the order."""
+    """A dict of at most `most` values, in which a further value replaces the least recently used one. Iterate over
+    `items()`: reading a value by its key changes the order."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class PeakMeter:
     """Functions that are called when the block of a meter of the CPU ends, with its events in order: bytes allocated,
     or minus the bytes freed."""
     _running: ClassVar[list[PeakMeter]] = []
-    """The meters that meter the CPU now. Their profiler writes its records to memory of `malloc`."""
+    """The meters of the CPU that are active now."""
 
     @classmethod
     def running(cls) -> PeakMeter | None:

@@ -100,7 +100,7 @@ def _sizes(batch: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
 
 
 def _cut(batch: Any, samples: slice) -> Any:
-    """The batch with only these samples of every tensor that is not a scalar. Other mappings become dicts."""
+    """The batch with only these samples of every tensor that is not a scalar. Mappings become dicts."""
     if isinstance(batch, torch.Tensor):
         return batch[samples] if batch.dim() else batch
     if isinstance(batch, Mapping):

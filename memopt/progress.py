@@ -1,4 +1,4 @@
-"""How far long work has come: on a terminal in one line that is kept up to date, elsewhere in a line for each stage."""
+"""Reports the progress of long work: on a terminal in one line that is updated, elsewhere in a line for each stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Stage:
 
 
 class _OfThread(threading.local):
-    """What one thread reports."""
+    """The stages and the progress line of one thread."""
 
     def __init__(self) -> None:
         self.stages: list[_Stage] = []
@@ -142,7 +142,7 @@ def _line() -> Iterator[None]:
         return
     text = TextColumn("memopt: {task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
     columns = SpinnerColumn(), TimeElapsedColumn(), text
-    # What the model prints meanwhile stays in the file that standard output is redirected to.
+    # Redirected standard output is left alone, so that what the model prints reaches its file.
     apart = sys.stdout is not None and sys.stdout.isatty()
     try:
         with Progress(*columns, console=_console, transient=True, redirect_stdout=apart) as line:
@@ -155,7 +155,7 @@ def _line() -> Iterator[None]:
 
 
 def _show() -> None:
-    """Bring the line on the terminal up to date."""
+    """Update the line on the terminal."""
     if _own.shown and _own.stages:
         line, task = _own.shown[0]
         # The description is markup to rich, in which a bracket would begin a tag.

@@ -146,7 +146,7 @@ class Attributes:
 
 
 Contents: TypeAlias = list[tuple[Any, Any]]
-"""Containers, each with a copy of it that has what it held."""
+"""Pairs of a container and a shallow copy of it."""
 
 
 def contents_of(value: Any) -> Contents:
@@ -206,12 +206,11 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """Tensors with copies of their values, by which those that are written to later get their old values again. The
-    tensors are not kept alive: the forward may replace what a module remembers, and the old tensor may be a view of a
-    large one.
+    """Tensors with copies of their values, by which writes to them are undone. The tensors are held by weak reference:
+    a forward may replace a module's attribute, and the replaced tensor may be a view of a large one.
 
     On the CPU the copies lie outside of torch's memory, so that they are no part of the step. On other devices they lie
-    on the device, where the account has those of a `CallState` (`undo_bytes`).
+    on the device, where the account counts those of a `CallState` (`undo_bytes`).
     """
 
     tensors: tuple[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None], ...]
@@ -355,21 +354,21 @@ def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a tensor on its device, if it is small and plain, else None; on the CPU in memory of numpy's."""
+    """A copy of a tensor on its device, if it is small and plain, else None; on the CPU in numpy's memory."""
     if special_kind(tensor) or tensor.nbytes > _COPIED_BYTES:
         return None
     return _apart(tensor) if is_on_host(tensor) else tensor.detach().clone()
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor in host memory; that of a tensor on the CPU lies in memory of numpy's, so that it is no part
-    of a step."""
+    """A copy of a tensor in host memory; that of a tensor on the CPU is allocated by numpy, so that it does not count
+    as memory of the step."""
     return _outside(tensor)()
 
 
 def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns `_apart` of a tensor as it is now. Until then no tensor holds the copy, as which a meter
-    would count it."""
+    """A function that returns a copy of the tensor's present values, as `_apart` does. The copy becomes a tensor only
+    then: a meter would count a tensor."""
     bits, dtype = _BITS.get(tensor.itemsize), tensor.dtype
     if not (_has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
         copy = on_host(tensor)
@@ -473,7 +472,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def generator_states(device: torch.device) -> tuple[Any, ...]:
     """The states of four random generators: Python's, numpy's, torch's on the CPU and torch's on `device`.
 
-    For torch on the CPU it is a copy of the generator, since a state tensor would count as memory of the step.
+    Of torch's generator on the CPU a copy is returned, since a state tensor would count as memory of the step.
     """
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own

@@ -6,8 +6,8 @@ from memopt.errors import GIB
 
 
 def size(nbytes: int) -> str:
-    """Bytes with three digits, in units of powers of 1024: "1.37 GB", "205 MB", "-12 kB"; "–" for 0. What would have
-    four digits is in the next unit: "0.977 GB"."""
+    """Bytes with three digits, in units of powers of 1024: "1.37 GB", "205 MB", "-12 kB"; "–" for 0. Values that would
+    have four digits are given in the next unit: "0.977 GB"."""
     if nbytes < 0:
         return f"-{size(-nbytes)}"
     for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def micros(seconds: float) -> float:
-    """Microseconds, to nanoseconds."""
+    """Seconds as microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)
 
 

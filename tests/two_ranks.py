@@ -65,4 +65,4 @@ def check_refused_together(ranks: list[list[tuple[str, str]]]) -> None:
         assert taken == later == ("", "")
         assert kind == "BudgetError"
         assert text == ranks[0][1][1]
-        assert text.endswith("so it is on rank 1, and all ranks stop")
+        assert text.endswith("this is the error on rank 1, and all ranks stop")

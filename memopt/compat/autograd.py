@@ -107,7 +107,7 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call a function when the running backward pass has ended, but not where it fails."""
+    """Call a function when the running backward pass has ended; not if it fails."""
     anything: Any = torch.autograd.Variable
     anything._execution_engine.queue_callback(function)
 
@@ -135,7 +135,7 @@ def pass_over(node: Any) -> None:
 
 
 _RUN_BY_ENGINE = ("apply", "apply_boxed")
-"""The methods of such a node of which autograd's engine calls one."""
+"""The methods of an `autograd.Function`'s node of which autograd's engine calls one."""
 
 
 def keeps_graph() -> bool:
@@ -145,24 +145,24 @@ def keeps_graph() -> bool:
 
 @dataclass(frozen=True)
 class Retention:
-    """What the backward passes of a step leave in memory of their autograd graphs. The last one, which frees saved
-    tensors as it reads them, is not among these."""
+    """How the backward passes of a step keep their autograd graphs in memory. The last one does not count: it frees
+    saved tensors as it reads them."""
 
     kept: bool = False
     """Whether the graph is kept for another backward (`retain_graph=True`)."""
     derived: tuple[int, ...] = ()
-    """How often gradients were computed that have a graph of their own (`create_graph=True`): those of the forward,
-    those of such gradients, and so on."""
+    """How often gradients with a graph of their own (`create_graph=True`) were computed: first those of the forward,
+    then those of such gradients, and so on."""
     by_parameters: bool = False
     """Whether some of these are gradients of parameters."""
 
     def __or__(self, other: Retention) -> Retention:
-        """What is left by either of two steps at most."""
+        """The most that either of two steps keeps."""
         derived = (max(pair) for pair in zip_longest(self.derived, other.derived, fillvalue=0))
         return Retention(self.kept or other.kept, tuple(derived), self.by_parameters or other.by_parameters)
 
     def covers(self, other: Retention) -> bool:
-        """Whether a step that leaves `other` leaves no more than this."""
+        """Whether a step that keeps `other` keeps no more than this."""
         return self | other == self
 
     def further(self, order: int, *, by_parameters: bool) -> Retention:
@@ -314,7 +314,7 @@ def gradients_asked(watcher: Watcher) -> None:
 
 
 def gradients_done(watcher: Watcher) -> None:
-    """Call no method of `watcher` any more."""
+    """Stop calling `watcher`."""
     _watchers.discard(watcher)
 
 
@@ -325,8 +325,8 @@ class Addition(NamedTuple):
     edges: Sequence[Any]
     """Edges (an autograd node and the number of its output) whose gradients the backward is to return as well."""
     total: Callable[[torch.Tensor | None, Sequence[torch.Tensor | None], bool], torch.Tensor | None]
-    """Makes the whole gradient from what autograd finds of it, or None, and from the gradients of `edges`; True where
-    it is to have an autograd graph, as with `create_graph=True`."""
+    """Returns the whole gradient, given the one that autograd finds alone (or None), the gradients of `edges`, and
+    whether the result needs an autograd graph (`create_graph=True`)."""
 
 
 class Watcher(Protocol):
@@ -334,9 +334,9 @@ class Watcher(Protocol):
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
         """Called with the tensors or edges at which a backward starts, and with those whose gradients it is to compute
-        (`inputs`). `order` is 0 for gradients without a graph of their own, else 1, or 1 more than that of such
-        gradients that the starts were computed from; `frees`: the graph is not kept. Returns what has to be added
-        to the gradients, by position in `inputs`."""
+        (`inputs`). `order` is 0 for gradients without a graph of their own, else 1 more than the highest order of the
+        gradients from which the starts were computed; `frees`: the graph is not kept. Returns the additions to the
+        gradients, by position in `inputs`."""
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Called after a backward whose gradients have a graph of their own; `gradients` is None where it has added
@@ -380,13 +380,13 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
                 watcher.after_backward(found)
             return found
         finally:
-            _tell()  # no longer, where the last that was told is gone
+            _tell()  # puts torch's own back if no listener or watcher is left
 
     return run_backward
 
 
 _ORDER = "memopt order"
-"""The node of a gradient that has a graph of its own has its order under this name in its metadata."""
+"""The key in a node's metadata of the order of its gradient, if that has a graph of its own."""
 
 
 def _order_of(starts: Iterable[Any]) -> int:

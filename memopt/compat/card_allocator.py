@@ -32,8 +32,8 @@ def may_turn_on_expandable_segments() -> bool:
 
 
 def turn_on_expandable_segments() -> None:
-    """Have torch's allocator use expandable segments from now on, with its other settings as the environment has
-    them. Segments that it holds already stay in use as they are."""
+    """Have torch's allocator use expandable segments from now on, with the other settings of the environment. Segments
+    that it holds already stay in use unchanged."""
     if may_turn_on_expandable_segments():
         _set_settings(",".join(filter(None, (_settings(), "expandable_segments:True"))))
         _turned_on.append(True)
@@ -44,6 +44,6 @@ def _settings() -> str:
 
 
 def _in_environment() -> bool | None:
-    """What the environment says of expandable segments; None where it does not name them."""
+    """The setting of expandable segments in the environment; None where it is not set."""
     found = re.search(r"expandable_segments\s*:\s*(True|False)", _settings())
     return None if found is None else found[1] == "True"

@@ -1,4 +1,4 @@
-"""Attention by the kernels of a CUDA card, on tensors of another device: for plans of a card that is not there.
+"""Attention by the kernels of a CUDA card, on tensors of another device: for plans for a card that is not there.
 
 `scaled_dot_product_attention` chooses its kernel by the device of its tensors. On a CPU attention with dropout is
 written out as products and a softmax, on "meta" all attention is. A card's kernels keep neither the probabilities nor a
@@ -91,7 +91,7 @@ class CardAttention(TorchFunctionMode):
 
 
 def _is_dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> bool:
-    """Whether query, key and value are [batch, heads, rows, width] of one dtype, such as the fused kernels take. With
+    """Whether query, key and value are [batch, heads, rows, width] of one dtype, as the fused kernels require. With
     `grouped`, several query heads may share one of key and value."""
     tensors = query, key, value
     if any(tensor.dim() != 4 or tensor.dtype is not query.dtype or tensor.stride(-1) != 1 for tensor in tensors):

@@ -1,7 +1,7 @@
 """Whether this torch has the private names that memopt uses, as they were in the versions that were tested.
 
 Each module of `memopt.compat`, and `passes.compat`, declares the private names that it uses in `PRIVATE_NAMES`. `check`
-looks them up when memopt is first used, and those of parts of torch that are imported later when they are.
+looks them up when memopt is first used; those in parts of torch that are imported later, it looks up then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _checked: set[Private] = set()
 _known = [0]
 """The number of modules that were imported at the latest check: without new ones there is nothing to check."""
 _told: list[tuple[int, ...]] = []
-"""The versions that a warning has told of."""
+"""The versions for which a warning was given."""
 
 
 def check() -> None:
@@ -141,7 +141,7 @@ def _not_called(function: Any, call: str | None) -> str | None:
     words = call.replace(",", " ").split()
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # no function, or one that does not tell
+    except (TypeError, ValueError):  # no function, or one without a signature
         return None if callable(function) else "is no function"
     try:
         signature.bind(*[w for w in words if not w.endswith("=")], **{w[:-1]: w for w in words if w.endswith("=")})

@@ -125,7 +125,7 @@ class ReducerHooks:
         self._moved = False
         at_once = wrapper.gradient_as_bucket_view and not getattr(wrapper, "batched_grad_copy", False)
         self.views = at_once and bool(self._numbers)
-        """Whether a gradient becomes a view of its bucket as soon as the reducer is told of it."""
+        """Whether a gradient becomes a view of its bucket as soon as the reducer is notified of it."""
 
     @property
     def addresses(self) -> frozenset[int]:

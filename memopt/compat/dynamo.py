@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     RecompileLimit = FailOnRecompileLimitHit
     DynamoError = TorchDynamoException
 
-# Dynamo itself refuses settings that it does not have. Attributes that it sets on objects of others are seen only
-# there: `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
+# Dynamo itself refuses settings that it does not have. Attributes that it sets on other objects are seen only there:
+# `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
 PRIVATE_NAMES = (
     *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
     *private("torch._dynamo.config", "_make_closure_patcher"),
@@ -132,7 +132,7 @@ def capture_settings() -> Iterator[None]:
 
 @lru_cache(maxsize=4)
 def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]], ...]:
-    """Functions that make the settings and return one that takes them back, where logging functions `ignored` break no
+    """Functions that make the settings and return one that undoes them, where logging functions `ignored` break no
     graph. They are made once: `config.patch` makes a context variable each time, which is never freed, and takes three
     times as long."""
     import torch._dynamo.config as dynamo_config
@@ -224,7 +224,7 @@ class SeenSizes:
 @contextmanager
 def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
     """Context in which Dynamo, where it captures a call, makes symbols of the sizes of these dimensions of tensors,
-    unless the code requires one value. Then the tensors have their marks (`mark_dynamic`) from before again."""
+    unless the code requires one value. Afterwards the tensors have their earlier marks (`mark_dynamic`) again."""
     from torch._dynamo import maybe_mark_dynamic
 
     chosen = list(places)

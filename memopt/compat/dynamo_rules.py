@@ -1,4 +1,4 @@
-"""Calls that Dynamo by itself traces otherwise than their author wrote them, or breaks the graph at.
+"""Calls that Dynamo by itself would not trace as their author wrote them, or would break the graph at.
 
 torch._dynamo takes more than a second to import, so functions import it.
 """

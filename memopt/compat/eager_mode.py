@@ -1,5 +1,5 @@
-"""What eager mode does and tracing by itself would not: its kernels, which torch replaces by Python functions that give
-other bits, and the choices that transformers makes by values.
+"""Makes traced graphs compute as eager mode does: with its kernels, which torch replaces by Python functions that give
+other bits while it traces, and with the masks that transformers chooses by values.
 
 In eager mode transformers makes no attention mask that would mask nothing. Attention then runs by another kernel, which
 is given `is_causal`, and heads that share keys need no repeated ones. While Dynamo traces, transformers makes the mask

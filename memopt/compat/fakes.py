@@ -42,7 +42,7 @@ PRIVATE_NAMES = (
 
 
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException
-"""What fakes raise at an operator whose results, or their sizes, depend on values."""
+"""The errors that fakes raise at an operator whose results, or their sizes, depend on values."""
 
 
 def new_fake_mode() -> FakeTensorMode:

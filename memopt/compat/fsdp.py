@@ -39,7 +39,7 @@ PRIVATE_NAMES = (
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or a part of it."""
-    # Importing it takes a second; whoever shards by it has done so, and has begun a group of processes.
+    # This import takes a second; a program that shards by it has imported it, and begun a process group.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not torch.distributed.is_initialized():
         return False
@@ -96,15 +96,14 @@ def _digest(value: object) -> str:
 
 
 def _stage(tensor: torch.Tensor) -> None:
-    """Allocate and free the buffer that gloo takes in an exchange of tensors on the CPU: a copy of the larger tensor,
+    """Allocate and free the buffer that gloo uses in an exchange of tensors on the CPU: a copy of the larger tensor,
     which is given. Nothing is done for tensors on a card."""
     if is_on_host(tensor):
         torch.empty_like(tensor)
 
 
 class Exchange:
-    """Takes the place of an exchange of FSDP2's (`usual`): tensors are allocated as by that one, and exchanged by
-    `run`."""
+    """Replaces FSDP2's exchange `usual`: tensors are allocated as by that one, and exchanged by `run`."""
 
     def __init__(self, usual: Any, run: Callable[..., None]) -> None:
         self.usual, self.allocate, self.run = usual, usual.allocate, run

@@ -90,7 +90,7 @@ _FIRST = -1
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
-    `first`, and whoever has the table the functions of hooks added later. It does not keep the tensor alive."""
+    `first`, and the owner of the table calls hooks added later. The table does not keep the tensor alive."""
     table = DeferredHooks(first)
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table

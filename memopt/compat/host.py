@@ -1,4 +1,4 @@
-"""The host, by torch's name for it: tensors in its memory, what its allocator gives out, and tensors without values."""
+"""The host, torch's device "cpu": tensors in its memory, the events of its allocator, and tensors without values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.autograd import profiler, profiler_legacy
 from memopt.compat.autograd import current_backward
 from passes.compat import private
 
-# By the first, kernels that would write to a tensor, and code that asks for its address, raise `RuntimeError`; the
-# second makes a storage in memory that it does not own.
+# `_set_throw_on_mutable_data_ptr` makes kernels that would write to a tensor, and code that asks for its address, raise
+# `RuntimeError`; `_construct_storage_from_data_pointer` makes a storage in memory that it does not own.
 PRIVATE_NAMES = (
     *private("torch._C._autograd", "_profiler_enabled DeviceType"),
     *private("libc10", "_ZN3c1025profiledCPUMemoryReporterEv _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm", needed=False),

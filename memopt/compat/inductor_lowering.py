@@ -56,7 +56,8 @@ other rules is not reused."""
 
 @torch.library.custom_op("memopt::hold", mutates_args=())
 def _hold(value: torch.Tensor) -> torch.Tensor:
-    """The value, which inductor writes to memory there rather than computing it in each kernel that reads it."""
+    """The value, which inductor writes to memory at this point rather than computing it in each kernel that reads
+    it."""
     return value.clone()
 
 

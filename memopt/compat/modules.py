@@ -200,7 +200,7 @@ class CurrentParts:
         return self._latest
 
     def _now_held(self) -> list[Any]:
-        """The values of `_tables` as they are now, in order. What lies in a new submodule is not among them: the
+        """The values of `_tables` as they are now, in order. The contents of a new submodule are not among them: the
         submodule itself shows that the model has changed."""
         return list(chain.from_iterable([table.values() for table in self._tables if table]))
 

@@ -102,15 +102,14 @@ def _with_values(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Later:
-    """Saved tensors that are computed all at once, when the first of them is read. Each is given out once only."""
+    """Saved tensors that are computed all at once, when the first of them is read. Each is returned only once."""
 
     def __init__(self, values: Callable[[], Sequence[torch.Tensor]]) -> None:
         self.values, self._numbers = values, set[int]()
         self._found: dict[int, torch.Tensor] = {}
 
     def packed(self, number: int, _: torch.Tensor) -> int:
-        """Takes note of the saved tensor with this number, and returns the number, which autograd keeps in its
-        place."""
+        """Records the number of a saved tensor, and returns it: autograd keeps it in the tensor's place."""
         self._numbers.add(number)
         return number
 

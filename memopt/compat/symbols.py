@@ -120,7 +120,7 @@ def _bound(node: Any, values: Mapping[Any, int]) -> Any:
 
 
 def _grows(expression: Any) -> bool:
-    """Whether an expression of sizes is known not to fall where any of its symbols grows."""
+    """Whether an expression of sizes is known never to decrease when one of its symbols increases."""
     if expression.is_Add or expression.is_Mul:
         return all(map(_grows, expression.args))
     return bool(expression.is_Symbol or (expression.is_nonnegative and expression.is_number))

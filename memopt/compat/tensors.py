@@ -50,8 +50,7 @@ READ_NO_VALUES = frozenset((*(found.__get__ for found in _of(_PROPERTIES)), *_of
 """The torch functions, as `__torch_function__` gets them, that read no values of a tensor: only its sizes, dtype,
 device and the like."""
 NEED_MEMORY = frozenset(_of(_OF_MEMORY))
-"""The torch functions that give out a tensor's memory, which torch refuses for subclasses without memory of their
-own."""
+"""The torch functions that expose a tensor's memory, which torch refuses for subclasses without memory of their own."""
 
 
 def is_wrapper(value: object) -> bool:

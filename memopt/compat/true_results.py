@@ -115,7 +115,7 @@ _Layout: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Corrected:
-    """Takes the place of a fake mode's dispatch: the results have the strides and dtypes of real kernels."""
+    """Replaces a fake mode's dispatch: results have the strides and dtypes of real kernels."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self.fake = mode, mode.dispatch

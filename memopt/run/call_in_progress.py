@@ -1,5 +1,5 @@
-"""A training call that is running, and the plan by which it runs: that for the first of several situations whose plan
-fits beside all else on the device."""
+"""A training call that is running, and the choice of its plan: the first of several that fits together with everything
+else on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CallInProgress:
     situation: Situation
     """The situation of the call, without the forwards that wait and the bytes elsewhere, which `moment` has."""
     moment: Moment
-    """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
+    """What else is on the device: forwards that wait for their backward, and bytes elsewhere."""
     parts: Parts
     """The model's modules and tensors when the call began."""
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
@@ -36,7 +36,7 @@ class CallInProgress:
 
     @property
     def closely(self) -> CallInProgress:
-        """The call, looking at what lies on the device whatever time that takes (`Moment.closely`)."""
+        """The same call with `Moment.closely`: the device is searched for other tensors however long that takes."""
         return replace(self, moment=replace(self.moment, closely=True))
 
     @property
@@ -47,14 +47,14 @@ class CallInProgress:
     def fitting(
         self, make: Callable[[Situation, bool], Executable], known: Callable[[], Mapping[Situation, Executable]]
     ) -> Executable:
-        """The plan, ready to run, for the first of several situations (guesses of what lies beside the call) whose plan
-        fits on the device now. `make` plans a situation, and raises `BudgetError` where no plan of it fits the budget;
-        if it is called with True, the error says what would help.
+        """The first plan, ready to run, that fits on the device now, of several situations tried in turn (guesses of
+        the bytes that other tensors take). `make` plans a situation, and raises `BudgetError` where no plan of it fits
+        the budget; if it is called with True, the error says what would help.
 
-        `known` returns the plans that exist for the sizes of the call: one of another situation serves where it fits,
-        so that few bytes more or less beside a call make no other plan. Before a new one is made, the device is
-        searched for other tensors. Where none fits, the last plan made is returned if `make` refused no situation, or
-        if the plan fits provided that forwards which are still to come are freed before its backward. Otherwise the
+        `known` returns the existing plans for the sizes of the call. A fitting one is used although it was made for
+        another situation, so that small changes on the device cause no new plan. Before a new one is made, the device
+        is searched for other tensors. Where none fits, the last plan made is returned if `make` refused no situation,
+        or if the plan fits provided that forwards which are still to come are freed before its backward. Otherwise the
         last `BudgetError` is raised."""
         made = make(self.situation, True)
         if self.moment.fits(made.plan, self.situation):
@@ -80,8 +80,8 @@ class CallInProgress:
         return make(refused, True) if self.moment.closely else self.closely.fitting(make, known)
 
     def _made(self, make: Callable[[Situation, bool], Executable], situation: Situation) -> Executable:
-        """The result of `make`. Where the caller keeps the outputs of the step before, a refusal is remembered, and
-        raised again without a search, since such outputs are there in each step."""
+        """Calls `make`. While the caller keeps the outputs of the step before, as it will in each step, a refusal is
+        stored, and raised again without a search."""
         if not self.moment.kept_outputs:
             return make(situation, False)
         refusals = self.moment.entry.refusals
@@ -95,12 +95,11 @@ class CallInProgress:
             raise
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
-        """The situations to try, in order, where the first plan does not fit. For the bytes that lie elsewhere now,
-        rounded up, then to a half of what a look has to notice, so that few bytes more or less make no other plan, and
-        then exactly: as one of a group of equal forwards where others are expected, and beside the forwards that wait.
-        Where the caller still holds the outputs of the step before, situations in which these count as elsewhere come
-        first. One for the plan that holds least comes last there, and one that leaves a plain forward room for its
-        backward."""
+        """The situations to try, in order, where the first plan does not fit: first those in which outputs of the step
+        before count as elsewhere, if the caller still holds some; then the bytes elsewhere now, rounded up coarsely,
+        rounded up finely, and exact (rounding makes one plan serve after small changes). Each is tried with this call
+        as one of a group of equal forwards, if more are expected, and then with the forwards that wait now. The last
+        one leaves room for the backward of a plain forward that waits, or else holds as little as possible."""
         now = self.moment.elsewhere_beside(plan.account)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
@@ -125,7 +124,7 @@ class CallInProgress:
 
 
 def _about_fastest(planned: tuple[Situation, Executable]) -> tuple[int, int]:
-    """A key by which plans come in the order of their added time, and of about equally fast ones that with the most
-    room for other things first."""
+    """A sort key: plans with less added time first; of about equally fast ones, those that leave the most room for
+    other tensors."""
     plan = planned[1].plan
     return round(plan.added_time / NEGLIGIBLE), -plan.account.elsewhere - plan.account.other_forwards

@@ -70,7 +70,7 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
     has changed in place since its forward."""
     given = [(number, weakref.ref(one), one._version) for number, one in enumerate(tensors_in(call)) if _is_data(one)]
     node = next((one.grad_fn for one in outputs if one.grad_fn is not None), None)
-    weak = weakref.ref(entry)  # the garbage collector does not see what a graph holds, which the model may keep
+    weak = weakref.ref(entry)  # the model may keep the graph, whose references the garbage collector cannot see
 
     def look(*_: object) -> None:
         found = [number for number, of, version in given if (one := of()) is not None and one._version != version]

@@ -19,13 +19,13 @@ from memopt.run.entry import Entry
 from memopt.run.plain_calls import CountedStep, PlainCalls
 
 _WORTH_NAMING = 2
-"""For a call that cannot be captured, a refusal looks for a budget up to this many times the given one: the call runs
-for that."""
+"""For a call that cannot be captured, the largest budget that a refusal looks for and names, as a multiple of the given
+one: the search for it runs the call."""
 _STEPS_OF_A_COUNT = 8
-"""Finding a choice that fits takes the time of up to this many steps."""
+"""Finding a choice that fits takes up to the time of this many steps."""
 _LOST = 1 / 3
-"""A call with checkpoints is taken to lose at least this part of a step: its forward may return while the device still
-computes."""
+"""The part of a step that a call with checkpoints is assumed to lose at least: the time until its forward returns says
+little, as the device may still compute."""
 
 Choice: TypeAlias = tuple[PlainCalls, CountedStep]
 
@@ -34,30 +34,30 @@ class CheckpointedCalls:
     """Runs calls as the plain model does, with some modules as activation checkpoints: of several choices of modules,
     the fastest whose step fits the budget.
 
-    No plan can free what eager code between regions holds, as it is in no graph; a checkpoint runs that code a second
-    time. A forward in one region runs with checkpoints, too, where it would have to be captured again for smaller
-    sizes, until recomputation by checkpoints has taken as much time as making a plan would."""
+    No plan can free tensors that eager code between regions holds, as they are in no graph; a checkpoint runs that code
+    a second time. A forward in one region runs with checkpoints, too, where it would have to be captured again for
+    smaller sizes, until recomputation by checkpoints has taken as much time as making a plan would."""
 
     def __init__(
         self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
     ) -> None:
         self.model, self.planner, self.loss_fn, self.entry = model, planner, loss_fn, entry
         self.serve = False
-        """Whether checkpoints have fitted for a call that cannot be planned: they are then tried before later calls are
-        planned."""
+        """Whether checkpoints have fitted for a call that cannot be planned: later calls then try them before
+        planning."""
         self._lost_seconds = 0.0
         """The time that calls have lost by running with checkpoints instead of by a plan."""
 
     @cached_property
     def _calls(self) -> tuple[PlainCalls, ...]:
-        """For each choice of modules, what counts and runs calls with these as checkpoints; empty unless `allow` has
-        "recompute"."""
+        """A `PlainCalls` for each choice of modules, which counts and runs calls with these as checkpoints; empty
+        unless `allow` has "recompute"."""
         found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
         return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
 
     def fitting(self, now: CallInProgress) -> Choice | None:
-        """For a call that cannot be planned, the fastest choice of checkpoints with which it fits the budget, as what
-        runs the call and the bytes of its step; None where no choice fits."""
+        """The fastest choice of checkpoints with which a call that cannot be planned fits the budget, and the bytes of
+        its step; None where no choice fits."""
         found = self._first_that_fits(now)
         self.serve |= found is not None
         return found
@@ -67,7 +67,7 @@ class CheckpointedCalls:
         lost about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
-            self._lost_seconds = 0.0  # by sizes that are planned now
+            self._lost_seconds = 0.0  # the sizes that lost it are planned from now on
             return None
         started = time.perf_counter()
         try:

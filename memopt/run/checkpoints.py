@@ -25,7 +25,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DEEPEST = 3
 """How deep checkpoints are nested at most: blocks, their parts, and the parts of these."""
 _PIECE = 4096
-"""Values of an output that are summed at once on the host."""
+"""The number of values of an output that are summed at once on the host."""
 _SUMS_AGREE = 1e-5
 """When a module runs a second time, the sum of an output's values may differ by this part of the sum of their
 magnitudes: kernels on a GPU may add in another order each time."""
@@ -48,8 +48,8 @@ class _Spot:
 class Checkpoints:
     """A choice of modules that run as activation checkpoints (`torch.utils.checkpoint`, not reentrant).
 
-    What a module changes in itself, such as running statistics, is set back for its second run and changes once, as in
-    the plain model.
+    State that a module changes in its call, such as running statistics, is set back for its second run, so that it
+    changes once, as in the plain model.
     """
 
     model: nn.Module
@@ -155,7 +155,7 @@ class _Body:
 
 
 class _State:
-    """The attributes and buffers of a module, and its parameters `written`, as they are when this object is made."""
+    """The attributes and buffers of a module, and its parameters `written`, at the time when this object is made."""
 
     def __init__(self, module: nn.Module, written: Sequence[torch.Tensor]) -> None:
         self._module, self._attributes = module, Attributes(module)
@@ -178,8 +178,8 @@ class _State:
 
     @contextmanager
     def for_a_time(self) -> Iterator[None]:
-        """A block in which attributes and tensors are as they were when this object was made; after it they are as they
-        were before it."""
+        """A block that starts with the attributes and tensors of the time when this object was made; when it ends,
+        those from before the block are restored."""
         now = Attributes(self._module)
         values = [(tensor, tensor.detach().clone()) for tensor, *_ in self._values]
         self._attributes.restore()
@@ -225,13 +225,13 @@ def choices(model: nn.Module) -> Iterator[Checkpoints]:
 
 
 def _spot(block: nn.Module, depth: int) -> _Spot:
-    """A block as a checkpoint, with the modules within it nested `depth` levels deep."""
+    """A block as a checkpoint, in which submodules down to `depth` levels are checkpoints too."""
     return _Spot(block, tuple(_spot(part, depth - 1) for part in dict.fromkeys(_parts(block))) if depth else ())
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules within a module that hold most of its activations: the elements of its outermost lists and sequences
-    of modules, and the modules beside those."""
+    """The modules to run as checkpoints, which hold most activations: the elements of the outermost lists and sequences
+    of modules, and the modules that are siblings of those lists."""
     for child in module.children():
         elements = list(child.children()) if isinstance(child, _CONTAINERS) else []
         if len(elements) > 1 and any(map(_is_composed, elements)):
@@ -266,8 +266,8 @@ def sums_of(outputs: Any) -> list[tuple[float, float]]:
 
 
 def _sum(tensor: torch.Tensor) -> float:
-    """The sum of a tensor's values in fp64. On the host it is taken piece by piece: a sum in another dtype copies the
-    values first, and a copy of the whole tensor is in no count of the step."""
+    """The sum of a tensor's values in fp64. On the host it is summed in pieces: a sum in another dtype copies its input
+    first, and a copy of the whole tensor would exceed the counted bytes of the step."""
     pieces: Sequence[torch.Tensor] = (tensor,)
     if is_on_host(tensor) and tensor.dim():
         longest = max(range(tensor.dim()), key=tensor.size)
@@ -276,7 +276,7 @@ def _sum(tensor: torch.Tensor) -> float:
 
 
 def sums_agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:
-    """Whether `sums_of` the outputs of two runs are those of the same values, but for rounding."""
+    """Whether two results of `sums_of` are equal but for rounding."""
     if len(first) != len(second):
         return False
     pairs = zip(first, second, strict=True)
@@ -284,6 +284,6 @@ def sums_agree(first: Sequence[tuple[float, float]], second: Sequence[tuple[floa
 
 
 def _in_words(names: Sequence[str]) -> str:
-    """The first and the last of several paths of modules with their number, as "blocks.0 to blocks.11 (12 modules)"; a
-    single path as it is."""
+    """The first and last of several module paths and their number, as "blocks.0 to blocks.11 (12 modules)"; a single
+    path unchanged."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

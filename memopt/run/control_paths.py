@@ -29,13 +29,13 @@ from memopt.run.sharding import Keeping
 from memopt.run.sizes import LargestSizes
 
 _MOST = 4
-"""The number of paths that are kept: those that were taken last."""
+"""The number of paths that are kept: the latest ones."""
 
 
 @dataclass
 class ControlPaths:
     """The control-flow paths that calls of one kind have taken, each as a captured call. The first path, `calls[0]`, is
-    the one that the next forward is run by.
+    the one by which the next forward runs.
 
     One path serves all forwards that run some or all of its regions, in its order. Two sequences of regions that cannot
     be merged into one path, such as other regions on the same parameters, are separate paths."""
@@ -44,13 +44,13 @@ class ControlPaths:
     sizes: LargestSizes
     """The largest inputs with which they were captured."""
     new: bool = False
-    """Whether the next forward is of a call that was captured just before, on its values."""
+    """Whether the next forward is that of the call that was just captured, on the same values."""
     between_bytes: int | None = None
-    """The most bytes that code between the regions was found to hold after a forward that was captured just before;
-    None before the first."""
+    """The most bytes that code between the regions was found to hold after a forward that followed its capture; None
+    before the first."""
     _margin: float = MARGIN
     _joins: dict[CapturedCall, tuple[CapturedCall, CapturedCall]] = field(default_factory=dict)
-    """By path that was made when a call was captured: the path that was first before, and the capture."""
+    """For each path made by merging a capture: the path that was first until then, and the capture."""
 
     @classmethod
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
@@ -63,9 +63,9 @@ class ControlPaths:
         self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
-        """Make the first path, `calls[0]`, one that serves `call` too: the regions of its capture are added to those of
-        the path. Where both have different regions for the same parameters, only the capture's are in the new path, and
-        the old path is kept behind it."""
+        """Merge the capture `captured` of `call` into the first path, `calls[0]`, so that it serves `call` too. Where
+        both have different regions for the same parameters, only the capture's are in the new path, and the old path is
+        kept behind it."""
         self.sizes, self.new = self.sizes.covering(call), True
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
@@ -130,7 +130,7 @@ class ControlPaths:
 
 
 def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
-    """Whether a run that is in both captures has inputs of other shapes in them."""
+    """Whether a run that both captures have has other input shapes in each."""
     numbers = known_places(one.runs, other.runs)
     pairs = ((one.runs[at], run) for at, run in zip(numbers, other.runs, strict=True) if at is not None)
     return any(ours.shapes != theirs.shapes for ours, theirs in pairs)
@@ -195,7 +195,7 @@ class PlansOfPaths:
     def _kind(self, call: Call) -> _Kind:
         """A key that is equal for calls that share their paths: calls with the same arguments but for their sizes,
         state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks stay gathered,
-        the key also has the capture with all blocks freed: if that capture was made again, Dynamo's graphs may differ,
+        the key also has the capture with all blocks freed: if that capture is made again, Dynamo's graphs may differ,
         and the call is captured again."""
         text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
@@ -207,11 +207,11 @@ class PlansOfPaths:
         try:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(lambda situation, _: make(situation), lambda: self._known(paths.calls[0]))
-        except BudgetError:  # those that follow must not be planned to be as large as this one
+        except BudgetError:  # later calls must not be planned for this one's size
             self.paths.pop(self._kind(in_progress.call), None)
             raise
         finally:
-            if self.road.plans != self._plans_freed:  # their solvers' tables would stay for the whole training
+            if self.road.plans != self._plans_freed:  # else the solvers' tables would stay for the whole training
                 self._plans_freed = self.road.plans
                 self.road.planner.forget_solvers()
 
@@ -253,7 +253,7 @@ class PlansOfPaths:
         return self.road.extend(planned.plan, captured, call, situation, known_places(planned.runs, runs))
 
     def _with_runs(self, captured: CapturedCall, plan: Plan) -> Executable:
-        """The plan of a captured call with the runs that it schedules: all but those that only make views."""
+        """The plan of a captured call with the runs that have a schedule: all that are differentiated."""
         step = plan.captured
         assert step is not None
         return self.road.ready(captured, plan, self._scheduled(captured, step.rewriting_of_regions))

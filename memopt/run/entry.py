@@ -1,4 +1,4 @@
-"""One optimised model in the ledger of its device: its forwards in flight, and what was found beside its steps."""
+"""One optimised model in the ledger of its device: its waiting forwards, and the bytes found outside of its steps."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from memopt.planning.plan import Plan
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
-"""Memory that appears beside a step is tolerated up to the parameters' bytes divided by this: a 256th of parameters,
-gradients and two optimizer states,"""
+"""Tensors that appear on the device outside of a step are tolerated up to the parameters' bytes divided by this: a
+256th of parameters, gradients and two optimizer states."""
 _LEAST_TOLERANCE = 64 * 1024
-"""and at least up to these bytes: Python and `malloc` need some of their own."""
+"""The smallest tolerance in bytes: Python and `malloc` need some of their own."""
 _REMEMBERED = 16
-"""The number of groups whose size is remembered; a group is the forwards before one backward."""
+"""The number of groups whose sizes are remembered; a group is the forwards before one backward."""
 _MOST_KINDS = 64
-"""The number of kinds of moments of a model for which the bytes allocated are remembered."""
+"""The number of kinds of moments (`Moment.kind`) of a model for which searches are remembered."""
 _MOST_PLANS = 8
-"""The number of plans of a model from which it is known what its steps need."""
+"""The number of a model's latest plans whose step bytes are remembered."""
 _numbers = count(1)
-"""Numbers for the forwards of all models, in their order."""
+"""Numbers the forwards of all models in the order in which they begin."""
 
 
 class Waiting(Protocol):
@@ -60,7 +60,7 @@ class Waiting(Protocol):
 
 
 class _Forward(Waiting, Protocol):
-    """A forward by a plan, as the ledger knows it."""
+    """A planned forward, with the attributes that the device's `Ledger` reads."""
 
     plan: Plan
     given: tuple[WeakStorage, ...]
@@ -72,7 +72,7 @@ class _Forward(Waiting, Protocol):
         """The tensors that the forward has saved and not freed yet."""
 
     again_bytes: int
-    """The bytes that its backward takes beside the plan where the forward runs a second time in it; else 0."""
+    """The bytes beyond the plan that its backward needs if the forward runs a second time in it; else 0."""
     judged: bool
     """Whether its backward is refused where it would exceed the budget."""
 
@@ -84,7 +84,7 @@ class _Forward(Waiting, Protocol):
         before the call."""
 
     def is_in_backward(self) -> bool:
-        """Whether the backward that runs now has come to this forward."""
+        """Whether the running backward has reached this forward."""
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
@@ -109,13 +109,13 @@ class LatestLooks:
     `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
 
     found: Elsewhere
-    """What the latest one found."""
+    """What the latest search found."""
     levels: deque[tuple[int, int]]
-    """For each look: the bytes allocated without those that are known (`Moment.known_bytes`), and how many of them it
-    did not find to lie elsewhere."""
+    """For each search: the bytes allocated less those that memopt accounts for (`Moment.known_bytes`), and how many of
+    these the search did not find elsewhere."""
 
     highest: int
-    """The most bytes that were allocated, without those that are known, at any look of this kind since a plan was
+    """The most bytes allocated, less those that memopt accounts for, at any search of this kind since a plan was
     made."""
 
     @property
@@ -149,73 +149,72 @@ class Entry:
     model: nn.Module
     budget_bytes: int
     fixed_bytes: int | None = None
-    """The bytes that count as held elsewhere where no look finds them: what the user gave as `elsewhere_gb`, or 0 for a
-    plan for another device; None where looks find them."""
+    """The bytes that count as held elsewhere without a search: what the user gave as `elsewhere_gb`, or 0 for a plan
+    for another device; None where the device is searched."""
     optimizer: Any = None
-    """The optimizer that the account has, as the user gave it; what is beyond its state is counted elsewhere."""
+    """The optimizer that the account counts, as the user gave it; state beyond that counts as elsewhere."""
     optimised: bool = False
-    """Whether the model's calls are planned now, so that other models are planned beside what it will hold."""
+    """Whether the model's calls are planned now, so that plans of other models leave room for its steps."""
     gradient_bytes: int | None = None
     """The most bytes of gradients that one of its plans or plain steps counts; None before the first."""
     state_bytes: int | None = None
     """The most bytes of its optimizer's state that one of its plans or plain steps counts; None before the first."""
     seen: SeenOverlaps = field(default_factory=SeenOverlaps)
-    """What was seen of other models' forwards beside its own."""
+    """Which forwards of other models were seen to run during its own, and what they held."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
-    """The most bytes elsewhere that were found to appear between a forward and its backward."""
+    """The most bytes elsewhere that were seen to appear between a forward and its backward."""
     reached_bytes: int | None = None
-    """The bytes elsewhere that were found in that backward; None where they are not known. What is still there when the
-    next forward begins is found then, and does not appear again."""
+    """The bytes elsewhere when that backward began; None where they are not known. Those still present when the next
+    forward begins are counted then, and do not appear again."""
     meanwhile: int | None = None
-    """The most bytes that the caller's own code takes between a forward and its backward, the gradients of its outputs
-    among them; None where that was not seen."""
+    """The most bytes that the caller's own code holds between a forward and its backward, including the gradients of
+    the outputs; None where that was not seen."""
     returned_bytes: int = 0
-    """The most bytes of outputs, or of their gradients, for which `meanwhile` was seen."""
+    """The most bytes of outputs, or of their gradients, of a forward for which `meanwhile` was measured."""
     metered: bool = False
-    """Whether `meanwhile` was read from a memory meter, which tells more than an autograd graph."""
+    """Whether `meanwhile` was measured by a memory meter, which sees more than an autograd graph shows."""
     outputs_in_backward: int | None = None
-    """The most bytes of a forward's outputs that were still there when its backward began; None before the first."""
+    """The most bytes of a forward's outputs that were still alive when its backward began; None before the first."""
     gradients_stay: bool | None = None
-    """Whether gradients were there when a forward began after a backward; None before the first such forward."""
+    """Whether gradients existed when a forward began after a backward; None before the first such forward."""
     changed_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
     backward."""
     graph: Retention = FREED
-    """The most that backwards of all its calls were seen to leave of their graphs; plain steps are counted so."""
+    """What backwards were seen to keep of their graphs at most (`retain_graph`), for which plain steps are counted."""
     seen_until_backward: bool = False
-    """Whether a backward has looked for what appeared since its forward."""
+    """Whether the device was searched in a backward for tensors that appeared since its forward."""
     begun: int = 0
     """The number of planned forwards that have begun."""
     number: int = 0
-    """The place of the latest forward in the order of all models'."""
+    """The number of the latest forward, among the forwards of all models."""
     latest: weakref.ref[_Forward] | None = None
     """The forward that began last."""
     found: Elsewhere = field(default_factory=Elsewhere)
-    """What the latest look at any moment found."""
+    """What the latest search at any moment found."""
     most_elsewhere: int = 0
-    """The most bytes elsewhere that a look found when a forward began."""
+    """The most bytes elsewhere that a search found when a forward began."""
     looks: LruCache[object, LatestLooks] = field(default_factory=lambda: LruCache(_MOST_KINDS))
-    """The latest looks by the kind of moment."""
+    """The latest searches, by kind of moment."""
     due: bool = False
-    """Whether a plan was made since the latest look at a moment: planning leaves memory of its own behind."""
+    """Whether a plan was made since the latest search: planning leaves memory of its own behind."""
     at_least: int = 1
-    """The number of forwards that are expected before a backward at least, as the user gave it as `forwards`; together
-    they are a group."""
+    """The least number of forwards that are expected before a backward (a group), as the user gave it as `forwards`."""
     others_expected: int = 0
-    """The number of further forwards that the present group is expected to have after its first."""
+    """The number of forwards that the present group is expected to have after its first."""
     beside_waiting: tuple[int, int] | None = None
-    """The bytes held by the latest forward that was not the first of its group, and the most that one of those held
-    which waited then; None before one."""
+    """The bytes held by the latest forward that was not the first of its group, and the most that any forward waiting
+    then held; None before one."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
-    """Figures of plans, by their name and the `id` of the plan."""
+    """Numbers that depend on a plan, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The latest plans by their `id`, each with its `StepBytes` once these were asked for."""
     refusals: LruCache[Hashable, BudgetError] = field(default_factory=lambda: LruCache(_MOST_PLANS))
     """The refusals of calls while the caller kept outputs of the step before, by situation and shapes of the inputs."""
     plain_step_bytes: StepBytes | None = None
-    """The bytes of the step of the latest call that ran plain; None before one."""
+    """The bytes of the step of the latest plain call; None before one."""
     planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
     plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
     ending: list[_Forward] = field(default_factory=list)
@@ -225,7 +224,7 @@ class Entry:
     """The sum of the versions of all parameters at the first call; None before it."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """The sizes of the groups before."""
+    """The sizes of earlier groups."""
 
     def __post_init__(self) -> None:
         self.others_expected = self.at_least - 1
@@ -237,13 +236,13 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether a backward of the model has begun before: from then on a `BudgetError` ends a training under way."""
+        """Whether a backward of the model has begun before: from then on a `BudgetError` interrupts a training."""
         return bool(self.seen.backward)
 
     @property
     def stepped(self) -> bool:
         """Whether a parameter has been written to since the model's first call: from then on an error loses training
-        that was done."""
+        progress."""
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> int:
@@ -257,7 +256,7 @@ class Entry:
 
     @property
     def notable_bytes(self) -> int:
-        """The smallest change in the bytes held outside of the step for which they are counted again."""
+        """The smallest change in the bytes elsewhere for which they are counted again."""
         return self.tolerance_bytes // 2
 
     @property
@@ -272,7 +271,7 @@ class Entry:
         return self.fixed_bytes is not None or bool(self.looks)
 
     def end_freed(self) -> None:
-        """Remove plain forwards whose graph a backward has freed that did not begin at their outputs."""
+        """Remove plain forwards whose graph was freed by a backward that did not begin at their outputs."""
         for forward in self.plain_waiting():
             if forward.freed:
                 self.plain.discard(forward)
@@ -292,7 +291,7 @@ class Entry:
 
     @property
     def groups_done(self) -> int:
-        """The number of groups of forwards before the current one, as far as they are remembered."""
+        """The number of earlier groups of forwards, as far as they are remembered."""
         return len([one for one in self._groups if one])
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
@@ -319,8 +318,8 @@ class Entry:
         return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
 
     def to_appear(self, elsewhere: int) -> int:
-        """The bytes that are expected to appear on the device, outside of the step, between a forward and its backward,
-        if `elsewhere` bytes outside of it are there already when the forward begins."""
+        """The bytes elsewhere that are expected to appear between a forward and its backward, if `elsewhere` bytes are
+        there already when the forward begins."""
         return (
             self.later_bytes
             if self.reached_bytes is None
@@ -328,8 +327,8 @@ class Entry:
         )
 
     def held_after(self, plan: Plan) -> int:
-        """The bytes that each further forward of a group holds whose first one runs by `plan`: as was seen after one
-        that held as much, else as many as the first one."""
+        """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many
+        as one held that ran after an equally large first one; else as many as the first."""
         after, before = self.beside_waiting or (plan.held_bytes, 0)
         return after if plan.held_bytes <= before else max(after, plan.held_bytes)
 
@@ -354,7 +353,7 @@ class Entry:
         self.gradient_bytes = max(self.gradient_bytes or 0, forward.account.gradients)
         self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
-        # A quarter is a guess of what a plan would need.
+        # A plan is guessed to hold a quarter of what the plain step holds.
         held, peak = forward.held_bytes, forward.peak_bytes
         self.plain_step_bytes = StepBytes(lasting, held // 4, peak // 4, held, peak)
 
@@ -362,16 +361,16 @@ class Entry:
         forward.number = self.number = next(_numbers)
 
     def figure(self, name: Hashable, plan: Plan, of: Callable[[], int]) -> int:
-        """A number of bytes that depends on a plan, cached under `name`: the result of `of`, which is called once per
-        plan."""
+        """A number of bytes that depends on a plan, as `of` returns it; cached under `name`, so that `of` is called
+        once per plan."""
         if (known := self.figures.get((name, id(plan)))) is None:
             known = self.figures[name, id(plan)] = plan, of()
         return known[1]
 
     def until_backward(self, tangent_bytes: int) -> int | None:
-        """The bytes that the caller's own code was seen to allocate between a forward and its backward, besides the
-        gradients of `tangent_bytes` that the backward begins with; scaled up for larger outputs. None where nothing was
-        seen; 0 where the user gave the number of bytes outside of the step (`fixed_bytes`)."""
+        """The bytes that the caller's own code was seen to allocate between a forward and its backward, without the
+        gradients that the backward begins with (`tangent_bytes`). Scaled up for outputs larger than those seen. None
+        where nothing was seen; 0 where the user gave the number of bytes elsewhere (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
         if self.meanwhile is None:
@@ -380,15 +379,15 @@ class Entry:
         return max(0, int(grown * self.meanwhile) - tangent_bytes)
 
     def peak_above_lasting(self, plan: Plan) -> int:
-        """The figure `peak_above_lasting` of a plan, in bytes, cached: the peak of its step less what stays from step
-        to step and what the caller's own code allocates."""
+        """`planning.derived.peak_above_lasting` of a plan in bytes, cached: the peak of its step less what stays from
+        step to step and what the caller's own code allocates."""
         return self.figure("peak", plan, lambda: peak_above_lasting(plan))
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """Upper bounds in bytes of the steps by all recent plans and the latest plain step; None before any. Where
-        gradients exist now although no plan counted on that, the peaks include the largest gradient once more, as it is
-        computed before it is added."""
+        """Upper bounds in bytes of the steps by all recent plans and of the latest plain step; None before any. Where
+        gradients exist although no plan counted on that, the peaks include the largest gradient twice: it is computed
+        before it is added."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)
@@ -408,7 +407,7 @@ class Entry:
 
     @cached_property
     def _expected_state(self) -> int:
-        """The bytes of state that the model's optimizer is expected to have, before a plan says so."""
+        """The bytes of state that the model's optimizer is expected to have, estimated before the first plan."""
         return optimizer_account(self.optimizer, self._trained, self.device.type).state_bytes
 
     def gradients_expected(self, beside: Entry | None = None) -> int:
@@ -425,8 +424,8 @@ class Entry:
         return tuple(one for one in given if one.requires_grad and id(one) not in own)
 
     def stepped_beside(self) -> tuple[torch.Tensor, ...]:
-        """The parameters outside of the model that its optimizer instance steps too, such as those of a loss with
-        weights: those with a gradient now; once the optimizer has stepped, those with state."""
+        """The parameters outside of the model that its optimizer instance also steps, such as those of a loss with
+        weights; once the optimizer has stepped, only those with state or a gradient."""
         if not self._beside or not (state := self.optimizer.state):
             return self._beside
         return tuple(one for one in self._beside if one in state or one.grad is not None)

@@ -1,4 +1,4 @@
-"""Plans that can be run, and which of the planned runs gives its schedule to a run of a region in a forward."""
+"""Plans that can be run, and the search for the planned run whose schedule a run of a region uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _FoundRun:
 
     number: int
     joint: JointGraph
-    """The graph that it runs by."""
+    """The joint graph of the run, whose names `schedule` uses."""
     schedule: RegionSchedule
 
 
@@ -46,9 +46,9 @@ class Executable:
     runs: tuple[RegionRun, ...]
     """The runs that have a schedule, in the order of the plan's regions."""
     region: Emitted | None = None
-    """The code of a call in one region; that of several is emitted as they run."""
+    """The emitted code of a call in one region; None for a call in several, whose code is emitted as they run."""
     _planned_values: dict[int, tuple[_Value, ...]] = field(default_factory=dict, repr=False)
-    """What the planned runs make at the largest sizes, by their number."""
+    """The values of the planned runs at the largest sizes, by the number of the run."""
     _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
         default_factory=dict, repr=False
     )
@@ -110,7 +110,7 @@ class Executable:
             try:
                 with known_sizes(run.data_sizes.seen):
                     ours = values_of(joint)
-            except CaptureError:  # sizes that depend on data and have no limit are observed in captures alone
+            except CaptureError:  # data-dependent sizes without a limit are known in captures only
                 self._names[key] = None
                 return None
             planned = self._values(number)
@@ -138,7 +138,7 @@ def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozen
 
 
 _MOST_NAMES = 4096
-"""The number of answers that are remembered."""
+"""The largest number of entries in `Executable._names`."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Frozen parameters that lie in the host's memory, also during a step: its plan copies each to the device when it is
-read.
+"""Frozen parameters that are stored in the host's memory, also during a step: the plan copies each to the device when
+it is read.
 
-Between calls such a parameter is a tensor on the host, with its values: what reads, saves or loads the model works on
-that. While the model is called, the parameter is a tensor on its device without memory, as it was captured, and the
-step's graph takes the tensor on the host in its place.
+Between calls, such a parameter is a tensor on the host with its values: code that reads, saves or loads the model works
+with that. While the model is called, the parameter is a tensor on its device without memory, as when it was captured,
+and the step's graph is given the host tensor instead.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from passes.ops.offload_ops import bring, lend
 
 @dataclass(eq=False)
 class _Home:
-    """A parameter whose values lie in the host's memory."""
+    """A parameter whose values are in the host's memory."""
 
     host: Tensor
-    """Its values, in the layout that it has on the device."""
+    """Its values on the host, in the layout that it has on the device."""
     shell: Tensor
-    """A tensor with the same layout on its device, whose storage has 0 bytes."""
+    """A tensor on its device with the same layout, whose storage has 0 bytes."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> _Home:
         """Move a parameter's values to the host. The parameter itself becomes a tensor on its device without memory."""
         device = parameter.device
         host = lend(parameter.data)
-        parameter.data = host  # the device's memory is free before the shell takes as much for a moment
+        parameter.data = host  # frees the device's memory, which the shell briefly takes again
         shell = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         shell.untyped_storage().resize_(0)
         parameter.data = shell
@@ -50,14 +50,14 @@ class _Home:
 
 
 _homes: Any = WeakTensorKeyDictionary()
-"""All parameters of this process that lie on the host, with their `_Home`."""
+"""The `_Home` of each parameter of this process that is stored on the host."""
 _called: list[nn.Module] = []
-"""The models that are being called, from the outside in."""
+"""The models that are being called, outermost first."""
 
 
 def _lying(model: nn.Module) -> list[tuple[nn.Parameter, _Home]]:
-    """The parameters of a model that lie on the host. Those whose memory was replaced since are no longer among
-    them."""
+    """The parameters of a model that are stored on the host. A parameter whose memory was replaced since is dropped
+    from `_homes`."""
     found = []
     for parameter in model.parameters() if _homes else ():
         home = _homes.get(parameter)
@@ -131,8 +131,8 @@ def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
 
 
 def _run_on_copies(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results of an operator, without gradients, that gets a copy on the device of each parameter that lies on the
-    host, freed after it. Raises `RuntimeError` for an operator that may write to such a parameter."""
+    """The results of an operator, without gradients, that gets a temporary copy on the device of each parameter that is
+    stored on the host. Raises `RuntimeError` for an operator that may write to such a parameter."""
 
     def there(value: Any) -> Any:
         home = _homes.get(value) if isinstance(value, nn.Parameter) else None
@@ -140,7 +140,7 @@ def _run_on_copies(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value
         if schema_of(func).is_mutable:
             raise RuntimeError(
-                f"{func} may write to a parameter that lies in the host's memory (offload_parameters); call "
+                f"{func} may write to a parameter that is stored in the host's memory (offload_parameters); call "
                 "memopt.remove(model) first"
             )
         return bring(home.host, home.shell.device)

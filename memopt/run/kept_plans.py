@@ -44,8 +44,8 @@ def note(key: str | None, recorded: Recorded) -> None:
 
 
 def find_uncaptured(planner: CallPlanner, call: Call, situation: Situation) -> Kept | None:
-    """The plan on disk for a call that is not captured yet, if it fits together with what lies elsewhere on the device
-    now; it still has to be checked against the call's graphs before it runs."""
+    """The plan on disk for a call that is not captured yet, if it fits together with the tensors that are elsewhere on
+    the device now; None where there is none. It still has to be checked against the call's graphs before it runs."""
     kept = find(planner, plan_cache.noted_key(_sketch(planner, call, situation)))
     return kept if kept and planner.accounts.still_fits(kept.plan, call, situation) else None
 
@@ -127,8 +127,8 @@ def _sketch(planner: CallPlanner, call: Call, situation: Situation) -> str | Non
 
 
 def _data_of(planner: CallPlanner, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
-    """The part of a plan that later processes and other ranks need; None where it depends on sizes that depend on
-    data, or has parameters on the host."""
+    """The part of a plan that later processes and other ranks need; None where the plan has data-dependent sizes or
+    parameters on the host, or other levers than a new search would try."""
     (step, schedule), rewritings = plan.solved, planner.terms.lever_sets
     captured = step.traced
     if captured.data_sizes.allowed or captured.rewriting not in rewritings or plan.hosted_bytes:
@@ -137,7 +137,7 @@ def _data_of(planner: CallPlanner, plan: Plan, footprint: Footprint | None = Non
 
 
 def _belongs(planner: CallPlanner, kept: Kept) -> bool:
-    """Whether a plan is for the budget and the levers of these options."""
+    """Whether a plan is for the budget and the levers of this planner's options."""
     options, plan = planner.terms.options, kept.plan
     known = 0 <= kept.lever_set < len(planner.terms.lever_sets) and options.allow.issuperset(plan.proposals)
     return known and plan.budget_bytes == options.budget_bytes
@@ -188,21 +188,21 @@ def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
         return None
     key, account = _key(recorded)
     if known := recorded.planner.compiled_least.get(key):
-        # Later searches may find another plan for that budget, and its code hold more.
+        # Another search might find another plan for that budget, whose code holds more.
         _, _, plan = known
         return recounted(plan, replace(plan.account, **{name: getattr(account, name) for name in _BESIDE}))
     return search_for(recorded, advise=False, budget_bytes=planned_bytes).fastest(recorded)
 
 
 def compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> int:
-    """The peak of a plan's compiled code, which is compiled now; 0 where the backend does not say what it holds."""
+    """The peak of a plan's code, which is compiled now; 0 where the backend does not report what the code holds."""
     footprints = [region.footprint for region in emit(plan)]
     return as_compiled(plan, footprints).ceiling_bytes if any(footprints) else 0
 
 
 def compiles(planner: CallPlanner, situation: Situation) -> bool:
-    """Whether the graphs of a call are compiled here, and planned alone: for this device, with real values, without
-    levers on the optimizer, and not together with other forwards or other ranks."""
+    """Whether the graphs of a call are compiled here, and planned by themselves: for this device, with real values,
+    without levers on the optimizer, and not together with other forwards or other ranks."""
     if not planner.terms.fuses:
         return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)
@@ -210,8 +210,8 @@ def compiles(planner: CallPlanner, situation: Situation) -> bool:
 
 
 _BESIDE: dict[str, Any] = {"elsewhere": 0, "unforeseen": 0, "tolerance": 0, "card_state": None}
-"""The fields of an account for tensors that are no part of the step, without any. They change the smallest budget, not
-the schedule with the smallest peak."""
+"""The fields of an account for tensors outside of the step, with their values if there are none. They change the
+smallest budget, not the schedule with the smallest peak."""
 
 
 def _key(recorded: Recorded) -> tuple[CompiledKey, Account]:

@@ -1,4 +1,4 @@
-"""What lies on a device beside the steps of the optimised models of this process: one ledger for each device."""
+"""Counts the bytes on a device outside of the steps of this process's optimised models: one ledger for each device."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from memopt.training_state import CallState
 from memopt.units import size
 
 _SHARE_OF_TIME = 0.01
-"""Looks take at most this share of the time, but for those without which a step would be refused, or nothing would be
-known of what is there."""
+"""Searches of the device take at most this share of the time, apart from those without which a step would be refused,
+or nothing would be known of the bytes elsewhere."""
 _LOOKS = 4
-"""A limit of what lies elsewhere follows from this many of the latest looks at moments of a kind."""
+"""The number of latest searches, at moments of one kind, from which an upper bound of the bytes elsewhere follows."""
 _MALLOC_NOISE = 64 * 1024
-"""What Python and the C library allocate beside tensors makes the bytes of `malloc` differ by this much from step to
-step."""
+"""The bytes allocated by `malloc` differ by this much from step to step, through what Python and the C library allocate
+beside tensors."""
 WORTHWHILE = 16
-"""Room that has become free is planned for where it is at least the budget divided by this."""
+"""A call is planned again for freed memory if that is at least the budget divided by this."""
 _SEVERAL = 3
-"""If this many forwards wait for a backward, more than in any step before, further ones may follow: an ODE solver calls
-its model dozens of times before a backward."""
+"""If this many forwards wait for a backward, more than in any earlier step, more may follow: an ODE solver calls its
+model dozens of times before a backward."""
 _MORE_STATE = 2
-"""An optimizer that nobody has looked at may hold this many times the state of its class's defaults beside that: for
+"""An optimizer that was not found yet may hold this many times the default state of its class in addition: for
 `amsgrad`, and the temporaries of `foreach`."""
 
 
@@ -55,39 +55,39 @@ class Moment:
 
     entry: Entry
     kind: object = None
-    """A key that is equal for moments at which the same things are allocated; growth is noted for each kind by
-    itself."""
+    """A key that is equal for moments at which the same things are allocated; growth is measured for each kind
+    separately."""
     inputs: tuple[torch.Tensor, ...] = ()
     """The tensors of the call; none in a backward."""
     waiting: int = 0
     """The number of forwards of this model that wait for their backward, with plan or without."""
     waiting_bytes: int = 0
-    """The bytes that they hold."""
+    """The bytes that these forwards hold."""
     others_bytes: int = 0
-    """The bytes that such forwards of other models hold."""
+    """The bytes that waiting forwards of other models hold."""
     lasting_bytes: int = 0
     """The bytes of gradients and optimizer states that other optimised models have or will have."""
     lasting_now: int = 0
-    """Of these, the bytes that are there now."""
+    """The part of `lasting_bytes` that exists now."""
     addresses: Callable[[], frozenset[int]] = frozenset
     """Returns the addresses of the memory that forwards hold or have returned."""
     bucket_bytes: int = 0
-    """Held by the buckets of `DistributedDataParallel`, which the account has in a row of its own."""
+    """The bytes of `DistributedDataParallel`'s buckets, which have a row of their own in the account."""
     buckets: frozenset[int] = frozenset()
-    """The addresses of the buckets that are known."""
+    """The addresses of the buckets found so far."""
     later_bytes: int = 0
-    """Bytes that forwards of other models will hold in the backward, as was seen before; 0 in a backward."""
+    """Bytes that forwards of other models will hold in the backward, as seen in earlier steps; 0 in a backward."""
     appears: bool = False
-    """Whether what appears between a forward and its backward (`Entry.to_appear`) is still to come."""
+    """Whether tensors that appear between a forward and its backward (`Entry.to_appear`) are still to come."""
     gradients: int = 0
     """Bytes of the gradients that the backward of another forward leaves."""
     spare_bytes: int | None = None
-    """The bytes that this call may hold beside the backwards of those that wait; None where none waits."""
+    """The bytes that this call may hold during the backwards of waiting forwards; None where none waits."""
     kept_outputs: int = 0
-    """Bytes of the latest forward's outputs that the caller still holds when this one begins, as `out = model(batch)`
-    in a loop does: they stay until it returns."""
+    """Bytes of the previous forward's outputs that the caller still holds when this one begins, as with `out =
+    model(batch)` in a loop: they are freed only after this one returns."""
     closely: bool = False
-    """Whether a look is made whatever time it takes; nothing is refused without one."""
+    """Whether the device is searched however long that takes; no call is refused without that."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -109,7 +109,7 @@ class Moment:
         return self._later(0) + self.lasting_bytes
 
     def _later(self, elsewhere: int) -> int:
-        """The bytes that will appear before the backward, where `elsewhere` bytes lie elsewhere now."""
+        """The bytes that will appear before the backward, if there are `elsewhere` bytes elsewhere now."""
         return max(self.later_bytes, self.entry.to_appear(elsewhere) if self.appears else 0)
 
     @property
@@ -128,22 +128,22 @@ class Moment:
 
     @property
     def beyond_expected(self) -> int:
-        """The number of further forwards to leave room for where more wait for their backward than were expected: once
-        several wait, as many as wait; else 0."""
+        """The number of further forwards to leave room for where more wait than were expected: as many as wait, if
+        these are at least `_SEVERAL`; else 0."""
         return self.waiting if self.waiting >= max(_SEVERAL, self.entry.others_expected + 1) else 0
 
     @property
     def group_situation(self) -> Situation | None:
         """The situation in which one plan serves all forwards before a backward: each leaves room for the others, which
-        hold as much as it does. None where no further forward is expected."""
+        hold as many bytes as this one. None where no further forward is expected."""
         if not self.entry.others_expected:
             return None
         return Situation(other_forwards=self.gradients, to_come=max(self.entry.others_expected, self.waiting))
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
-        """Whether a plan made for `situation` leaves room for all that is on the device now or is expected. Also False
-        for a plan that recomputes and was made while tensors outside of the step held far more of the device than now:
-        a faster one is possible."""
+        """Whether a plan made for `situation` leaves room for everything else that is on the device now or is expected.
+        Also False for a plan that recomputes and was made while tensors outside of the step held far more of the device
+        than now: a faster one is possible."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.held_after(plan))
         if situation.elsewhere is None and self._has_shrunk(plan):
@@ -154,8 +154,8 @@ class Moment:
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def still_fits(self, plan: Plan, situation: Situation) -> bool:
-        """Whether a plan that was made for another situation than the present one fits, too. Also False for one that
-        recomputes and was made beside far more: tensors outside of the step, or other forwards."""
+        """Whether a plan made for another situation fits now, too. Also False for one that recomputes and was made
+        while other tensors or forwards held far more."""
         account = plan.account
         if self._has_shrunk(plan, account.other_forwards - self.waiting_bytes - self.kept_outputs):
             return False
@@ -163,7 +163,7 @@ class Moment:
         return (replace(self, closely=True) if less else self).fits(plan, situation)
 
     def _alone(self, plan: Plan) -> int:
-        """The bytes that a step by a plan holds with nothing beside it but the caller's own code."""
+        """The bytes that a step by a plan holds if nothing else but the caller's own code does."""
 
         def figure() -> int:
             beside = plan.account.other_forwards + plan.account.elsewhere
@@ -178,12 +178,12 @@ class Moment:
 
     def callers_code(self, plan: Plan) -> int:
         """The bytes that the caller's own code allocates between the forward and the backward of a plan: as seen in
-        earlier steps, else as the plan guesses."""
+        earlier steps, else as the plan assumes."""
         seen = self.entry.until_backward(tangent_bytes(plan))
         return plan.account.meanwhile if seen is None else seen
 
     def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
-        """The situation with the bytes that the caller's own code was seen to allocate during steps like that of
+        """The situation with the bytes that the caller's own code was seen to allocate during steps like those of
         `plan`; unchanged where nothing was seen."""
         if self.entry.meanwhile is None:
             return situation
@@ -194,12 +194,12 @@ class Moment:
         the missing state (none on a GPU) and what is left of the budget, together at most the missing state."""
         elsewhere = self.elsewhere_beside(plan.account)
         room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - elsewhere
-        missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as it was just looked at
+        missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as just found
         return min(missing, self.entry.state_to_come(plan, 0, elsewhere) + room)
 
     def _has_shrunk(self, plan: Plan, more: int = 0) -> bool:
-        """Whether a plan that costs time was made beside far more bytes elsewhere, and `more` of other forwards, than
-        there are now."""
+        """Whether a plan that recomputes was made while there were far more bytes than now elsewhere, and (`more`
+        bytes) in other forwards."""
         enough, beside = plan.budget_bytes // WORTHWHILE, plan.account.elsewhere + more
         if plan.added_time <= NEGLIGIBLE or beside < enough:
             return False
@@ -207,7 +207,7 @@ class Moment:
         return beside - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
-        """The bytes that the backward of this call finds besides its plan: of waiting forwards, and of gradients that
+        """The bytes outside of its plan when the backward of this call runs: of waiting forwards, and of gradients that
         their backwards leave if further forwards come. With `gradients_held` and forwards waiting, half of the
         gradients count: one backward through all forwards cannot add to `.grad` before its end."""
         if self.to_come:
@@ -215,32 +215,32 @@ class Moment:
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
 
     def may_fit(self, plan: Plan) -> bool:
-        """Whether a plan leaves room for all that is on the device now, provided that forwards still to come are done
-        before its backward begins."""
+        """Whether a plan leaves room for everything else on the device now, if the backwards of forwards that are still
+        to come run before its own."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
         alone = self._alone(plan)
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
         """The error of a refused call with the budget that works for larger calls too, which came before and may come
-        again; `refused` itself where that budget is no larger. `above` is the error of the larger calls; what tensors
-        outside of the step have grown by since an earlier forward is added to its budget."""
+        again; `refused` itself where that budget is no larger. `above` is the error of the larger calls; the growth of
+        tensors outside of the step since an earlier forward is added to its budget."""
         grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
-        smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # of which no look was made
+        smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # growth too small for a search
         if smallest <= refused.smallest_bytes:
             return refused
         more = size(smallest - refused.smallest_bytes)
-        words = f"{more} of it are for the largest batches seen, with a margin where batches grow"
+        words = f"{more} of the named budget are for the largest batches seen, with a margin where batches grow"
         return refused.adding(words, smallest_bytes=smallest)
 
     @property
     def plain_backward_bytes(self) -> int:
-        """The most bytes that the backward of a forward of this model that ran plain and waits takes on top of what
-        that holds: it may run while this call waits for its own. 0 where none waits."""
+        """The most bytes that the backward of a waiting plain forward of this model needs beyond what the forward
+        holds: it may run while this call waits for its own. 0 where none waits."""
         return max((one.peak_bytes - one.held_bytes for one in self.entry.plain_waiting()), default=0)
 
     def may_hold(self, held_bytes: int) -> bool:
-        """Whether this call may hold `held_bytes` until its backward without taking the room that waiting forwards need
+        """Whether this call may hold `held_bytes` until its backward and leave waiting forwards the room that they need
         for theirs."""
         return self.spare_bytes is None or held_bytes <= self.spare_bytes
 
@@ -259,8 +259,8 @@ class Moment:
         return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
 
     def _surely_within(self, room_bytes: int, account: Account) -> bool:
-        """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
-        if not self.entry.has_looked:  # the optimizer may have options by which it holds more than by default
+        """Whether a bound that needs no search shows that the bytes elsewhere are at most `room_bytes`."""
+        if not self.entry.has_looked:  # the optimizer's options may make it hold more than by default
             room_bytes -= _MORE_STATE * account.optimizer_state
         most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
         return most is not None and self._beside(most, account) <= room_bytes
@@ -271,7 +271,7 @@ class Moment:
 
     def known_elsewhere(self, account: Account) -> int:
         """The bytes elsewhere, outside of a step with this account, as far as they are known without a search of the
-        device; in a backward, a search would also find what the step has saved."""
+        device. In a backward, a search would also count what the step has saved."""
         return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), account)
 
     def _beside(self, found: Elsewhere, account: Account) -> int:
@@ -279,9 +279,9 @@ class Moment:
 
 
 class Ledger(ModelsOnDevice):
-    """Counts what is on a device besides the steps of the optimised models there.
+    """Counts the bytes on a device outside of the steps of the optimised models there.
 
-    Python's objects are searched for tensors when a plan is made; later only where the bytes allocated on the device
+    Python's objects are searched for tensors when a plan is made, and later only if the bytes allocated on the device
     have grown so much that a plan might not fit."""
 
     _by_device: ClassVar[dict[torch.device, Ledger]] = {}
@@ -290,9 +290,9 @@ class Ledger(ModelsOnDevice):
         super().__init__()
         self.device = device
         self.look_seconds = 0.0
-        """The time that looks have taken, without those that belong to planning."""
+        """The seconds that searches have taken, without those that belong to planning."""
         self._since: float | None = None
-        """When the first plan was made."""
+        """When the first plan was made, by `time.monotonic`; None before."""
         self._latest_seconds = 0.0
         self._limit = AllocationLimit(device)
         self._held_still = False
@@ -318,8 +318,8 @@ class Ledger(ModelsOnDevice):
             self._held_still = before
 
     def at_most(self, moment: Moment, enough: int = 0) -> Elsewhere | None:
-        """An upper bound on what lies elsewhere now, found in microseconds without a search of the device; None where
-        only a search can tell. A bound of at most `enough` bytes need not be tight."""
+        """An upper bound on the bytes elsewhere now, found in microseconds without a search of the device; None where
+        only a search can tell. Any bound of at most `enough` bytes will do."""
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Elsewhere(entry.fixed_bytes)
@@ -341,13 +341,13 @@ class Ledger(ModelsOnDevice):
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
     def most_elsewhere(self, moment: Moment) -> int:
-        """The most bytes elsewhere that the latest searches at moments of the same `Moment.kind` found. A limit without
-        a search may be below that where garbage was freed since."""
+        """The most bytes elsewhere that the latest searches at moments of the same `Moment.kind` found. A bound that
+        needs no search may be lower where garbage was freed since."""
         _, looked = self._level(moment)
         return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 
     def look_before_planning(self, moment: Moment) -> Elsewhere:
-        """Search the device for what lies elsewhere before a call is planned, however long it takes. Planning leaves
+        """Search the device for the bytes elsewhere before a call is planned, however long it takes. Planning leaves
         memory of its own behind, so the device is also searched at the next moment."""
         found = self.now(replace(moment, closely=True), planning=True)
         self._since = self._since or time.monotonic()
@@ -355,8 +355,8 @@ class Ledger(ModelsOnDevice):
         return found
 
     def now(self, moment: Moment, *, planning: bool = False) -> Elsewhere:
-        """What lies elsewhere now; an upper bound on it where a search would take too much of the training time.
-        `planning`: the search is part of planning, so that its time does not count.
+        """The bytes elsewhere now; an upper bound where a search would take too much of the training time. `planning`:
+        the search is part of planning, so that its time does not count.
 
         Growth counts only if it is still there after Python's garbage has been collected; while searches have used up
         their share of the time, growth within the noise of `malloc` is ignored."""
@@ -370,7 +370,7 @@ class Ledger(ModelsOnDevice):
         noise = change is not None and change < self._noise_bytes and not entry.due and not planning
         if not self._held_still and not as_before and not (noise and not self.may_look()):
             limit = self._limit_by(entry, level, looked)
-            # At the first moment of a kind, too, only a look can tell, if anything can.
+            # At the first moment of a kind, too, only a search can tell.
             needed = moment.closely or entry.due or (limit is None and level is not None)
             new = level is not None and looked is not None and level > looked.highest + entry.notable_bytes
             if needed or new or looked is None or self.may_look():
@@ -381,10 +381,10 @@ class Ledger(ModelsOnDevice):
         return before
 
     def _limit_by(self, entry: Entry, level: int | None, looked: LatestLooks | None) -> Elsewhere | None:
-        """An upper limit of what lies elsewhere, from the bytes that are allocated now (`level`) and the latest
-        searches; None where these give no limit."""
+        """An upper bound of the bytes elsewhere, from the bytes that are allocated now (`level`) and the latest
+        searches; None where these give none."""
         if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
-            return None  # what was freed since the looks may hide what has grown
+            return None  # tensors freed since may hide others that have grown
         return replace(looked.found, other=looked.limit(level))
 
     @property
@@ -399,16 +399,16 @@ class Ledger(ModelsOnDevice):
 
     def _level(self, moment: Moment) -> tuple[int | None, LatestLooks | None]:
         """The bytes allocated without those that memopt accounts for, None where that is not known; and the latest
-        searches at moments of the same kind: what lies elsewhere in a forward may be the step's own in its backward."""
+        searches at moments of the same kind: what is elsewhere in a forward may be the step's own in its backward."""
         source, allocated = self._reading()
         level = None if allocated is None else allocated - moment.known_bytes
         kind = moment.kind, "allocator" if allocated is None else source
         return level, moment.entry.looks.get(kind)
 
     def _reading(self) -> tuple[str, int | None]:
-        """The source from which the bytes allocated on the device are read, and their number. It is None while another
-        profiler runs, whose records lie in the memory of `malloc`. While memopt's own meter runs, it is what tensors
-        hold; in a backward, what they held at its forward."""
+        """The source from which the bytes allocated on the device are read, and their number. The number is None while
+        another profiler runs, whose records are in memory of `malloc`. While memopt's own meter runs, it counts what
+        tensors hold; in a backward, what they held at the latest reading before."""
         if device_of(self.device).caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()
@@ -421,7 +421,7 @@ class Ledger(ModelsOnDevice):
         key, looked = (moment.kind, source), entry.looks.get((moment.kind, source))
         if found.other - before.other > entry.notable_bytes:
             more = looked is None or found.other - looked.most > entry.notable_bytes
-            gc.collect(2 if more else 1)  # as much as in steps before need not be garbage
+            gc.collect(2 if more else 1)  # bytes that earlier steps had too need not be garbage
             found = self._found(moment)
         _, allocated = self._reading()
         level = (allocated or 0) - moment.known_bytes

@@ -88,10 +88,10 @@ def _check_single_loss_function(given: LossFunction | None, own: LossFunction | 
 
 
 class UntilTarget(nn.Module):
-    """The last stage of a pipeline. Its training calls wait for the target, so that module and loss run as one planned
-    region.
+    """The last stage of a pipeline. In training, its module runs only when the target is known, so that module and loss
+    run as one planned region.
 
-    Before it is planned, and when the pipeline only evaluates, it runs as the plain stage."""
+    Until it is planned, and in evaluation, it runs as the plain stage."""
 
     def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class UntilTarget(nn.Module):
         self._given: tuple[torch.Tensor, ...] | None = None
 
     def forward(self, *args: torch.Tensor) -> Any:
-        """Returns what the module returns; in training, once planned, a view of the first input instead, which the
-        pipeline passes on to `loss`, where the module runs."""
+        """Returns what the module returns. In training, once planned, returns a view of the first input instead, which
+        the pipeline passes on to `loss`, where the module runs."""
         if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
             return self.module(*args)
         self._given = args

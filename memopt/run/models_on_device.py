@@ -15,16 +15,16 @@ from memopt.run.entry import Entry, Waiting
 from memopt.run.overlaps import Alone, AsPlain, Overlap, breadth
 
 _TRAINS = 1024
-"""A model trains no more once so many forwards have begun since its latest one."""
+"""A model no longer counts as trained once this many forwards have begun since its latest one."""
 _GUESSED = 1.25
-"""A model that was not called yet is guessed to need this many times what its breadth lets expect."""
+"""A model that was not called yet is guessed to need this many times as much as its `breadth` suggests."""
 _MARGIN = 64
-"""A budget that is named for the steps of several models is larger by its bytes divided by this."""
+"""A budget that is named for the steps of several models is raised by its bytes divided by this."""
 
 
 class ModelsOnDevice:
-    """The optimised models on one device, each with its `Entry`: its forwards that wait for their backward, and what
-    was found on the device outside of its steps. The base of `Ledger`, which counts all that is on the device."""
+    """The optimised models on one device, each with its `Entry`. The base of `Ledger`, which counts everything on the
+    device."""
 
     def __init__(self) -> None:
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
@@ -97,9 +97,9 @@ class ModelsOnDevice:
         return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
-        """The bytes that steps of other models take, with nothing recomputed, between the forward and the backward of
-        this model; and a float for models not called yet, the sum of their `breadth`s divided by this model's. Where it
-        is known which models run then (`knows`), only these count, and the float is 0; else all do."""
+        """The bytes that steps of other models need, with nothing recomputed, between the forward and the backward of
+        this model; and, for models not called yet, the sum of their `breadth`s divided by this model's. Where it is
+        known which models run then (`knows`), only these count, and the second number is 0; else all do."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
@@ -108,26 +108,26 @@ class ModelsOnDevice:
         return wanted, sum(breadth(other.model) for other, one in needs if one is None) / breadth(entry.model)
 
     def intervening_backward_bytes(self, entry: Entry) -> int:
-        """The bytes that the backward of another model takes on top of what its forward holds, where one was seen to
-        run between the forward and the backward of this model; 0 where none was."""
+        """The bytes that the backward of another model needs beyond what its forward holds, where one was seen to run
+        between the forward and the backward of this model; 0 where none was."""
         seen = frozenset().union(*entry.seen.meanwhile)
         before = [overlap.runs() for overlap in seen if overlap.begun_before and overlap.runs]
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
         return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def _waiting(self) -> list[Waiting]:
-        """The forwards of all models that wait for their backward, in the order in which they began; none where there
-        is one model alone."""
+        """The forwards of all models that wait for their backward, in the order in which they began; empty where there
+        is only one model."""
         if len(self.entries) == 1:
             return []
         found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
         return sorted(found, key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
-        """The `BudgetError` of a call with a budget in which the steps of all optimised models fit at the same time:
-        each by the plan that holds least, or as guessed where it has no plan yet, and never more than all of them need
-        with nothing recomputed. Models whose backward has run before, and that hold nothing now, have their steps at
-        another time. `plain` tells what the call needs without a plan."""
+        """`refused`, the error of a call, with a budget in which the steps of all optimised models fit at the same
+        time: each by the plan that holds least, or as guessed where it has no plan yet, and never more than all of them
+        need with nothing recomputed. Models whose backward has run before, and that hold nothing now, are left out:
+        their steps run at another time. `plain` returns what the call needs without a plan."""
         others = [other for other in self.others_training(entry) if other.held_bytes or not other.trained]
         if not others:
             return refused
@@ -152,7 +152,7 @@ class ModelsOnDevice:
 
     def _nothing_recomputed(self, entry: Entry, others: list[Entry], alone: Alone) -> int:
         """The smallest budget for the steps of all optimised models with nothing recomputed. It has room for the
-        forwards that wait now, and beside them for the larger of the call's own peak and the peak of another model's
+        forwards that wait now and, in addition, for the larger of the call's own peak and the peak of another model's
         step while the call waits. Models without a plan yet are guessed by their breadth. `alone` is the call as it
         runs plain."""
         waiting, peak = 0, alone.peak_bytes
@@ -162,7 +162,7 @@ class ModelsOnDevice:
                 peak = max(peak, alone.held_bytes + int(alone.peak_bytes * breadth(other.model) / breadth(entry.model)))
                 continue
             own = needs.peak
-            if other.held_bytes:  # as much of it is in the call's budget already
+            if other.held_bytes:  # the bytes that it holds now are in the call's budget already
                 waiting += max(0, needs.held - other.held_bytes)
                 own -= needs.held
             peak = max(peak, alone.held_bytes + own)

@@ -61,10 +61,9 @@ def run_deferring(
     forward: PendingForward,
     before: CallState | None,
 ) -> Sequence[Any]:
-    """Run a region by `run` and return the outputs of the model's call; outputs that the region defers are returned as
-    tensors that are computed when they are first read. When the backward of `forward` begins, the values that they
-    would be computed from are freed. `before` has the states of the random generators before the region; where it is
-    None, they are read now."""
+    """Run a region by `run` and return the outputs of the model's call. Outputs that the region defers are computed
+    when they are first read; values kept for that are freed when the backward of `forward` begins. `before` has the
+    states of the random generators before the region; where it is None, they are read now."""
     deferred = region.deferred
     if deferred is None:
         return run(*inputs)
@@ -115,7 +114,7 @@ class Later(ABC):
 
 
 class _OfGroup(Later):
-    """The computation of a group of outputs for one call, with what it reads."""
+    """The computation of a group of outputs for one call, with the values that it reads."""
 
     def __init__(
         self,
@@ -137,24 +136,24 @@ class _OfGroup(Later):
 
     @property
     def start_bytes(self) -> int:
-        """The bytes of the value that the outputs are computed from."""
+        """The bytes of the value `start` from which the outputs are computed; 0 without one."""
         return 0 if self.start is None else self.start.numel() * self.start.element_size()
 
     def release(self) -> None:
-        """Drop the value that the outputs are computed from, where a second forward gives them too."""
+        """Drop `start` if the outputs can be computed by a second forward instead."""
         if self.group.forward is not None:
             self.start = None
 
     @property
     def piece(self) -> Piece:
-        """What computes the outputs: from `start`, or by a second run of the forward where that is None."""
+        """The graph that computes the outputs: from `start`, or by a second run of the forward where that is None."""
         piece = self.group.forward if self.start is None else self.group.head
         assert piece is not None
         return piece
 
     @property
     def is_stale(self) -> bool:
-        """Whether anything that the computation reads was changed since the forward."""
+        """Whether a weight or input that the computation reads was changed since the forward."""
         return any(state != self.states[number] for number, state in self._states(self.piece.inputs).items())
 
     def _states(self, numbers: Collection[int]) -> dict[int, Any]:
@@ -167,8 +166,8 @@ class _OfGroup(Later):
         }
 
     def compute(self) -> None:
-        """Compute the outputs, and give each to those who hold it. Raises `StaleOutputError` where a weight or input
-        that is read was changed since the forward."""
+        """Compute the outputs, and hand them over to their `OnDemand` tensors. Raises `StaleOutputError` where a weight
+        or input that is read was changed since the forward."""
         if self.is_stale:
             raise StaleOutputError(
                 f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first read, but the "
@@ -196,8 +195,8 @@ class _OfGroup(Later):
 
 
 class _Value:
-    """One result of a `Later`, with its tensor once that is computed; `OnDemand` tensors that are detached from each
-    other share it. `copied`: it keeps a clone."""
+    """One result of a `Later`, and its tensor once that is computed. `OnDemand` tensors that are detached from each
+    other share one. With `copied`, the tensor is a clone."""
 
     def __init__(self, later: Later, number: int, *, copied: bool = False) -> None:
         self.later: Later | None = later
@@ -206,14 +205,14 @@ class _Value:
         later.values.add(self)
 
     def take(self, result: torch.Tensor) -> None:
-        """Keep the result, unless there is one already, and drop what it was computed from."""
+        """Keep the result, unless there is one already, and drop the computation."""
         if self._tensor is None:
             self._tensor, self.later = result.clone() if self.copied else result, None
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, computed now if it was not yet. Raises `StaleOutputError` where what it is computed from was
-        changed."""
+        """The tensor, computed now if necessary. Raises `StaleOutputError` where the values that it is computed from
+        were changed."""
         if self._tensor is None:
             assert self.later is not None
             self.later.compute()
@@ -249,10 +248,10 @@ class OnDemand(torch.Tensor):
             args, kwargs = tree_map(as_plain, (args, kwargs))
         looks = func not in READ_NO_VALUES and not _is_copied_by_ddp(func)
         for leaf in tree_leaves((args, kwargs)) if looks else ():
-            _look(leaf)  # here, since the modes around the call do not hold any more when operators are dispatched
+            _look(leaf)  # here, as the modes around the call are no longer active when operators are dispatched
         with as_implemented():
             result = func(*args, **kwargs)
-        # What changes nothing (`.cpu()`) returns the tensor itself, and what writes to it as well.
+        # Functions that change nothing, such as `.cpu()`, and those that write in place return the tensor itself.
         return as_plain(result) if func in _MAY_RETURN_ITSELF else result
 
     @classmethod
@@ -294,7 +293,7 @@ def _look(value: Any) -> Any:
 
 
 def _is_copied_by_ddp(func: Any) -> bool:
-    """Whether `DistributedDataParallel` copies an output, as it does for some of its options: nobody looks at it."""
+    """Whether `DistributedDataParallel` clones an output, as it does for some of its options: that is no read."""
     frame = inspect.currentframe() if func is torch.Tensor.clone else None
     caller = frame.f_back.f_back if frame and frame.f_back else None
     return caller is not None and caller.f_globals.get("__name__") == _DDP

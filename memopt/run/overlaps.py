@@ -13,31 +13,30 @@ from torch import nn
 from memopt.planning.derived import StepBytes
 
 _REMEMBERED = 16
-"""The number of backwards of a model of which is remembered what came before them."""
+"""The number of a model's latest backwards whose overlaps are remembered."""
 
 
 class Alone(NamedTuple):
-    """The bytes of a call that runs without a plan while no other forward waits: the budget it needs, what its forward
-    holds, and its peak."""
+    """The bytes of a call that runs without a plan while no other forward waits: see the fields."""
 
     budget_bytes: int
-    """The smallest budget with which it does, with all that lies elsewhere."""
+    """The smallest budget with which it fits, including the bytes elsewhere."""
     held_bytes: int
-    """Held between its forward and its backward."""
+    """The bytes that it holds between its forward and its backward."""
     peak_bytes: int
-    """The most that its forward and backward hold beside what lasts."""
+    """The most bytes that its forward and backward hold, without those that stay from step to step."""
 
 
 AsPlain: TypeAlias = Callable[[int], Alone | None]
-"""Returns for a budget in bytes how a call would run plain; None where it would not, within that budget."""
+"""Takes a budget in bytes; returns the bytes of a call that runs plain within it, or None where it does not fit."""
 
 
 class _WithStepBytes(Protocol):
-    """A model of which it is known what its steps need."""
+    """An object with `step_bytes`, such as an `Entry`."""
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """The bytes that its steps need; None before the first."""
+        """The bytes of its steps; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +71,19 @@ class SeenOverlaps:
     """Which forwards of other models were seen to run or wait while those of one model waited."""
 
     meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """For each of its latest backwards, what had run since the forward."""
+    """For each of its latest backwards, the overlaps since its forward."""
     backward: deque[Overlap] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """For each of these, the forwards that were there in the backward and began after its own."""
+    """For each of its latest backwards, the forwards that waited then and had begun after its own."""
     known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """The optimised models that trained on the device when one of its backwards began."""
 
 
 def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:
-    """How many of `room_bytes` a model leaves to forwards of other models that were seen to overlap with its own.
+    """How many of `room_bytes` a model leaves for forwards of other models that were seen to overlap with its own.
 
-    The others get what they hold by their plans that hold least, and the model keeps `own_least`, the same figure of
-    its own. What remains of the room is divided in proportion to how much more each would hold with nothing recomputed,
-    which for the model itself is `own_most`.
+    Each gets what it holds by its plan that holds least: the others as seen, the model itself `own_least`. The rest of
+    the room is divided in proportion to how much more each would hold with nothing recomputed, up to `own_most` for the
+    model itself.
     """
     found = list(seen)
     least = max((one.held_bytes(least=True) for one in found), default=0)
@@ -96,7 +95,7 @@ def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room
 
 def breadth(model: nn.Module) -> float:
     """A number roughly proportional to the activations of a model, for guesses before its first forward: the sum of the
-    widths of its layers, where a layer without parameters is as wide as the one before."""
+    widths of its layers; a layer without parameters counts as wide as the one before."""
     widths, width = 0.0, 1.0
     for module in model.modules():
         if next(module.children(), None) is None:

@@ -80,27 +80,27 @@ class PendingForward:
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
     moment_of: Callable[[PendingForward, Sequence[object]], Moment]
-    """Returns the moment of its backward, which begins with these gradients."""
+    """Returns the `Moment` of its backward, given the gradients with which that begins."""
     given: tuple[WeakStorage, ...] = ()
     """The storages of the call's inputs."""
     outputs: list[WeakStorage] = field(default_factory=list)
-    """The storages of what its regions returned, and of what code between them returned and saved."""
+    """The storages of the outputs of its regions, and of tensors that code between them returned and saved."""
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
     first_node: int | None = None
-    """A number below those of all its autograd nodes, where code between regions may have made some; else None."""
+    """A number below those of all its autograd nodes, if code between regions may have made some; else None."""
     number: int = 0
-    """Its place in the order of all forwards."""
+    """Its number among all forwards, in the order in which they began."""
     overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
     done: bool = False
     backward_begins: Callable[[], None] = lambda: None
     """Called when the first backward begins."""
     copies: tuple[WeakStorage, ...] = ()
-    """The storages of copies of its inputs, which are in no plan."""
+    """The storages of copies of its inputs, which no plan counts."""
     runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
-    """Returns the budget with which the call runs plain beside so many bytes elsewhere, where its backwards leave
-    `graph`; None where it is above `most` or not known."""
+    """Returns the smallest budget with which the call runs plain, with this many bytes elsewhere, if its backwards keep
+    its graph as `graph` says; None where that is above `most` or not known."""
     before: CallState | None = None
     """The model's random states and buffers before the call."""
     gradients_before: GradientsBefore | None = None
@@ -108,20 +108,20 @@ class PendingForward:
     gathered: Gathered = NOTHING_GATHERED
     """The parameters of its model that are gathered before use."""
     whole_gradients: int = 0
-    """The bytes of their gradients that this rank held unsharded when it began, which its plan includes."""
+    """The bytes of unsharded gradients of these parameters that this rank held when it began; its plan counts them."""
     second_run: SecondRun | None = None
-    """How what it has saved is computed once more; None where that is not possible."""
+    """The means to compute its saved values a second time; None where that is not possible."""
     judged: bool = True
     """Whether its backward is refused where it would exceed the budget."""
     again_bytes: int = 0
-    """The bytes that its backward takes beside the plan, where the forward runs a second time in it; else 0."""
+    """The bytes beyond the plan that its backward needs if the forward runs a second time in it; else 0."""
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)
     """The values that are held until an optimizer has stepped."""
     _backward: int = -1
     _beside_plan: int = -1
-    """The backward that is not judged by the plan."""
+    """The number of the backward that is not checked against the plan; -1 for none."""
     _extra_bytes: int = 0
 
     def until_backward(self, value: Releasable, nbytes: int) -> None:
@@ -165,7 +165,7 @@ class PendingForward:
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that its regions, and eager code between them, have saved and that are not freed yet."""
-        if self.again_bytes and self.second_run is not None:  # to read what is freed would run it
+        if self.again_bytes and self.second_run is not None:  # reading a freed value would run the forward
             return self.second_run.tensors
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if self.first_node is not None:
@@ -181,13 +181,13 @@ class PendingForward:
         freed = self.second_run.free(nodes[0], self.entry.device, {one.address for one in self.outputs})
         if freed:
             self.held_bytes, self.again_bytes = held_with_second_run(self.held_bytes - freed, self.outputs)
-            self.copies = ()  # the second run takes the inputs themselves
+            self.copies = ()  # the second run reads the inputs themselves
         return freed
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
-        """Called when the backward of a region begins. `leaves` are the tensors whose `.grad` it adds to, `gradients`
-        those of the region's outputs. Raises `BudgetError` where the backward would exceed the budget, given the memory
-        in use now."""
+        """Called when the backward of a region begins. `leaves` are the tensors to whose `.grad` it adds, `gradients`
+        the gradients of the region's outputs. Raises `BudgetError` where the backward would exceed the budget, given
+        the memory in use now."""
         for value in self._lent:
             value.release()
         if not self.judged or self._beside_plan == current_backward():
@@ -217,15 +217,15 @@ class PendingForward:
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
-        above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # half of it may be taken at the forward
+        above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # the forward may have used half of it
         if above > 0 and above > self._free_of_planned(elsewhere_bytes := self._elsewhere_now(gradients)):
             reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
-                # With so much room it runs plain, by a count with margins of its own.
+                # It runs plain with that much room; plain steps are counted with a margin of their own.
                 roomy = self.runs_plain_from(elsewhere_bytes, roomy + roomy // _MARGIN_OF_COUNTS) or roomy
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
-        if not begins:  # gradients on their way to further regions are there, which the plan has
+        if not begins:  # gradients for further regions exist now, which the plan counts
             return
         moment = self.moment_of(self, gradients)
         if not self.entry.seen_until_backward and self.plan.account.tolerance:
@@ -239,14 +239,14 @@ class PendingForward:
                 self._refuse_elsewhere(elsewhere_bytes, room)
 
     def _see_what_appeared(self, moment: Moment) -> None:
-        """Note, in the first backward, the bytes that have appeared since the forward beside other models' forwards:
-        the next forward is planned with these."""
+        """Record, in the first backward, the bytes that have appeared elsewhere since the forward, without forwards of
+        other models: the next forward is planned with these."""
         ledger, known = Ledger.of(self.entry), moment.addresses()
         appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
         appeared -= sum(one.nbytes for one in self.copies if one.address not in known)  # later forwards make none
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
-            if not ledger.others_training(self.entry):  # what those hold changes from call to call
+            if not ledger.others_training(self.entry):  # their bytes change from call to call
                 self.entry.reached_bytes = self.entry.found.other
         self.entry.seen_until_backward = True
 
@@ -255,13 +255,13 @@ class PendingForward:
         return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
 
     def _free_of_planned(self, elsewhere_bytes: int) -> int:
-        """The planned bytes that are free where `elsewhere_bytes` lie elsewhere: what the plan leaves for tensors
-        elsewhere beyond these, and what `_state_to_come` returns."""
+        """The planned bytes that are free if `elsewhere_bytes` are elsewhere: those that the plan left for tensors
+        elsewhere beyond these, and those of `_state_to_come`."""
         return max(0, self.plan.account.elsewhere - elsewhere_bytes) + self._state_to_come(elsewhere_bytes)
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
-        """The bytes that a backward may hold in place of optimizer state that does not exist yet. What has appeared
-        before the first backward is planned for from the second step on."""
+        """The bytes that a backward may use in place of optimizer state that does not exist yet: tensors that appear
+        before the first backward are planned for only from the second step on."""
         outputs = sum(one.nbytes for one in self.outputs)
         copied = sum(one.nbytes for one in self.copies)
         return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - copied)
@@ -269,19 +269,19 @@ class PendingForward:
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
         self.entry.reached_bytes = None
-        # At a budget in which nothing is recomputed beside them they have room in the first step, too.
+        # At a budget with room for these and nothing recomputed, the first step fits, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
         plain = self._plain_peak(retained=keeps_graph()) - self.plan.account.elsewhere + elsewhere_bytes
         ledger = Ledger.of(self.entry)
         guessed = (LARGE_LOSS_OUTSIDE - LOSS_OUTSIDE) * tangent_bytes(self.plan)
-        foreseen = self.entry.later_bytes <= staying(guessed)  # a first plan has room for it, where there is any
+        foreseen = self.entry.later_bytes <= staying(guessed)  # the first plan then leaves room for it
         works = lacking if foreseen or ledger.others_training(self.entry) else max(lacking, plain)
         if works > lacking:
             works = max(lacking, self.runs_plain_from(elsewhere_bytes, works) or works)
         refused = BudgetError(
             self.plan.budget_bytes,
             works,
-            f"elsewhere {size(elsewhere_bytes)} (tensors that are no part of this step), of which "
+            f"{size(elsewhere_bytes)} of tensors outside of this step (elsewhere), of which "
             f"{size(self.entry.later_bytes)} appeared between the forward and its backward",
             least=False,
             further=(
@@ -346,8 +346,8 @@ class PendingForward:
         self._held = []
 
     def undo(self) -> bool:
-        """Undo the call whose backward failed; returns whether gradients, buffers and random states are as before the
-        call."""
+        """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
+        before the call."""
         gradients = self.gradients_before is None or self.gradients_before.undo()
         return (self.before is not None and self.before.undo()) and gradients
 
@@ -378,22 +378,22 @@ class PendingForward:
         return held_after_forward(problem, Schedule.save_all(problem))
 
     def _held_unplanned(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Bytes of the gradients of the model's parameters that exist now and that the plan does not include."""
+        """The bytes of gradients of the model's parameters that exist now and that the plan does not count."""
         appeared = max(0, self.gathered.gradient_bytes - self.whole_gradients)
         if self.plan.account.gradients_held:
             return appeared
         if self.gathered:
             parameters = [one for one in parameters if one not in self.gathered]
         step = self.plan.captured
-        if step is not None and step.passed:  # code after the regions has left gradients in this backward
+        if step is not None and step.passed:  # gradients by code after the regions, in this backward
             in_regions = {one for region in step.regions for one in region.trace.region.parameter_ids.values()}
             if all(one.grad is None for one in parameters if id(one) in in_regions):
                 return appeared
         return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
 
     def _check_autocast(self) -> None:
-        """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such
-        backwards too."""
+        """Warn if the backward runs within autocast and plain torch would compute other gradients, because it casts in
+        such backwards too."""
         captured = self.plan.captured
         if autocast_is_on() and captured and any(operators.author_typed for operators in captured.operators):
             warnings.warn(
@@ -403,9 +403,9 @@ class PendingForward:
             )
 
     def _needs_unplanned_memory(self, leaf: torch.Tensor) -> bool:
-        """Whether the leaf's gradient needs memory that the plan does not include: beside its `.grad`, where the plan
-        adds to that in place; or until the backward's end, where the plan steps the leaf, and frees its gradient,
-        earlier."""
+        """Whether a leaf's gradient needs memory that the plan does not count: a tensor in addition to its `.grad`,
+        where the plan adds to that in place; or until the backward's end, where the plan steps the leaf, and frees its
+        gradient, earlier."""
         if any(region.steps for region in self.plan.regions) and id(leaf) not in self.hooked:
             fate = fate_of_gradient(leaf)
             free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
@@ -420,9 +420,9 @@ class PendingForward:
 
 
 def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: object) -> None:
-    """Raise the error of autograd where a tensor that the backward of a region reads was changed in place since the
-    forward, in a sentence that says what to do. The plain model may train with such a change: eager mode need not read
-    an input in the backward from which a plan recomputes."""
+    """Raise an error where a tensor that the backward of a region reads was changed in place since the forward, as
+    autograd does, but say what to do. The plain model may train with such a change: eager mode need not read an input
+    in the backward from which a plan recomputes."""
     if changed := changed_since_saved(node()):
         raise RuntimeError(
             f"an input or output of {type(model()).__name__}, {changed}, has been modified by an inplace operation "
@@ -432,14 +432,14 @@ def _check_unchanged(node: weakref.ref[Any], model: weakref.ref[nn.Module], *_: 
 
 
 _MARGIN_OF_COUNTS = 8
-"""The count of a plain step exceeds that of its plan with nothing recomputed by less than this part."""
+"""The count of a plain step exceeds its plan with nothing recomputed by at most the plan's bytes divided by this."""
 WORTH_NAMING = 4
-"""A step whose graph is kept or differentiated, or that cannot be captured, is counted for a refusal up to this many
-times its budget."""
+"""The largest budget that a refusal names for a step whose graph is kept or differentiated, or that cannot be captured,
+as a multiple of the given one."""
 CREATED, RETAINED = "the plain step with create_graph=True", "backward(retain_graph=True)"
 
 _held_over: list[Releasable] = []
-"""Values of forwards whose backward is done, which are held until an optimizer has stepped, or a forward begins."""
+"""Values of forwards whose backward has run, held until an optimizer has stepped or a forward begins."""
 
 
 def hold_over(values: Sequence[Releasable]) -> None:
@@ -456,19 +456,19 @@ def release_all(*_: object) -> None:
 
 @cache
 def _hook() -> object:
-    """Have every optimizer call `release_all` after its step; registered once, when values are first held over."""
+    """Make every optimizer call `release_all` after its step; registered once, when values are first held over."""
     return register_optimizer_step_post_hook(release_all)
 
 
 def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
-    """The bytes that a forward holds until its backward, which runs it a second time, where `held_bytes` of what it has
-    saved could not be freed; and those that its backward takes beside its step."""
+    """The bytes that a forward with a second run in its backward holds until then, if `held_bytes` of its saved values
+    cannot be freed; and the bytes beyond its step that its backward needs."""
     returned = sum(one.nbytes for one in outputs)
     return max(returned, held_bytes), max(1, 2 * returned)  # both runs' outputs, and their gradients
 
 
 WAITS = "memopt waits"
-"""The node of what a plain forward returned has a list with that forward under this name in its metadata."""
+"""The key in the metadata of the autograd nodes of a plain forward's outputs that leads to a list with the forward."""
 
 
 @dataclass(eq=False)
@@ -479,28 +479,28 @@ class PlainForward:
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
     room_bytes: int
-    """The bytes that its step leaves of the budget if no other forward waits and nothing lies elsewhere."""
+    """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
     account: Account
-    """What its step counts beside its activations."""
+    """The bytes of its step other than activations."""
     peak_bytes: int
-    """The most that its forward and backward hold, without resident bytes."""
+    """The most bytes that its forward and backward hold, without resident bytes."""
     given: tuple[WeakStorage, ...]
     """The storages of the call's inputs."""
     outputs: tuple[WeakStorage, ...]
-    """The storages of what it returned."""
+    """The storages of its outputs."""
     check_graph: Callable[[PlainForward, Retention, bool], None]
-    """Called with this forward and what backwards leave of its graph, that which begins included, if anything; and
-    whether a last one begins, which frees it. Raises `BudgetError` where the budget has no room for that."""
+    """Called with this forward, how its backwards keep its graph (the one that begins now included), and whether the
+    last backward begins, which frees the graph. Raises `BudgetError` where the budget has no room for that."""
     second_run: PlainSecondRun | None = None
-    """How what it has saved is computed once more; None where that is not possible."""
+    """The means to compute its saved values a second time; None where that is not possible."""
     graph: Retention = FREED
-    """What backwards have left of its graph."""
+    """How its backwards so far have kept its graph."""
     freed: bool = False
-    """Whether a backward has begun that frees it."""
+    """Whether a backward has begun that frees its graph."""
     _derives: bool = False
     """Whether a backward is running whose gradients have a graph of their own."""
     _freed_bytes: int = 0
-    """What a second run will save again."""
+    """The bytes that a second run will save again."""
     number: int = 0
     overlaps: set[Overlap] = field(default_factory=set)
 
@@ -521,11 +521,11 @@ class PlainForward:
         return freed
 
     def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward without a second run."""
+        """The bytes that it would hold until its backward if that did not run it a second time."""
         return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:
-        """Mark the forward as not waiting any more; called when a backward through any of its outputs begins. Raises
+        """Mark the forward as no longer waiting; called when a backward through any of its outputs begins. Raises
         `BudgetError` where that backward retains its graph and thereby exceeds the budget."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
         if retains_graph():
@@ -539,12 +539,12 @@ class PlainForward:
     def before_backward(
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
-        """Called at each backward of the process. Raises `BudgetError` where gradients of this forward are computed
-        that are to be differentiated in turn, or were, and exceed the budget."""
+        """Called at each backward of the process. Raises `BudgetError` where a backward through this forward has
+        `create_graph=True`, or follows one that had, and exceeds the budget."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
                 own = set(map(id, self.entry.model.parameters()))
-                self.second_run = None  # gradients read what was saved
+                self.second_run = None  # the gradients' graph reads the saved values
                 self.graph = self.graph.further(order, by_parameters=not inputs or not own.isdisjoint(map(id, inputs)))
             self.check_graph(self, self.graph, not order)
             self.freed = frees
@@ -552,7 +552,7 @@ class PlainForward:
         return {}
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Called after a backward whose gradients have a graph of their own, which keeps this object alive from now
+        """Called after a backward with `create_graph=True`: the graph of its gradients keeps this object alive from now
         on."""
         if self._derives:
             self._derives = False

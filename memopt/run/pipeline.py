@@ -1,6 +1,6 @@
-"""Pipelines: what the stages of a rank are given and hold, and the step of a schedule, whose first call plans them.
+"""Pipelines: the tensors that a rank's stages receive and hold, and a schedule's step, whose first call plans them.
 
-Microbatches are of one shape, so that all of it is known before the first is sent.
+Microbatches have one shape, so that everything is known before the first one is sent.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, bool]
 
 @dataclass(frozen=True)
 class _StageFacts:
-    """What a stage does in a step."""
+    """The tensors of a stage, and the memory that the schedule needs for it."""
 
     number: int
     given: tuple[_Kind, ...]
-    """The tensors of a microbatch that it is given."""
+    """The tensors that it receives for a microbatch."""
     returned: tuple[_Kind, ...]
-    """Those that it returns."""
+    """The tensors that it returns for a microbatch."""
     elsewhere_bytes: int
-    """What the schedule holds for the stage beside one microbatch: buffers for activations and gradients that arrive,
-    and what was sent."""
+    """The bytes that the schedule holds for the stage besides one microbatch: buffers for activations and gradients
+    that arrive, and tensors that were sent."""
 
     def example(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Tensors like those that the stage is given."""
+        """Tensors of zeros like those that the stage receives."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=has_gradient)
             for shape, dtype, has_gradient in self.given
@@ -65,11 +65,11 @@ class _StageFacts:
 
 
 def facts_of_stages(schedule: Any, ranks: Ranks, args: tuple[Any, ...]) -> dict[int, _StageFacts]:
-    """The shapes and dtypes that each of this rank's pipeline stages is given and returns, and the bytes that the
-    schedule holds for it, by stage number, if the whole pipeline gets `args`. All ranks call it together: what one
-    stage returns is computed on fake tensors and sent to the rank of the next.
+    """The `_StageFacts` of each of this rank's pipeline stages, by stage number, if the whole pipeline gets `args`. All
+    ranks call it together: the shapes that one stage returns are computed on fake tensors and sent to the rank of the
+    next.
 
-    Raises on all ranks where it raises on one of them."""
+    An error on one rank is raised on all of them."""
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
     given: tuple[_Kind, ...] = ()
     known: dict[int, tuple[tuple[_Kind, ...], tuple[_Kind, ...]]] = {}
@@ -107,7 +107,7 @@ def _kinds(values: Any) -> tuple[_Kind, ...]:
 
 
 def _elsewhere(schedule: Any, stage: Any, given: Sequence[_Kind], returned: Sequence[_Kind]) -> int:
-    """The bytes that the schedule holds beside the step of one microbatch of a stage."""
+    """The bytes that the schedule holds for a stage besides the step of one microbatch."""
     many, sent = microbatches_of(schedule), sends_kept(schedule)
     from_before = 0 if stage.is_first else _bytes(given)
     to_next = 0 if stage.is_last else _bytes(returned)
@@ -126,14 +126,14 @@ class Load:
     fixed_bytes: int
     """Throughout a step: parameters, gradients, the optimizer's state, and what the schedule holds for it."""
     held_bytes: int
-    """For each microbatch whose backward is to come."""
+    """For each microbatch whose backward is still to come."""
     most_bytes: int
-    """The most that one microbatch takes while it runs, beside what is fixed."""
+    """The most that one microbatch holds while it runs, in addition to `fixed_bytes`."""
 
     @staticmethod
     def of(plan: Plan, elsewhere_bytes: int) -> Load:
-        """The load of a stage by its plan; `elsewhere_bytes` of the plan's row "elsewhere" are what the schedule holds
-        for the stage."""
+        """The load of a stage by its plan. `elsewhere_bytes` of the plan's row "elsewhere" are not the stage's; the
+        rest of that row is what the schedule holds for it."""
         beside = plan.account.other_forwards + elsewhere_bytes
         fixed = plan.account.resident_bytes - beside
         return Load(fixed, plan.held_bytes, plan.ceiling_bytes - beside - fixed)
@@ -141,15 +141,15 @@ class Load:
 
 @dataclass(frozen=True)
 class _Together:
-    """The stages of one rank, of which one runs at a time while microbatches of all are in flight."""
+    """The stages of one rank; one runs at a time while microbatches of all are in flight."""
 
     moments: tuple[tuple[int, Mapping[int, int]], ...]
     """For each forward and backward of a step, in order: the stage that runs, and the number of microbatches in flight
     of each stage."""
 
     def forwards(self, number: int, loads: Mapping[int, Load]) -> int:
-        """The most microbatches in flight while stage `number` runs; those of other stages count as so many of its own
-        as hold the same bytes."""
+        """The most microbatches in flight while stage `number` runs. Those of other stages count as the number of its
+        own that hold the same bytes."""
         own = max(1, loads[number].held_bytes)
         return max(-(-_held(waiting, loads) // own) for running, waiting in self.moments if running == number)
 
@@ -167,15 +167,15 @@ def _held(waiting: Mapping[int, int], loads: Mapping[int, Load]) -> int:
 
 
 _ROOMY_BYTES = 2**60
-"""No stage needs as much."""
+"""A budget that exceeds the needs of any stage."""
 _ROUNDS = 3
-"""How often the stages of a rank are planned beside each other."""
+"""How often the stages of a rank are planned, each with the bytes of the others."""
 _TERMS_OF_ALL = ("memopt", "torch", "Python")
-"""The terms that are the same for all stages; budgets may differ."""
+"""The terms that all stages must share; budgets may differ."""
 
 
 class PlannedSchedule:
-    """Takes the place of the step of a pipeline schedule, whose stages on this rank share a budget."""
+    """Replaces the step of a pipeline schedule; the schedule's stages on this rank share a budget."""
 
     def __init__(self, schedule: Any, options: Options) -> None:
         if (earlier := planned_schedule_of(schedule)) is not None:
@@ -242,7 +242,7 @@ class PlannedSchedule:
                 raise ValueError(f"stage {number} is in eval mode, which runs plain; call its module's train()")
 
     def _plan(self, facts: Mapping[int, _StageFacts], target: Any) -> list[Session]:
-        """The planned calls of this rank's stages. Raises `BudgetError`, `CaptureError`."""
+        """Plan this rank's stages, and return their sessions. Raises `BudgetError` and `CaptureError`."""
         options, elsewhere = self.options, self._elsewhere_bytes()
         together = _Together(tuple(in_flight(self.schedule)))
         roomy = replace(options, budget_bytes=_ROOMY_BYTES)
@@ -263,7 +263,8 @@ class PlannedSchedule:
         raise BudgetError(options.budget_bytes, peak, reason, least=False)
 
     def _elsewhere_bytes(self) -> int:
-        """The bytes on the device beside the stages, before a step: as the user says, or as they are found."""
+        """The bytes on the device outside of the stages before a step: as the user gave them, or as found by a
+        search."""
         if self.options.elsewhere_bytes is not None:
             return self.options.elsewhere_bytes
         gc.collect()  # stages and schedules of before refer to each other
@@ -278,8 +279,8 @@ class PlannedSchedule:
         elsewhere: int,
         earlier: Session | None = None,
     ) -> tuple[Session, Plan]:
-        """The call of a stage, planned as one of `forwards` and with `elsewhere` bytes on the device beside what its
-        schedule holds for it, from what an earlier call has captured."""
+        """The session of a stage and its plan, made for `forwards` in flight and `elsewhere` bytes on the device in
+        addition to those that its schedule holds for it. What the session `earlier` has captured is used again."""
         last = self._stages[facts.number].is_last
         own = replace(
             options,

@@ -51,34 +51,34 @@ from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
 from memopt.units import size
 
 MARGIN = 1.02
-"""A plain step is taken to hold its count times this; on a GPU, where blocks leave gaps, times `CUDA_MARGIN`."""
+"""The factor for what the count of a plain step may miss; on a GPU, whose allocator leaves gaps, `CUDA_MARGIN`."""
 CUDA_MARGIN = 1.1
 VALUES_MARGIN = 1.5
-"""As `MARGIN`, where the code branches on values, which may be others in the next batch."""
+"""As `MARGIN`, for code that branches on values: the next batch may run another branch."""
 CHECKPOINTS_MARGIN = 1.25
-"""As `VALUES_MARGIN`, where modules run as activation checkpoints: most of what they hold are their inputs."""
+"""As `VALUES_MARGIN`, where modules run as activation checkpoints: they hold mostly their inputs."""
 GROWTHS = (2.0, 1.25)
-"""Sizes above all that were counted are counted times one of these, so that lengths which grow are not counted one by
+"""Sizes above all counted ones are counted at one of these multiples, so that growing lengths are not counted one by
 one: the first with which the step is likely to fit."""
 _MOST_COUNTS = 12
 """The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
 _MOST_KINDS = 16
-"""Kinds of calls that are counted; calls of further kinds are planned."""
+"""The number of kinds of calls that are counted; calls of further kinds are planned."""
 _MOST_SEEN = 3
-"""The number of kinds of earlier calls for which a budget that a refusal names is to be enough, too."""
+"""The number of kinds of earlier calls that should also fit a budget which a refusal names."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_PLAIN)
 
 Sizes: TypeAlias = tuple[int, ...]
 
 RUNS_PLAIN = (
-    "the calls of this model run as the plain model does, since its step fits the budget; the plan shown here was "
-    "made only to be shown, and is the one that such a call would use otherwise"
+    "the calls of this model run as the plain model does, since its step fits the budget; this plan was made only to "
+    "be shown: calls would run by it if the plain step did not fit"
 )
 
 NOT_SHOWN = (
-    "the calls of this model run as the plain model does, since its step fits the budget, and the plan that they would "
-    "use otherwise cannot be shown"
+    "the calls of this model run as the plain model does, since its step fits the budget, and the plan by which they "
+    "would run otherwise cannot be shown"
 )
 
 
@@ -88,9 +88,9 @@ class CountedStep:
 
     step: PlainStep
     room_bytes: int
-    """The bytes that it leaves of the budget."""
+    """The bytes of the budget that it leaves free."""
     account: Account
-    """What is counted in it beside its activations."""
+    """The bytes of the step other than activations."""
     call: Call | None
     """The call that was counted, without its values; None where its count depends on them."""
 
@@ -100,7 +100,7 @@ class CountedStep:
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
-        """Whether the step fits the budget together with waiting forwards, all else on the device, and `further`
+        """Whether the step fits the budget together with waiting forwards, everything else on the device, and `further`
         bytes."""
         held = 0 if self.step.graph.derived else self.step.held_bytes  # other forwards hold no graphs of gradients
         kept = moment.kept_outputs
@@ -112,9 +112,8 @@ class CountedStep:
 
 
 def _of_callers_code(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
-    """The bytes by which the caller's own code takes a step above its own peak: a loss outside of the model, as it was
-    seen or as it is guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay through the
-    forward."""
+    """The bytes by which the caller's own code raises a step above its own peak: a loss outside of the model, as seen
+    or as guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay alive during the forward."""
     seen = entry.until_backward(step.tangent_bytes)
     callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
     until_backward = step.held_bytes + step.tangent_bytes + callers_code
@@ -122,8 +121,8 @@ def _of_callers_code(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
 
 
 def _there_beside(moment: Moment, account: Account) -> int:
-    """The bytes on the device now beside the step of a call with an account: those elsewhere, of forwards that wait,
-    and of outputs that the caller still holds."""
+    """The bytes on the device now outside of the step of a call with this account: elsewhere, in forwards that wait,
+    and in outputs that the caller still holds."""
     return moment.elsewhere_beside(account) + moment.waiting_bytes + moment.kept_outputs
 
 
@@ -134,21 +133,21 @@ class _Kind:
     fitting: list[tuple[Sizes, CountedStep]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
     beside: int = 0
-    """The most bytes that lay beside the step where one of these was counted on values; 0 where none was."""
+    """The most bytes outside of the step when one of these was counted on values; 0 where none was."""
 
     def does_not_fit(self, sizes: Sizes) -> bool:
-        """Whether sizes that no count answers for cannot fit, as smaller ones do not."""
+        """Whether sizes that no count covers cannot fit, because smaller ones do not."""
         return any(covers(sizes, least) for least in self.too_large)
 
     def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
-        """Whether sizes that no count answers for are planned rather than counted: there are enough counts, or a plan
-        was made whose graph serves these sizes, too, in less time than a count takes."""
+        """Whether sizes that no count covers are planned rather than counted: because there are enough counts, or
+        because a plan was made whose graph serves these sizes too, so that planning takes less time than counting."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
         return enough or (plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large))
 
     def growth(self, sizes: Sizes) -> float:
-        """The reserve with which sizes above the latest count are counted: the largest with which the step is likely to
-        fit, if what it holds grows with the square of the sizes that grew."""
+        """The factor by which sizes above the latest count are raised to be counted: the largest of `GROWTHS` with
+        which the step is likely to fit, if its bytes grow with the square of the sizes that grew."""
         most, latest = self.fitting[-1]
         ratio = max(size / max(1, limit) for size, limit in zip(sizes, most, strict=True))
         for growth in GROWTHS[:-1]:
@@ -176,27 +175,27 @@ class PlainCalls:
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False where all calls are to be planned."""
         self.planned_ahead = False
-        """Whether a call was planned ahead: then the user wants plans, and only calls of smaller sizes that have none
-        may run plain."""
+        """Whether a call was planned in advance: the user then wants plans, and only calls of smaller sizes without a
+        plan may run plain."""
         self.latest: Call | CaptureError | None = None
-        """The latest call that was counted and fits, without its values; or why that cannot be captured."""
+        """The latest call that was counted and fits, without its values; or the reason why it cannot be captured."""
         self._whatever_else = False
-        """Whether calls run plain even where plans do more than to save memory."""
+        """Whether calls run plain even where plans do more than save memory."""
         self._ran_bytes = 0
-        """The most that the step of the latest call holds which ran plain, beside what is resident."""
+        """The most bytes that the step of the latest plain call holds, without resident ones."""
         self._most_bytes: float = math.inf
-        """Steps that hold more beside what is resident are planned, since an allocation failed in one."""
+        """Steps that hold more than this, without resident bytes, are planned: an allocation failed in such a step."""
         self._settings = Settings(model)
         self._kinds: dict[tuple[Hashable, ...], _Kind] = {}
         self._seen: LruCache[Hashable, Call] = LruCache(_MOST_SEEN)
         """The latest calls that were counted, by the kind of their inputs, without their values."""
         self._graphs: dict[Hashable, Retention] = {}
-        """What backwards leave of the graphs of calls, by `_graph_key`, beyond those of all calls."""
+        """How backwards keep the graphs of calls, by `_graph_key`, beyond how they keep those of all calls."""
         self._beside_budget = FREED
-        """What backwards leave of their graphs in steps that go on beside the budget."""
+        """How backwards keep their graphs in steps that run on although they exceed the budget."""
         self._shown: tuple[Call, Plan] | None = None
         self._checkpoints: WeakSet[Any] = WeakSet()
-        """The checkpoints of the caller's in which calls ran."""
+        """The caller's own checkpoints (`torch.utils.checkpoint`) in which calls ran."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward and its loss function, with activation checkpoints if any were chosen."""
@@ -227,8 +226,8 @@ class PlainCalls:
         self, now: CallInProgress, *, plans_serve_all: bool = False, lacks_smaller: bool = False
     ) -> CountedStep | None:
         """The step of a call, with its counted bytes (`CountedStep`), if the call may run plain; None for a call that
-        has to be planned. `plans_serve_all`: a captured graph serves calls of all sizes; `lacks_smaller`: none serves
-        this one, though it is smaller than one that was planned."""
+        has to be planned. `plans_serve_all`: a captured graph serves calls of all sizes; `lacks_smaller`: no captured
+        graph serves this call, though it is smaller than a planned one."""
         call, situation, moment = now.call, now.situation, now.moment
         if not (self._may_be_first or (self.allowed and lacks_smaller)):
             return None
@@ -260,13 +259,13 @@ class PlainCalls:
         return fitting.fits(moment) or self._goes_on(fitting)
 
     def _goes_on(self, fitting: CountedStep) -> bool:
-        """Whether a call runs plain even where that does not fit: no plan has its derivatives, and an error would end a
-        training under way."""
+        """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
+        error would interrupt a training."""
         return bool(fitting.step.graph.derived) and self.entry.stepped
 
     def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later ones that begin
-        with gradients where a loop may leave some; None where that is above `most_bytes` or is not known."""
+        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls at whose
+        start gradients may exist; None where that is above `most_bytes` or is not known."""
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
@@ -284,8 +283,8 @@ class PlainCalls:
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
-        """The `BudgetError` of a call that cannot be captured, with a budget in which it runs plain; `refused` itself
-        where that is not known."""
+        """The `BudgetError` of a call that cannot be captured, naming a budget in which it runs plain; `refused` itself
+        where no such budget is known."""
         budget, least = self.planner.terms.options.budget_bytes, None
         if isinstance(refused, CaptureError) and self._nothing_else_wanted():
             least = self.needed_bytes(now, WORTH_NAMING * budget)
@@ -311,13 +310,13 @@ class PlainCalls:
         self, call: Call, situation: Situation, elsewhere_bytes: int, most_bytes: int, *, graph: Retention = FREED
     ) -> int | None:
         """The smallest budget in bytes with which a call runs plain while tensors that are no part of its step take
-        `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph` is
-        what backwards of such calls were seen to leave of their graphs."""
+        `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph`
+        says how backwards of such calls were seen to keep their graphs."""
         self._note_graph(_graph_key(call), graph)
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
         if self._graph_of(call).derived and self.entry.gradients_stay is not False:
-            # No plan has it, so that later calls have to fit, too, in which gradients may be there from the beginning.
+            # No plan computes it, so that later calls must fit too, whose gradients may exist from the beginning.
             situation = replace(situation, gradients_held=True)
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True)
@@ -328,19 +327,18 @@ class PlainCalls:
         return needed if needed <= most_bytes else None
 
     def seen_beside(self, call: Call) -> list[Call]:
-        """The latest calls, as "meta" tensors, for which it was counted how many bytes their step holds without a plan:
-        one for each kind of inputs other than that of `call`."""
+        """The latest calls whose plain step was counted, as "meta" tensors: one for each kind of inputs other than that
+        of `call`."""
         own = _kind_of_inputs(call)[0]
         return [other for inputs, other in self._seen.items() if inputs != own]
 
     def allocation_failed(self) -> None:
-        """From now on plan calls that hold about as much as the latest one that ran plain, in which an allocation
-        failed."""
+        """From now on plan calls that hold about as much as the latest plain call, in which an allocation failed."""
         self._most_bytes = tighter(self._ran_bytes)
         self.forget()
 
     def forget(self) -> None:
-        """Drop the bytes that were counted for the steps of calls, so that they are counted again."""
+        """Drop the counts of all calls, so that they are counted again."""
         self._kinds.clear()
 
     def run(self, now: CallInProgress, fitting: CountedStep) -> Any:
@@ -394,10 +392,10 @@ class PlainCalls:
         graph: Retention,
         last: bool,
     ) -> None:
-        """Raise `BudgetError` where a backward of a plain call, which keeps its graph, gives gradients one, or is the
-        `last` after such backwards, exceeds the budget; calls with the same `_graph_key` are counted so from now on. A
-        derivative in a model that has stepped before is not refused but warned of, once, and not counted in later
-        calls."""
+        """Raise `BudgetError` where a backward of a plain call exceeds the budget: one that keeps its graph, one that
+        gives gradients a graph, or the `last` one after such backwards. Calls with the same `_graph_key` are counted so
+        from now on. In a model that has stepped before, derivatives of gradients are not refused: a warning is given
+        once, and later calls are not counted so."""
         step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
@@ -436,12 +434,12 @@ class PlainCalls:
                 warnings.warn(
                     f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2
                 )
-        if graph.derived:  # a backward through several forwards ends those that began later before it comes to its peak
+        if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)
 
     def _note_graph(self, key: Hashable, graph: Retention) -> None:
-        """Record what backwards leave of the graphs of calls: kept ones of all calls, derived ones of such calls."""
+        """Record how backwards keep graphs: `kept` for all calls, `derived` for calls with this `_graph_key`."""
         self.entry.graph |= Retention(graph.kept)
         if graph.derived:
             self._graphs[key] = self._graphs.get(key, FREED) | graph
@@ -471,7 +469,7 @@ class PlainCalls:
         return self._shown[1]
 
     def _kind(self, call: Call, inputs: Hashable, situation: Situation, parts: Parts) -> _Kind | None:
-        """The counts of calls with such inputs in such a situation; None where there are too many kinds of them.
+        """The counts of calls with such inputs in this situation; None where there are too many kinds already.
 
         Raises `ValueError` where an input is on another device than the model.
         """
@@ -488,9 +486,9 @@ class PlainCalls:
         return self._kinds[key]
 
     def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
-        """The count made again with the workspaces of its kernels measured, for a step that does not fit beside all
-        else. None where the count has no upper bounds of workspaces, or its call is not known, and where the step
-        exceeds the budget."""
+        """The step counted again with the workspaces of its kernels measured, for a step that does not fit by its first
+        count. None where the first count has no upper bounds of workspaces, or its call is not known, and where the
+        step exceeds the budget."""
         if not fitting.step.is_bound or fitting.call is None:
             return None
         budget_bytes = self.planner.terms.options.budget_bytes
@@ -499,8 +497,8 @@ class PlainCalls:
         return None if step is None else self._fitting(step, fitting.call, situation)
 
     def _has_more_room(self, kind: _Kind, now: CallInProgress) -> bool:
-        """Whether so much less lies beside the step now than when calls were too large that counting this call is worth
-        the time."""
+        """Whether so many fewer bytes are outside of the step now than when calls were too large that counting this
+        call again is worth the time."""
         freed = kind.beside - _there_beside(now.moment, self._account(now.call, now.situation))
         return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
 
@@ -548,7 +546,7 @@ class PlainCalls:
         """The step of a call, counted without its values; on its values where the code branches on them and no other
         rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
         the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the bytes
-        beside a step with an account, for a count on values, which has to fit beside them itself.
+        outside of a step with an account: a count on values has to fit together with them.
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count
@@ -593,7 +591,7 @@ class PlainCalls:
         return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
-        """The count with the room that the step leaves beside it; None where it leaves none."""
+        """The step with the bytes of the budget that it leaves free; None where it exceeds the budget."""
         needed, account = self._needed(step, call, situation)
         if step.peak_bytes > self._most_bytes:
             return None
@@ -621,8 +619,8 @@ class PlainCalls:
     def _needed(
         self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
     ) -> tuple[int, Account]:
-        """The bytes that a step needs by its count, with nothing elsewhere, and its account; `margin` is the factor for
-        what the count may miss, None for the usual one."""
+        """The bytes that a step needs by its count, with nothing elsewhere, and its account. The counted peak is
+        multiplied by `margin` for what the count may miss; None for the usual margin."""
         account = self._account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
@@ -631,13 +629,13 @@ class PlainCalls:
         return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
 
     def resident_bytes(self, call: Call, situation: Situation) -> int:
-        """The bytes that are resident in any step of a call, without optimizer state, as it is not known yet which
+        """The bytes that are resident in any step of a call, without optimizer state, since it is not known yet which
         parameters have some."""
         return replace(self._account(call, situation), optimizer_state=0).resident_bytes
 
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
-        """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached`: the `id`s of the
-        parameters that get gradients, where that is known."""
+        """The account of a call with nothing elsewhere on the device; `reached`: the `id`s of the parameters that get
+        gradients, where that is known."""
         account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
         return replace(account, tolerance=0)
 
@@ -652,8 +650,8 @@ class PlainCalls:
         return self.allowed and (self._whatever_else or not self.planned_ahead)
 
     def _nothing_else_wanted(self) -> bool:
-        """Whether a plan would only save memory: no passes, compiler or optimizer levers are wanted, and no precision
-        that was named: "auto" chooses one for the plans that there are."""
+        """Whether a plan would only save memory: the options ask for no passes, compiler, calibration, other device,
+        optimizer levers or named precision ("auto" only chooses one for calls that are planned)."""
         planner = self.planner
         return not (
             (planner.terms.options.precision != "auto" and planner.terms.rewriting)
@@ -667,13 +665,13 @@ class PlainCalls:
 
 
 def _constants(sizes: Sizes) -> Sizes:
-    """The sizes that a captured graph has as numbers even where they change: 0 and 1; -1 in place of the others."""
+    """The sizes that stay constants in a captured graph (0 and 1), with -1 in place of the others."""
     return tuple([size if size < 2 else -1 for size in sizes])
 
 
 def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
     """A key of a call's arguments without the sizes of tensors, and the tensors among them. The key is None where an
-    argument is an object, which may have tensors of its own that a count does not see."""
+    argument is an object, which may hold tensors that a count does not see."""
     leaves, structure = _leaves(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
@@ -682,13 +680,13 @@ def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
 
 
 def _graph_key(call: Call) -> Hashable:
-    """A key of the calls that a loop differentiates in one way: those whose tensors require gradients alike."""
+    """A key of the calls that a loop differentiates in one way: their tensors' dtypes, dimensions and
+    `requires_grad`."""
     return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
 
 
 def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
-    """The leaves of the arguments, and a key of the containers around them. Most calls have no containers to be
-    searched."""
+    """The leaves of the arguments, and a key of the containers around them; quick for calls without containers."""
     leaves = (*call[0], *call[1].values())
     if all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return leaves, (len(call[0]), *call[1])
@@ -706,7 +704,7 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> Sizes:
 
 
 def _grown(call: Call, kind: _Kind) -> Iterator[Call]:
-    """The call with the sizes of the last count, or with some more than its own where those are larger."""
+    """The call at the sizes of the latest count, with a margin where its own are larger; nothing before any count."""
     if not kind.fitting:
         return
     tensors = list(tensors_in(call))

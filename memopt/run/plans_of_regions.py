@@ -1,4 +1,4 @@
-"""The plans of calls in one region, each for a situation and for sizes up to a ceiling, which covers the call's own."""
+"""The plans of calls in one region: each for a situation, and for sizes up to a ceiling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST = 512
 
 
 class RegionRecorded(CallStopped):
-    """The exception that ends a call which was run only to be captured; it has the captured region and its inputs."""
+    """Ends a call that was run only to be captured; has the captured region and its inputs."""
 
     def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class RegionRecorded(CallStopped):
 
 
 class Insists(CallStopped):
-    """The exception that ends a call for whose sizes the captured graphs are not valid; it has, for each such size, the
-    line of the model that requires another value."""
+    """Ends a call whose sizes the captured graphs are not valid for; has, for each such size, the line of the model
+    that requires another value."""
 
     def __init__(self, lines: dict[Place, str]) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class PlansOfRegions:
     def __init__(self, road: Road, bounds: SizeBounds) -> None:
         self.road, self.bounds = road, bounds
         self.insists: dict[Place, str] = {}
-        """The sizes that Dynamo took as constants though they had changed, each with the line of the model."""
+        """The changing sizes that Dynamo made constants, each with the line of the model that needs it."""
         self._marked: set[Place] = set()
         self._plans: LruCache[tuple[RecordedRegion, Situation, Sizes], Plan] = LruCache(_MOST)
         """The plans that were made before the first run of their call."""
         self._emitted: LruCache[tuple[RecordedRegion, Situation], PlansBySize] = LruCache(_MOST)
         self._captured: LruCache[tuple[RecordedRegion, Sizes], CapturedCall] = LruCache(_MOST)
         self._refused: LruCache[Hashable, BudgetError] = LruCache(_MOST)
-        """The refusals of calls in situations that are tried beside others, by region, situation, sizes and what lies
-        elsewhere: a group that has no room may run one by one, and is not planned in each step again."""
+        """The refusals of situations that are only some of several to be tried, by region, situation, sizes and bytes
+        elsewhere: so that a group of forwards without room is not planned again in each step."""
 
     @property
     def runs(self) -> bool:
@@ -67,7 +67,7 @@ class PlansOfRegions:
         return bool(self._emitted)
 
     def changing(self, call: Call) -> Collection[Place]:
-        """The dimensions of a call's tensors that become symbols when it is captured."""
+        """The dimensions of a call's tensors that become symbols in its capture."""
         found = markable(call, self.bounds.changing(call))
         self._marked |= found
         return found
@@ -133,7 +133,8 @@ class PlansOfRegions:
             ceilings = [ceiling, sizes]
         elif (region, situation, sizes) not in self._plans:
             largest = self.bounds.above(region, inputs, call, margin=1.0)
-            ceilings = sorted((above, largest, sizes), key=plans.exceeds_budget)  # those only to name a budget, too
+            # Refused sizes come last: they are planned only to name a budget.
+            ceilings = sorted((above, largest, sizes), key=plans.exceeds_budget)
         started = time.perf_counter()
         refusals: dict[Sizes, BudgetError] = {}
         for most in dict.fromkeys(ceilings):
@@ -151,7 +152,7 @@ class PlansOfRegions:
             except CaptureError:
                 if most == sizes:
                     raise
-                # Tracing may have fixed one of them, so that shapes at larger ones disagree.
+                # Tracing may have made one of the sizes a constant, so that shapes at larger sizes disagree.
                 _check_sizes(region, most, inputs, call)
         else:
             named = refusals[sizes]
@@ -162,7 +163,7 @@ class PlansOfRegions:
             raise named
         plans.add(most, emitted, time.perf_counter() - started)
         if in_progress.moment.kept_outputs > in_progress.moment.entry.notable_bytes:
-            gc.collect()  # circles that recording leaves may hold them after the caller has dropped them
+            gc.collect()  # reference cycles left by the recording may keep them alive
         _check_sizes(region, sizes, inputs, call)  # tracing may have found more conditions
         return emitted
 
@@ -174,7 +175,7 @@ class PlansOfRegions:
 
 
 def _check_sizes(region: RecordedRegion, sizes: Sizes, inputs: tuple[Any, ...], call: Call) -> None:
-    """Raise `Insists` where the graphs of a region, which the call runs on these inputs, are not valid for sizes."""
+    """Raise `Insists` where the graphs of a region, which the call runs on these inputs, are not valid for `sizes`."""
     if not region.allows(sizes):
         lines = region.forbids(sizes)
         found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}

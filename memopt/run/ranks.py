@@ -27,15 +27,15 @@ from memopt.errors import BudgetError, RankError
 from memopt.planning.terms import Buckets
 
 _Told = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""An error of a rank, for the others: its kind, and what it is made from. Plain data, nothing that runs."""
+"""An error of a rank as plain data, to be sent to the others: its kind, and the arguments it is made from."""
 
 
 class Ranks:
     """The ranks that train one model, by number. They communicate in a process group of their own, through the host's
     memory.
 
-    Every rank makes this value and calls its methods at the same points: at forwards that DDP or FSDP2 run on all ranks
-    together, since they gather parameters or their backward exchanges gradients."""
+    Every rank makes this object and calls its methods at the same points: at forwards that all ranks run together under
+    DDP or FSDP2, since these gather parameters or their backward exchanges gradients."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = list(numbers)
@@ -60,8 +60,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that succeeds on all ranks or fails on all of them: the rank whose block fails raises its own error,
-        the others a `RankError` with its message."""
+        """A block that fails on all ranks if it fails on one: that rank raises its own error, the others a
+        `BudgetError` or a `RankError` with its message."""
         failure: Exception | None = None
         try:
             yield
@@ -90,7 +90,7 @@ class Ranks:
         return self._from_all(value)
 
     def _over_all(self, *, failed: bool, offered: int) -> tuple[bool, int, int]:
-        """Whether a rank has failed, and the extremes of what ranks offer."""
+        """Whether any rank has failed, and the smallest and the largest number offered."""
         if self._group is None:
             return failed, offered, offered
         largest = torch.tensor([int(failed), -offered, offered])
@@ -109,7 +109,7 @@ class Ranks:
 
 @contextmanager
 def _all_there() -> Iterator[None]:
-    """A block in which ranks wait for each other. Raises `RankError` where one of them does not come."""
+    """A block in which ranks wait for each other. Raises `RankError` where one of them does not answer."""
     try:
         yield
     except RuntimeError as lost:
@@ -120,7 +120,7 @@ def _all_there() -> Iterator[None]:
         ) from lost
 
 
-_STOP = "so it is on rank {}, and all ranks stop"
+_STOP = "this is the error on rank {}, and all ranks stop"
 
 
 def _told(error: Exception) -> _Told:
@@ -152,7 +152,7 @@ def _by_rank(numbers: list[int], texts: list[str]) -> str:
 
 
 def _few(numbers: list[int]) -> str:
-    """The first numbers of a list in words."""
+    """A list of numbers as text: the first four, and how many more."""
     shown = ", ".join(map(str, numbers[:4]))
     return f"{shown} and {len(numbers) - 4} more" if len(numbers) > 4 else shown
 
@@ -169,7 +169,8 @@ class DataParallel:
             self._take(wrapper)
 
     def look(self) -> None:
-        """Keep the DDP wrapper whose forward is running. Raises `ValueError` where it cannot be planned for."""
+        """Store the DDP wrapper of this model whose forward is running. Raises `ValueError` where it cannot be
+        planned."""
         found = active_wrapper()
         if found is not None and found is not self.wrapper and any(part is self.model for part in found.modules()):
             self._take(found)
@@ -208,7 +209,7 @@ class DataParallel:
 
     def buckets(self, *, gradients_held: bool | None = None) -> Buckets | None:
         """The wrapper's gradient buckets as the forward that begins now will use them; None without a wrapper.
-        `gradients_held`: whether gradients outside of the buckets exist at its start; None: as it is now."""
+        `gradients_held`: whether gradients outside of the buckets exist at its start; None to find out."""
         wrapper = self.wrapper
         if wrapper is None:
             return None

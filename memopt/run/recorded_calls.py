@@ -50,12 +50,13 @@ from memopt.training_state import ForwardState, containers_restored, contents_of
 from memopt.units import size
 
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], bool, tuple[tuple[str, int], ...]]
-"""A region, its schedule, the numbers of the parameters to whose `.grad` it adds, and the limits of sizes within it."""
+"""A region, its schedule, the numbers of the parameters to whose `.grad` it adds, whether gradients exist before, and
+the limits of sizes."""
 _ATTEMPTS = 8
-"""How often a forward is begun that takes another path than planned: each time its regions are captured once more."""
+"""The most attempts for a forward that takes another path than planned; after each its regions are captured again."""
 _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
-_UNPLANNED_BETWEEN = "what code between its regions holds beyond what was planned"
+_UNPLANNED_BETWEEN = "the unplanned tensors of code between the regions"
 
 
 def _no_limit() -> float:
@@ -95,13 +96,13 @@ def recording(
 
 @dataclass
 class _Forward:
-    """A planned forward that runs."""
+    """A planned forward that is running."""
 
     pending: PendingForward
     planned: Executable
     may_run_unplanned: bool = False
     runs: int = 0
-    """How many planned runs of regions have begun or were left out."""
+    """The number of planned runs of regions that have begun or were left out."""
 
 
 class RecordedCalls:
@@ -133,17 +134,17 @@ class RecordedCalls:
         self._notice = notice
         self._in_progress: CallInProgress | None = None
         self._most_between: Callable[[], float] = _no_limit
-        """Returns the bytes that code between the regions of the present call may hold while it is recorded."""
+        """Returns the bytes that code between the regions of the current call may hold while it is recorded."""
         self._forward: _Forward | None = None
         self._dry_run: DryRun | None = None
         self._emitted: LruCache[_Variant, Emitted] = LruCache(_MOST_VARIANTS)
         self._written: set[int] = set()
         """The numbers of the tensors of calls that forwards were seen to write to."""
         self.has_symbols = False
-        """Whether changing sizes are symbols in what is recorded, so that it serves further ones."""
+        """Whether changing sizes are symbols in the recorded graphs, so that these serve further sizes."""
         self.changes_objects: bool | None = None
-        """Whether the code that was recorded changes Python objects (`RecordedRegion.changes_objects`), so that a part
-        of it must not run a second time; None before any was."""
+        """Whether recorded code changes Python objects (`RecordedRegion.changes_objects`), so that no part of it may
+        run a second time; None before any was recorded."""
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
         self._symbols = not (whole and is_tensor_parallel(model))
         self._compile()
@@ -186,7 +187,7 @@ class RecordedCalls:
             self._dry_run = None
 
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
-        """Capture a call on its values right before it runs, so that its run takes the regions of the capture."""
+        """Capture a call on its values right before it runs, so that it runs the captured regions."""
         with stage("capturing"):
             return self.capture(call, reason, self._most_between())
 
@@ -230,7 +231,7 @@ class RecordedCalls:
                 self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
                 return self._run_a_path(in_progress, self.paths.of(call, first))
             finally:
-                self._most_between = _no_limit  # the other one holds the call
+                self._most_between = _no_limit  # the other function keeps the call alive
         self._in_progress = in_progress
         try:
             return self._call_whole(in_progress.call)
@@ -293,12 +294,12 @@ class RecordedCalls:
             if lacking > 0 and not gathered and self.road.accumulation.exchange is None:  # other ranks would go on
                 raise HoldsMore(
                     "code between the regions of the forward holds more than when it was captured, so that the step "
-                    f"exceeds the budget by {size(lacking)}",
+                    f"exceeds the budget by {size(lacking)}; give a budget larger by that",
                     lacking,
                 )
             return result
         except CaptureError:
-            pending.after_backward()  # it will have none
+            pending.after_backward()  # it gets no backward
             raise
         finally:
             self._forward = None
@@ -345,19 +346,19 @@ class RecordedCalls:
             before = pending.before if self.whole else None
             outputs = run_deferring(region, run, inputs, self._notice, pending, before)
         except SizeOutgrown as outgrown:
-            pending.after_backward()  # it will have none
+            pending.after_backward()  # it gets no backward
             if self.whole:
                 raise
             raise OtherPathTaken(
                 f"a size that depends on data is larger than planned for ({outgrown}), though the forward began again "
-                "from the same inputs and random numbers: compute that size from these alone"
+                "from the same inputs and random numbers; compute that size only from these"
             ) from None
         with as_implemented():  # deferred outputs are looked at without their values
             return hand_out(outputs, pending, replay, region.undifferentiated, region.feeds)
 
     def _may_run_twice(self, forward: PendingForward) -> bool:
-        """Whether a forward in one region may be run a second time by its plan, so that what it saved can be freed
-        until its backward: where its values are the same then, and no other rank takes part."""
+        """Whether a forward in one region may be run a second time by its plan, so that its saved values can be freed
+        until its backward: the second run must give the same values, and no other rank may take part."""
         terms, plan = self.road.planner.terms, forward.plan
         alone = self.road.accumulation.exchange is None and not is_fully_sharded(terms.model)
         own_values = not any(one.steps or one.hosted for one in plan.regions)
@@ -365,7 +366,7 @@ class RecordedCalls:
         return "recompute" in terms.options.allow and alone and same
 
     def _plan_again(self) -> None:
-        """Have calls in one region planned again, after their caller has changed an input in place."""
+        """Have calls in one region planned again, after the caller has changed an input in place."""
         self.regions.forget()
         self.road.planner.forget_sizes()
 
@@ -376,8 +377,8 @@ class RecordedCalls:
         return _Forward(in_progress.begin(found.plan, found.region.exchanges if found.region else 0), found)
 
     def _next(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: _Forward) -> Emitted | None:
-        """The code for the run of a region that begins now, among several of the call; None for one that runs without:
-        it makes views of its inputs alone, for which no plan has a place, or the call goes on unplanned.
+        """The code for the run of a region that begins now, in a call of several; None for one that runs as captured:
+        it only makes views of its inputs, or it is not planned and the call may run unplanned.
 
         Raises `OtherPathTaken` where that run is not planned.
         """
@@ -406,14 +407,14 @@ class RecordedCalls:
     def _replay(
         self, region: RecordedRegion, inputs: tuple[Any, ...], weak: WeakInputs | None, forward: PendingForward
     ) -> Replay:
-        """The second forward by which outputs get gradients that the plan does not differentiate or does not have, and
-        gradients that can be differentiated in turn."""
+        """The second forward that gives gradients which the plan does not compute: those of outputs that it does not
+        differentiate, and those with a graph of their own."""
         planner, plan = self.road.planner, forward.plan
         prevented = ""
         if not self.whole:
             prevented = "the forward breaks into several regions"
         elif region.plain is None or is_fully_sharded(planner.terms.model):
-            prevented = "the parameters are spread over ranks"
+            prevented = "the parameters are sharded over ranks"
         elif self.road.accumulation.exchange is not None:
             prevented = "other ranks wait for the gradients of the loss"
         elif plan.regions[0].hosted:

@@ -36,11 +36,11 @@ from memopt.run.sharding import Keeping, check_unbroken
 from memopt.run.sizes import SizeBounds, covers
 
 _MOST_BREAKS = 256
-"""The number of signatures that are remembered to break into regions."""
+"""The number of call signatures that are remembered to break into regions."""
 _MOST_ERRORS = 64
 """The number of calls that are remembered to have no graph."""
 _MOST_VALUES = 32
-"""The number of captures that are kept for values of sizes that the model insists on: those that were used last."""
+"""The number of captures that are kept for values of constant sizes (`SizeBounds.fixed`): those used last."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -67,8 +67,8 @@ class Recorder:
         """Why a call cannot be captured, by its signature and the state of the model's code: the text alone, since an
         error's traceback holds the inputs."""
         self._terms: tuple[torch.dtype | None, bool] | None = None
-        """The dtype in which the model takes inputs, and whether all outputs are differentiated, in what is recorded:
-        each changes once at most, and all is recorded again then."""
+        """The dtype in which the model takes inputs, and whether all outputs are differentiated, in the present
+        recordings. Each changes at most once, and all calls are recorded again then."""
 
     def _in_present_terms(self) -> None:
         """Begin with empty recordings at the first call, and again where the dtype of floating-point inputs, or whether
@@ -80,9 +80,9 @@ class Recorder:
         self._notice = Notice()
         self._first = self._new(whole=True)
         self._first_shapes: LruCache[Shapes, bool] = LruCache(_MOST_VALUES)
-        """The shapes of calls that the first recording in one region serves."""
+        """The shapes of calls that the first recording serves."""
         self._own: LruCache[tuple[int, ...], RecordedCalls] = LruCache(_MOST_VALUES)
-        """The recordings for values of the sizes that the model insists on, `SizeBounds.fixed`."""
+        """The recordings for values of the sizes that the model needs as constants (`SizeBounds.fixed`)."""
         self._broken = self._new(whole=False)
 
     def _new(self, *, whole: bool) -> RecordedCalls:
@@ -102,7 +102,7 @@ class Recorder:
 
     @property
     def broken(self) -> RecordedCalls:
-        """The captured calls in several regions."""
+        """The recording of calls in several regions."""
         self._in_present_terms()
         return self._broken
 
@@ -146,8 +146,8 @@ class Recorder:
         return self._terms is not None and self._first.changes_objects is False
 
     def forget_errors(self) -> None:
-        """Forget which calls could not be captured, so that they are tried again: the failure came from the model's own
-        forward."""
+        """Forget which calls could not be captured, so that they are tried again: the failure may have come from the
+        model's own forward."""
         from memopt.compat.dynamo import forget_skipped  # loads torch._dynamo
 
         self._errors.clear()
@@ -165,8 +165,8 @@ class Recorder:
             recorded.forget_plans(but=but)
 
     def take(self, earlier: Recorder) -> None:
-        """Take over what `earlier` has captured, a recorder whose options differ in the budget alone. If `earlier` is
-        called again, it captures anew."""
+        """Take over what `earlier`, the recorder of an earlier session (`Session.from_captures`), has captured. If
+        `earlier` is called again, it captures anew."""
         self._breaks, self.size_bounds = earlier._breaks, earlier.size_bounds
         self.size_bounds.declared = self.declared
         if earlier._terms is None:
@@ -185,7 +185,7 @@ class Recorder:
         except (BudgetError, CaptureError):
             raise
         except Exception as error:
-            if not stops_recomputation(error):  # the model's own
+            if not stops_recomputation(error):  # an error of the model itself
                 self.forget_errors()
             raise
 
@@ -230,9 +230,9 @@ class Recorder:
                 reason = str(broken)
         try:
             return self._in_regions(call, reason)
-        except ValueError:  # ours, CaptureError among them
+        except ValueError:  # memopt's own, such as CaptureError
             raise
-        except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
+        except Exception as failure:  # an error of the model itself, reported as one of capture: no step has run yet
             error = f"{reason}; running the forward beyond it failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
@@ -279,7 +279,7 @@ class Recorder:
             return self.broken.capture(call, reason, most_between())
 
     def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
-        """The result of `run` for the recording that serves the sizes of a call in one region, and `given`."""
+        """The result of `run(recording, given)` for the recording that serves the sizes of a call in one region."""
         whole = self._recording_for(call)
         for _ in range(1 + sum([tensor.dim() for tensor in tensors_in(call)])):
             try:
@@ -289,7 +289,7 @@ class Recorder:
                 whole = self._own_of(call)
                 continue
             if insists_on := whole.regions.insists:
-                # A size that is marked with others and never changes is no matter.
+                # A size that was marked together with others and never changes does not matter.
                 self._fix(call, {at: line for at, line in insists_on.items() if at in self.size_bounds.changed})
             return result
         name = type(self.model).__name__
@@ -309,19 +309,19 @@ class Recorder:
         return self._first if known and key not in self._own else self._own_of(call)
 
     def _own_of(self, call: Call) -> RecordedCalls:
-        """The recording for this call's values of the sizes that the model insists on."""
+        """The recording for this call's values of the sizes that the model needs as constants."""
         key = self._values(_shapes(call))
         if key not in self._own:
             self._own[key] = self._new(whole=True)
         return self._own[key]
 
     def _values(self, shapes: Shapes) -> tuple[int, ...]:
-        """The values of the sizes that the model insists on; -1 for one that the call does not have."""
+        """The values of the sizes that the model needs as constants; -1 for one that the call does not have."""
         has = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
         return tuple(shapes[at[0]][at[1]] if at in has else -1 for at in sorted(self.size_bounds.fixed))
 
     def _fix(self, call: Call, lines: Mapping[Place, str]) -> None:
-        """Note the sizes that the model insists on, each with the line that does; warns once for each."""
+        """Record the sizes that the model needs as constants, each with the line that needs it; warns once for each."""
         for place in lines.keys() - self.size_bounds.fixed:
             self._own.clear()  # their keys lack this size
             self.size_bounds.fixed.add(place)

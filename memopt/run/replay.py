@@ -1,5 +1,5 @@
-"""What a backward finds behind the outputs of a region: the forward, which learns that its backward begins, and a
-second forward for gradients that the plan does not have."""
+"""What a backward meets at the outputs of a region: it notifies the forward, and runs a second forward for gradients
+that the plan does not compute."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from memopt.training_state import CallState, generator_states, generators_before
 
 class Replay:
     """Runs a second forward of one call, from the state `before` in which the first one began, for gradients that the
-    plan does not compute. Next to nothing is done before one is needed.
+    plan does not compute. Hardly any work is done before one is needed.
 
     `weak` has the inputs of the region without keeping the caller's tensors alive. `prevented` says in words why a
     second forward cannot give the gradients, and is empty if it can. `only_read` has the numbers of inputs that the
-    region reads without autograd, so that they get no gradient. `noted` is called when the gradients of outputs that
-    the plan does not differentiate were computed; `forward` is told of each second forward.
+    region reads without autograd, so that they get no gradient. `noted` is called after gradients of outputs that the
+    plan does not differentiate were computed; `forward` is notified of each second forward.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Replay:
         self.prevented, self._only_read = prevented, only_read
         self._inputs = None if prevented else weak
         self._present: Sequence[Any] = ()
-        """The inputs, once a second forward is about to run."""
+        """The inputs, set when a second forward is about to run."""
         self._copies: Mapping[int, torch.Tensor] = {}
-        """Copies from before the first forward, by the numbers of the inputs, then."""
+        """Copies of inputs from before the first forward, by the numbers of the inputs; set with `_present`."""
         differentiated = [one for number, one in tensors.items() if one.requires_grad and number not in only_read]
         self.leaves: Sequence[torch.Tensor] = () if prevented else differentiated
         """The region's inputs that require gradients; empty where there is no second forward."""
@@ -87,21 +87,21 @@ class Replay:
         return found
 
     def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """As `gradients`, with an autograd graph so that they can be differentiated again. Before the model's first
-        backward always raises `UnplannedGradientError` or `BudgetError`, as no training is lost then; later only
-        `UnplannedGradientError`, where no second forward can give them."""
+        """As `gradients`, but with an autograd graph, so that they can be differentiated again. Before the model's
+        first optimizer step it always raises `UnplannedGradientError` or `BudgetError`, as no training is lost then;
+        later it raises `UnplannedGradientError` where no second forward can give them."""
         leaves, outputs = self._differentiable()
         return _gradients_of(outputs, of, leaves, differentiable=True)
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, but computed at once, with an autograd graph, and with the errors of `derivatives`."""
+        """As `gradient_by`, but computed at once and with an autograd graph; raises the errors of `derivatives`."""
         _, outputs = self._differentiable()
         (found,) = _gradients_of(outputs, given, [outputs[position]], differentiable=True)
         assert found is not None
         return found if own is None else found + own
 
     def _differentiable(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Leaves and outputs of a second forward whose gradients are differentiated in turn."""
+        """The leaves and the outputs of a second forward whose gradients can be differentiated again."""
         self.forward.check_differentiated(UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}"))
         self._check(DIFFERENTIATED, TAKEN_WITHIN)
         found = self._second_forward(detach=False)
@@ -114,7 +114,8 @@ class Replay:
         return found
 
     def _second_forward(self, *, detach: bool) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The inputs that require gradients, as `_arguments` returns them, and the outputs."""
+        """Run the forward again; returns the inputs that require gradients, as `_arguments` made them, and the
+        outputs."""
         arguments = self._arguments(require_grad=True, detach=detach)
         with self._as_before():
             assert self.region.plain is not None
@@ -124,9 +125,9 @@ class Replay:
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
-        """The gradient, a tensor of this kind, of the output at `position`: `own`, plus what flows to it through other
-        outputs with the gradients `given`, by position. A second forward computes it when it is first read, and raises
-        `UnplannedGradientError` where it cannot."""
+        """A tensor of this kind that is computed when it is first read: the gradient of the output at `position`. It is
+        `own` plus what flows to it through other outputs with the gradients `given`, by position. A second forward
+        computes it, and `UnplannedGradientError` is raised where that is impossible."""
         strides = torch.empty(kind.shape, device="meta").stride()
         all_given = given if own is None else {position: own, **given}
         return _InnerGradient(self, position, kind, all_given).on_demand(
@@ -144,7 +145,7 @@ class Replay:
         self._check(what, "return that output alone and compute the others from it outside of the model")
         region = self.region
         assert region.plain is not None
-        # Those that parameters get are not needed again, unless the graph behind the output is.
+        # Gradients of parameters are needed only if the graph behind the output is.
         arguments = self._arguments(require_grad=region.takes_derivatives or is_written(region.plain, position))
         with self._as_before():
             outputs, leaf = run_from(region.plain, position, arguments)
@@ -159,11 +160,10 @@ class Replay:
 
     def _check(self, what: str, mend: str) -> None:
         if prevented := self.prevented or self._changed():
-            raise UnplannedGradientError(f"{what}, and {prevented}; {mend}")
+            raise UnplannedGradientError(f"{what}; a second forward cannot help, since {prevented}; {mend}")
 
     def _changed(self) -> str:
-        """A text that says so if the first backward is over, or the inputs are not as they were, or cannot be made so;
-        else empty."""
+        """The reason why no second forward can run, as a text; empty if one can run."""
         if self._inputs is None:
             return "its forward was differentiated before without retain_graph=True"
         self._present = self._inputs.present(self.forward.held)
@@ -179,7 +179,7 @@ class Replay:
     def _arguments(self, require_grad: bool, *, detach: bool = True) -> list[Any]:
         """The inputs, with the values from before the first forward for those that it wrote to. Tensors that require
         gradients are detached from their graphs, and require gradients again if `require_grad`; without `detach` they
-        are views, through which a gradient goes on."""
+        are views, through which gradients flow on."""
         arguments = list(self._present)
         for number, value in enumerate(arguments):
             if number in self._only_read:
@@ -209,7 +209,7 @@ def _gradients_of(
     *,
     differentiable: bool = False,
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients of `leaves` for these gradients of outputs, by position, which may have other dtypes."""
+    """The gradients of `leaves`, given those of outputs, by position, which may have other dtypes than the outputs."""
     results = [outputs[position] for position in given]
     gradients = [gradient.to(result.dtype) for gradient, result in zip(given.values(), results, strict=True)]
     return torch.autograd.grad(results, leaves, gradients, allow_unused=True, create_graph=differentiable)
@@ -253,7 +253,7 @@ def hand_out(
     if others:
         beside: Any = _Replayed.apply
         positions = sorted(others)
-        leaves = leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
+        leaves = leaves or [outputs[position] for position in handled[:1]]  # makes them require a gradient
         values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
         for position, value in zip(positions, values, strict=True):
             handed[position] = value
@@ -266,8 +266,8 @@ def hand_out(
 
 
 class _HandOut(torch.autograd.Function):
-    """The identity between a region's outputs and the caller's autograd graph, which goes on from it to the region and,
-    for gradients that are to be differentiated, past the region to the leaves of the second forward."""
+    """The identity between a region's outputs and the caller's autograd graph. From it, a backward goes on to the
+    region; gradients with `create_graph=True` go past the region to the leaves of the second forward."""
 
     @staticmethod
     def forward(
@@ -276,7 +276,7 @@ class _HandOut(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.replay, ctx.positions = forward, replay, positions
         ctx.past = (None,) * (len(values) - len(positions))
-        # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
+        # Detached, because autograd treats returned inputs as views and forbids `loss /= steps` on them.
         return tuple([value.detach() for value in values[: len(positions)]])
 
     @staticmethod
@@ -287,21 +287,21 @@ class _HandOut(torch.autograd.Function):
             return None, None, None, *(None for _ in gradients), *_derivatives(ctx, gradients)
         edges = ctx.next_functions[: len(gradients)]
         note_reached([one for one in zip(edges, gradients, strict=True) if one[0][0] is not None])
-        if ctx.forward is None:  # torch refuses a second backward of what its first one has freed
+        if ctx.forward is None:  # torch raises an error for a second backward after the first has freed the graph
             return None, None, None, *gradients, *ctx.past
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
-            # A model that keeps an output keeps this node, which must not keep the model.
+            # A model that keeps an output keeps this node, which must not keep the model alive.
             ctx.forward = ctx.inner = None
-            if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
+            if ctx.replay is not None:  # its own backward ran before this one, if at all
                 ctx.replay.release()
         return None, None, None, *gradients, *ctx.past
 
 
 class _Replayed(torch.autograd.Function):
-    """The identity on outputs that a region does not differentiate; made after `_HandOut`, so that a backward through
-    both comes to this one first."""
+    """The identity on outputs that a region does not differentiate. Made after `_HandOut`, so that a backward through
+    both reaches this one first."""
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, positions: Sequence[int], *values: torch.Tensor) -> Any:
@@ -322,20 +322,20 @@ class _Replayed(torch.autograd.Function):
 
 
 def _given(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    """The gradients that have arrived, by the positions of their outputs."""
+    """The gradients that are not None, by the positions of their outputs."""
     return {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
 
 
 def _derivatives(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """The gradients of the leaves in a backward that is to be differentiated. Raises `UnplannedGradientError` where no
-    second forward gives them."""
+    """The gradients of the leaves in a backward with `create_graph=True`. Raises `UnplannedGradientError` where no
+    second forward can give them."""
     if ctx.replay is None:
         raise UnplannedGradientError(f"{DIFFERENTIATED}; {TAKEN_WITHIN}")
     return ctx.replay.derivatives(_given(ctx, gradients))
 
 
 def _check_one_by_one(gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise `UnplannedGradientError` in a backward that torch.func.vmap runs."""
+    """Raise `UnplannedGradientError` in a backward that runs under torch.func.vmap."""
     if any(map(is_batched, gradients)):
         raise UnplannedGradientError(
             "a captured backward does not run for several gradients at once (is_grads_batched=True, vectorize=True, "
@@ -344,14 +344,14 @@ def _check_one_by_one(gradients: Sequence[torch.Tensor | None]) -> None:
 
 
 def _through_hooks(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as the hooks of inner outputs leave them."""
+    """The gradients after the hooks of inner outputs have run."""
     inner = getattr(ctx, "inner", None)
     return gradients if inner is None else inner.arrived(ctx, gradients)
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
-    """The leaf tensors that regions read whose outputs the autograd node `hand_out`, one of `_HandOut`, has handed
-    out."""
+    """The leaf tensors that the regions read whose outputs were returned by `hand_out`, the autograd node of a
+    `_HandOut`."""
     regions = {edge for edge, _ in hand_out.next_functions[: len(hand_out.positions)] if edge is not None}
     edges = [edge for region in regions for edge, _ in region.next_functions]
     return [edge.variable for edge in edges if hasattr(edge, "variable")]

@@ -67,13 +67,13 @@ class Road:
         self._emit = partial(emit_plan, accumulation=accumulation)
         self._begins = planning
         self.plans = 0
-        """The number of plans that were made, or read from disk."""
+        """The number of plans that were made or read from disk."""
         self.planning_seconds = 0.0
-        """The longest time that a call took from its recording to its plan or refusal."""
+        """The longest time in seconds that a call took from its recording to its plan or refusal."""
         self._decided: tuple[RecordedRegion, Decided | None] | None = None
-        """The region of the latest call in one region that was planned, and what its plan decided."""
+        """The region of the latest planned call in one region, and the levers on which its plan decided."""
         self._lowering: WeakKeyDictionary[RecordedRegion, int] = WeakKeyDictionary()
-        """The bytes that compiled code of a call was found to hold beyond its plan, by the call's first region."""
+        """The bytes that compiled code was found to hold beyond its plan, by the first region of the call."""
 
     def plan(
         self,
@@ -110,8 +110,8 @@ class Road:
             return self.finished(plan, situation)
 
     def plan_regions(self, captured: CapturedCall, call: Call, situation: Situation) -> Plan:
-        """The plan by which a call in several regions runs: where these are compiled, one whose compiled code fits the
-        budget. Errors as of `plan`."""
+        """The plan by which a call in several regions runs; where regions are compiled, one whose compiled code fits
+        the budget. Raises the errors of `plan`."""
         if not self.planner.terms.fuses:
             return self.plan(captured, call, situation, advise=False)
         recorded = Recorded(self.planner, captured, call, situation)
@@ -144,16 +144,17 @@ class Road:
         """Plan a captured call so that it fits the budget, and emit its code; `planned` is its plan if there is one
         already; `advise`: a `BudgetError` names levers on the optimizer that would help.
 
-        What only planning needs is freed, as it would otherwise stay for the whole training. Errors as of `plan`."""
+        Objects that only planning needs are freed, as they would stay for the whole training. Raises as `plan`."""
         recorded = Recorded(self.planner, captured, call, situation)
-        gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
+        gc.collect(1)  # a capture leaves cycles, which would fragment the memory of the plan's own objects
         try:
             with self._planning(call):
                 self.plans += 1
                 with self.planner.accounts.one_look(call, situation):
                     device = self.planner.terms.device()
                     device_of(device).start_libraries(device)
-                    # A plan made ahead is kept already, but for one with proposals: they are part of the key in use.
+                    # A plan made in advance is on disk already, except one with proposals: they are part of the key in
+                    # use.
                     on_disk = planned is not None and not planned.proposals and not self.planner.terms.fuses
                     key = None if on_disk else kept_plans.key(recorded)
                     emitted = self._emitted_as_kept(key, recorded)
@@ -168,14 +169,14 @@ class Road:
             self.planner.forget_solvers()
             for region in captured.regions:
                 region.forget_dispatches()
-            gc.collect(1)  # the graphs that compiling halves leaves are young; older ones are part of the plan
+            gc.collect(1)  # frees the young graphs left by the compilation; older ones belong to the plan
 
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions, found without a search: its runs have the schedules of `plan`, which
-        has most of them. `known` has for each run of the call the number of the same run in `plan`, None for a new one.
-        None where a search is needed. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
+        """The plan of a call in several regions, found without a search: runs that are in `plan` keep their schedules.
+        `known` has for each run of the call the number of the same run in `plan`, None for a new one. None where a
+        search is needed. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
@@ -194,8 +195,8 @@ class Road:
 
     @contextmanager
     def _planning(self, call: Call) -> Iterator[None]:
-        """A block with few collections of garbage, whose errors, but for refusals and errors of the user's input, are
-        raised as a `CaptureError`."""
+        """A block in which garbage is collected rarely. Its errors are raised as a `CaptureError`, except refusals and
+        errors in the user's input."""
         self._begins(call)
         started = time.perf_counter()
         try:
@@ -209,9 +210,9 @@ class Road:
             self.planning_seconds = max(self.planning_seconds, time.perf_counter() - started)
 
     def _planned_and_emitted(self, recorded: Recorded, planned: Plan | None, *, advise: bool = True) -> Executable:
-        """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
-        `ROUNDS` times at most, then by its smallest plan, and from there `FURTHER_ROUNDS` times by larger ones. Raises
-        `BudgetError`, `CaptureError`."""
+        """The call with its plan and code. Where compiled code holds other bytes than planned, the call is planned and
+        compiled again, at most `ROUNDS` times; then by its smallest plan, and from there at most `FURTHER_ROUNDS` times
+        by larger ones. Raises `BudgetError` and `CaptureError`."""
         check_compiled_least(recorded)
         captured = recorded.captured
         first = captured.regions[0]
@@ -238,10 +239,10 @@ class Road:
     def _rounds(
         self, refit: Refit[tuple[Emitted, ...]], recorded: Recorded, planned: Plan | None, *, advise: bool
     ) -> Iterator[Plan]:
-        """The plans that are compiled one after the other until `refit` has a good one: the smallest where none of the
-        first fits, and then larger ones again.
+        """Yields plans to compile, one after the other, until `refit` has a good one: the smallest if none of the first
+        ones fits, and then larger ones again.
 
-        Raises `BudgetError`, `CaptureError`.
+        Raises `BudgetError` and `CaptureError`.
         """
 
         def solved(lowering_bytes: int) -> Plan:
@@ -275,7 +276,7 @@ class Road:
             raise self._named(as_compiled_least(refusal, recorded, self._emit), recorded)
 
     def _planned_least(self, recorded: Recorded) -> int:
-        """The bytes that the smallest plan of a call needs, before it is compiled."""
+        """The bytes that the smallest plan of a call needs, before that is compiled."""
         none_left = self.planner.terms.options.budget_bytes
         try:
             self._searched(recorded, search_for(recorded, advise=False), lowering_bytes=none_left)
@@ -284,14 +285,14 @@ class Road:
         raise AssertionError("a plan was found although no bytes of the budget were left for it")
 
     def _named(self, refusal: BudgetError, recorded: Recorded) -> BudgetError:
-        """The refusal of a call, naming a budget that is enough for later steps of a training loop as well. Beyond the
-        first step it has room for gradients that are there when a forward begins, as in a loop that sets them to None
-        after it; for those of inputs, which stay where a loop reads them; for a loss outside of the model that takes
-        more than the least that is guessed; and for half of the tolerance.
+        """The refusal of a call, naming a budget that also suffices for later steps of a training loop. Beyond the
+        first step it has room for: gradients that exist when a forward begins, as in a loop that sets them to None
+        after it; gradients of inputs, which stay where a loop reads them; a loss outside of the model that needs more
+        than the least guess; and half of the tolerance.
 
-        What is added for gradients of parameters and the loss takes the budget no higher than what the step holds with
+        The parts for gradients of parameters and for the loss do not raise the budget above what the step holds with
         nothing recomputed. Nothing is added on a GPU, with levers on the optimizer, where parameters are sharded, for
-        one of a group of forwards, and where no look finds what lies elsewhere.
+        one of a group of forwards, and where the device is not searched for tensors elsewhere.
         """
         planner, situation = self.planner, recorded.situation
         if any(region.takes_derivatives for region in recorded.captured.regions):
@@ -302,7 +303,7 @@ class Road:
         if not planner.accounts.beside.tolerance_bytes or own_terms or situation.to_come:
             return refusal
         first = next(recorded.candidates())
-        if first.account.caching:  # a budget that is named for a card has been replayed itself
+        if first.account.caching:  # on a card, the named budget itself was replayed
             return refusal
         _, guessed = recorded.trace(first.levers).callers_code
         returned = recorded.captured.returned_bytes
@@ -319,18 +320,18 @@ class Road:
             candidates = replace(recorded, situation=later).candidates()
             return min(with_kept_outputs(priced, returned) for priced in candidates)
 
-        # The smallest plans that are found need not hold more where more is to be left free.
+        # More bytes left free need not raise the smallest peak found.
         roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = (
-            "for gradients held when a forward begins, a loss outside of the model, and tensors that may appear "
-            "meanwhile"
+            "of the named budget are for gradients held when a forward begins, a loss outside of the model, and "
+            "tensors that may appear meanwhile"
         )
-        return refusal.adding(f"{size(spare)} of it are {words}", smallest_bytes=refusal.smallest_bytes + spare)
+        return refusal.adding(f"{size(spare)} {words}", smallest_bytes=refusal.smallest_bytes + spare)
 
     def _searched(self, recorded: Recorded, search: PlanSearch, *, lowering_bytes: int = 0) -> Plan:
-        """The plan with the shortest step that fits, agreed on with other ranks; `lowering_bytes` are those that
-        compiled code holds beyond its plan. Raises `BudgetError`, `CaptureError`."""
+        """The plan with the shortest step that fits, agreed with other ranks; `lowering_bytes` are the bytes that
+        compiled code holds beyond its plan. Raises `BudgetError` and `CaptureError`."""
         situation, decided = recorded.situation, self._decided_for(recorded)
 
         def spare(nbytes: int, staying: int = 0) -> Plan:
@@ -355,8 +356,8 @@ class Road:
         return leaving_free(spare, situation.for_other_models + guessed, staying(guessed))
 
     def _decided_for(self, recorded: Recorded) -> Decided | None:
-        """The levers of the plan for other sizes of a call in one region; None where there is none, or its levers find
-        nothing to rewrite here. Raises `CaptureError`."""
+        """The levers of the plan for other sizes of this call in one region; None where there is none, or its levers
+        find nothing to rewrite here. Raises `CaptureError`."""
         if not recorded.captured.whole or self._decided is None or self._decided[0] is recorded.captured.regions[0]:
             return None
         decided = self._decided[1]
@@ -367,9 +368,9 @@ class Road:
         return None
 
     def _emitted_as_kept(self, key: str | None, recorded: Recorded) -> Executable | None:
-        """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
+        """The call, emitted by its plan from disk; None where there is none, or its graphs or compiled bytes differ."""
         kept = kept_plans.find(self.planner, key)
-        if kept is None or (self.planner.terms.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
+        if kept is None or (self.planner.terms.fuses and kept.footprint is None):  # not compiled yet
             return None
         if not self.planner.terms.fuses:
             kept = kept_plans.of_ranks(kept, recorded)

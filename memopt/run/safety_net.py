@@ -1,4 +1,4 @@
-"""Undoes calls in which the device has no memory left, and begins them once more by a tighter plan."""
+"""Undoes calls in which an allocation on the device failed, and runs them once more by a plan that holds less."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepMemoryError(torch.OutOfMemoryError):
 
 
 _TIGHTER = 8
-"""After a failed allocation, steps are planned to hold at most what the failed one was to hold, less that divided by
+"""After a failed allocation, steps are planned to hold less than the failed one was to hold, by its bytes divided by
 this."""
 _ROWS = 6
 """The number of rows of the account that an error names."""
@@ -53,11 +53,11 @@ class SafetyNet:
         self.unforeseen_bytes = 0
         """The bytes of the budget that are left free since allocations failed."""
         self.before: CallState | None = None
-        """The state of the model before the call that runs."""
+        """The state of the model before the running call."""
         self._forwards_before = 0
-        """The number of forwards that had begun before the call that runs."""
+        """The number of forwards that had begun before the running call."""
         self._plain_bytes = 0
-        """The bytes that the step of the latest call is counted to hold, where that ran plain."""
+        """The bytes that the step of the latest plain call is counted to hold; 0 if the latest call was not plain."""
 
     def run(self, attempt: Callable[[CallState], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
         """Run a training call by `attempt`, which gets the state before the call; `inputs` are the call's tensors. With
@@ -74,7 +74,7 @@ class SafetyNet:
                 failed = self._forward_failed(failure, before)
                 if failed is None:
                     raise
-            # Outside of the handler, whose exception would keep what the forward made.
+            # Outside of the handler, since its exception would keep the forward's tensors alive.
             if not (failed.undone and repeat):
                 raise failed
             return self._repeated(attempt, failed, before)
@@ -94,13 +94,13 @@ class SafetyNet:
             raise again from None
 
     def _forward_failed(self, failure: torch.OutOfMemoryError, before: CallState) -> StepMemoryError | None:
-        """Undo a forward in which an allocation failed, and plan tighter; the error for the user. None where no forward
-        had begun: memory ran out while the call was planned."""
+        """Undo a forward in which an allocation failed, make later plans hold less, and return the error for the user.
+        None where no forward had begun: memory ran out while the call was planned."""
         forward = self.entry.latest() if self.entry.latest else None
         if self.entry.begun == self._forwards_before or forward is None:
             return None
-        forward.after_backward()  # it will have none
-        failure.with_traceback(None)  # its frames hold what the forward made
+        forward.after_backward()  # it gets no backward
+        failure.with_traceback(None)  # its frames hold the forward's tensors
         undone = before.undo()
         self._tighten(*_held_by(forward.plan))
         return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
@@ -114,7 +114,7 @@ class SafetyNet:
         undone = [forward.undo() for forward in forwards]
         plan = forwards[0].plan
         self._tighten(*_held_by(plan))
-        # Of several forwards, those that the backward has not come to yet are still there.
+        # Other forwards that this backward has not reached yet are not undone.
         return self._error(failure, _by_plan(plan), "backward", undone=all(undone) and len(forwards) == 1)
 
     def run_plain(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], needed_bytes: int) -> Any:
@@ -128,13 +128,12 @@ class SafetyNet:
         try:
             return attempt()
         except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)  # its frames hold what the forward made
+            failure = error.with_traceback(None)  # its frames hold the forward's tensors
         untouched = not any(one.is_floating_point() for one in self.model.buffers())  # not all kernels count writes
         raise self._plain_failed(failure, "forward", undone=before.undo() and untouched)
 
     def plain_backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Plan later calls tighter after the backward of a call without a plan has failed. Returns the error to
-        raise."""
+        """Make later calls hold less after the backward of a plain call has failed. Returns the error to raise."""
         return self._plain_failed(failure, "backward", undone=False) if self._plain_bytes else failure
 
     def _plain_failed(self, failure: torch.OutOfMemoryError, half: str, *, undone: bool) -> StepMemoryError:
@@ -165,17 +164,17 @@ class SafetyNet:
 
 
 def tighter(held_bytes: int) -> int:
-    """The bytes that steps may hold at most after an allocation failed in one that was planned to hold `held_bytes`."""
+    """The most bytes that steps may hold after an allocation failed in one that was planned to hold `held_bytes`."""
     return held_bytes - held_bytes // _TIGHTER
 
 
 def _held_by(plan: Plan) -> tuple[int, int]:
-    """The bytes that a plan was to hold, and those of its budget."""
+    """The bytes that a plan is to hold, and those of its budget."""
     return plan.ceiling_bytes - plan.account.unforeseen, plan.budget_bytes
 
 
 def _by_plan(plan: Plan) -> str:
-    """What a plan was to hold, in words."""
+    """The bytes that a plan is to hold, as text with the largest rows of its account."""
     rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
     held = f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)}"
     return f"planned to hold {held} (at {plan.planned.at}: {rows})"
@@ -187,7 +186,7 @@ class GradientsBefore:
     gradients in place."""
 
     parameters: tuple[tuple[nn.Parameter, weakref.ref[torch.Tensor] | None, int], ...]
-    """Each parameter with its gradient and that gradient's version."""
+    """Each parameter with its gradient and that gradient's version; None and 0 without a gradient."""
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter]) -> GradientsBefore:
@@ -200,7 +199,7 @@ class GradientsBefore:
         )
 
     def undo(self) -> bool:
-        """Drop the gradients that appeared since; returns False where one that existed has changed."""
+        """Set gradients that appeared since to None; returns False where one that existed has changed."""
         for parameter, before, _ in self.parameters:
             if before is None:
                 parameter.grad = None

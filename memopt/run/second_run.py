@@ -1,5 +1,5 @@
-"""A second run of a forward that waits for its backward: what the first one has saved is freed until the backward reads
-it, so that other forwards have its room."""
+"""A second run of a forward that waits for its backward: the saved tensors of the first run are freed until the
+backward reads them, to make room for other forwards."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _CHANGED = (
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """Runs a forward in one region a second time in its backward, to compute again what was saved and freed. The
-    caller's tensors among its inputs are kept alive only once something was freed."""
+    """Runs a forward in one region a second time in its backward, to compute freed saved tensors again. The caller's
+    tensors among its inputs are kept alive only once something was freed."""
 
     run: Callable[..., Sequence[Any]]
-    """The region as it was emitted, a function of its inputs."""
+    """The emitted code of the region, a function of its inputs."""
     inputs: WeakInputs
     written: frozenset[int]
     """The numbers of the inputs that the region writes to."""
     before: CallState
-    """The random states before the call, and copies of what it writes to."""
+    """The random states before the call, and copies of the inputs to which it writes."""
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """The inputs, once what the first run has saved is freed."""
+    """The inputs, set once saved tensors of the first run were freed."""
 
     @classmethod
     def of(
@@ -52,9 +52,9 @@ class SecondRun:
         run: Callable[..., Any],
         before: CallState | None,
     ) -> SecondRun | None:
-        """The second run of a region whose first run begins now with `inputs`; `weak` are the same, as weak references.
-        `run` is the region's emitted function, `written` has the numbers of the inputs that it writes to, and `before`
-        is the state before the call. None where `before` is None or lacks a copy of an input that is written to."""
+        """The second run of a region whose first run begins now with `inputs`; `weak` refers to the same inputs weakly.
+        `run` is the region's emitted code, `written` has the numbers of the inputs to which it writes, and `before` is
+        the state before the call. None where `before` is None or lacks a copy of an input that is written to."""
         if before is None:
             return None
         copied = before.values.copies()
@@ -64,7 +64,7 @@ class SecondRun:
 
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
         """Free the tensors that the autograd node of the first run has saved, except at the addresses `kept`; reading
-        one of them makes the second run. Returns the bytes freed: 0, with nothing freed, where an input is gone or was
+        one of them starts the second run. Returns the bytes freed: 0, with nothing freed, where an input is gone or was
         changed."""
         inputs = self.inputs.present(partial(saved_by, node))
         copies = self.before.values.copies()
@@ -79,8 +79,8 @@ class SecondRun:
     def _saved(
         self, inputs: Sequence[Any], first: dict[int, torch.Tensor], device: torch.device
     ) -> Sequence[torch.Tensor]:
-        """What the second run saves, in the order in which the first one has saved it; `first` are the values before
-        the first run of the inputs that it writes to."""
+        """Make the second run, and return its saved tensors in the order of the first run's. `first` are the values
+        that inputs to which the region writes had before the first run."""
         if self.inputs.have_changed(inputs, but=self.written):
             raise RuntimeError(_CHANGED)
         arguments = [
@@ -101,13 +101,13 @@ class SecondRun:
 @dataclass(frozen=True, eq=False)
 class PlainSecondRun:
     """Runs the plain model's forward a second time in its backward, from the state before its first run, to compute
-    again what autograd has saved of that and what was freed."""
+    freed saved tensors again."""
 
     model: nn.Module
     run: Callable[..., Any]
     """The plain forward, a function of the call's arguments."""
     structure: Any
-    """The containers of these arguments, whose leaves are the first of `inputs`."""
+    """The containers of these arguments, whose leaves come first in `inputs`."""
     inputs: WeakInputs
     """The leaves of the arguments, and the model's parameters."""
     before: ForwardState
@@ -115,12 +115,12 @@ class PlainSecondRun:
     first_node: int
     """A number below those of the autograd nodes of the first run."""
     sums: list[tuple[float, float]] = field(default_factory=list)
-    """Sums of the first run's outputs (`sums_of`), by which a second run with other values is noticed."""
+    """Sums of the first run's outputs (`sums_of`), to detect a second run with other values."""
 
     @classmethod
     def of(cls, model: nn.Module, run: Callable[..., Any], call: Call) -> PlainSecondRun | None:
-        """The second run of a call whose first one begins now. None where an input is sparse, nested or quantised. A
-        model with hooks of the user's, which may change what lies outside of it, runs by a plan."""
+        """The second run of a call whose first run begins now; None where an input is sparse, nested or quantised.
+        Models with the user's hooks, which may change objects outside of the model, run by a plan instead."""
         tensors = list(tensors_in(call))
         if any(map(special_kind, tensors)):
             return None
@@ -130,12 +130,12 @@ class PlainSecondRun:
         return cls(model, run, structure, inputs, before, AutocastState.now(), next_node_number())
 
     def returned(self, result: Any) -> None:
-        """Note what the first run has returned."""
+        """Record the outputs of the first run."""
         self.sums.extend(sums_of(result))
 
     def free(self, returned: Iterable[Any], device: torch.device, kept: Collection[int]) -> int:
-        """Free the tensors that the first run has saved, except at the addresses `kept`; reading one of them makes the
-        second run. `returned` has the nodes of what it has returned. Returns the bytes freed: 0, with nothing freed,
+        """Free the tensors that the first run has saved, except at the addresses `kept`; reading one of them starts the
+        second run. `returned` has the autograd nodes of its outputs. Returns the bytes freed: 0, with nothing freed,
         where an input or the model was changed since, or an input is gone."""
         nodes = nodes_since(returned, self.first_node)
         inputs = self.inputs.present(lambda: [tensor for node in nodes for tensor in saved_by(node)])
@@ -150,7 +150,7 @@ class PlainSecondRun:
             raise RuntimeError(_CHANGED)
         args, kwargs = tree_unflatten(inputs[: self.structure.num_leaves], self.structure)
         written = self.before.values.alive()
-        versions = [one._version for one in written]  # nodes that are not freed have saved some of them
+        versions = [one._version for one in written]  # unfreed nodes have saved some of them
         with undone_but_parameters(self.model), torch.enable_grad(), self.types.restored():
             self.before.undo()
             number = next_node_number()
@@ -161,7 +161,7 @@ class PlainSecondRun:
         if [type(node) for node in nodes] != kinds or not sums_agree(self.sums, sums_of(result)):
             raise RuntimeError(
                 f"{type(self.model).__name__} computes something else when its forward runs a second time from the "
-                "same state, as the budget has no room for what several forwards save: its code depends on something "
-                "outside of the model, or a larger budget is needed"
+                "same state, which it does since the budget has no room for what several forwards save; give a larger "
+                "budget, or remove what its code depends on outside of the model"
             )
         return all_saved(nodes)

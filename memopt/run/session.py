@@ -1,5 +1,5 @@
-"""The session of an optimised model: its state, and the one place where that changes. Training calls run as planned,
-all others as before."""
+"""The session of an optimised model: it has the model's state, and alone changes it. Training calls run as planned, all
+others as before."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ from memopt.training_state import containers_restored, undone
 _IN_TURN = threading.RLock()
 """Held by the thread that plans or runs a training call of any session."""
 WITHIN_CHECKPOINT = (
-    "it is called within torch.utils.checkpoint, whose second run in the backward calls it again while its first "
-    "forward waits; call it outside of it: the plan recomputes what the budget asks for"
+    "the model is called within torch.utils.checkpoint, which calls it again in the backward while its first forward "
+    "waits; call the model without torch.utils.checkpoint: the plan recomputes what the budget asks for"
 )
 
 
@@ -91,13 +91,13 @@ class Session:
         self.uncompiled: Callable[..., Any] = self.forward
         self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
         self._safety_net = SafetyNet(self.model, self.share.entry, self._plan_tighter)
-        # An autograd graph that outlives its backward, as of an output that the model keeps, must not hold the model.
+        # An autograd graph that outlives its backward, as of an output that the model keeps, must not keep the model.
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
         self._looked_for_writes = False
         self._loss_to_come: Callable[[Any], Any] | None = None
         self._shown: tuple[Plan | None, Callable[[], Plan | None]] = None, lambda: None
-        """The latest plan that calls ran by, and a function that returns it as it is shown."""
+        """The plan of the latest planned call, and a function that returns that plan as users see it."""
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         keeping = Keeping(self.resharding, self.sharded)
@@ -119,19 +119,19 @@ class Session:
         return self._run(self.forward, (args, kwargs))
 
     def _run(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a call: as a training call where it is one."""
-        may_train = torch.is_grad_enabled() and self.model.training  # others wait for no thread
+        """Run a call, as a training call if it is one."""
+        may_train = torch.is_grad_enabled() and self.model.training  # other calls need no lock
         with self._in_turn() if may_train else nullcontext():
             return self._train(calls, call) if self.trains() else self._plain(calls, *call[0], **call[1])
 
     def _in_turn(self) -> AbstractContextManager[Any]:
-        """A block in which no other thread records, plans or runs a training call, as these set state of the process;
-        no such block where ranks wait for each other, which may be threads."""
+        """A block in which no other thread records, plans or runs a training call, as these set state of the process.
+        Without this lock where ranks wait for each other: the ranks may be threads."""
         return _IN_TURN if self._alone else nullcontext()
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
         """The loss of a batch, with model and loss function in one planned region. `model` is the
-        `DistributedDataParallel` around the planned model, if there is one; the region then runs within its forward."""
+        `DistributedDataParallel` around the planned model, if there is one; the region then runs in its forward."""
         assert self.with_loss is not None
         (first, *rest), _ = batch_call(batch, self.with_loss.loss_fn)
         if not isinstance(model, DistributedDataParallel):
@@ -148,14 +148,14 @@ class Session:
 
     def trains(self) -> bool:
         """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is not
-        being exported, captured as a part of another planned model, or transformed by torch.func, whose operators a
-        plan does not have."""
+        being exported, captured as a part of another planned model, or transformed by torch.func, whose operators no
+        plan has."""
         others = is_exporting() or is_capturing() or in_transform()
         return torch.is_grad_enabled() and self.model.training and not others
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain model, with all blocks left to FSDP2 again (`Resharding.restore`); a backward through it in
-        eval mode is noticed."""
+        """Run the plain model, with no FSDP2 blocks kept gathered (`Resharding.restore`). In eval mode, the watch for
+        training that bypasses the plan begins."""
         self.resharding.restore()
         if torch.is_grad_enabled() and not self.model.training and not torch.compiler.is_compiling():
             self.watch.begin()
@@ -164,28 +164,28 @@ class Session:
         if in_transform() and torch.is_grad_enabled() and self.model.training:
             warnings.warn(
                 f"{type(self.model).__name__} was called within a transform of torch.func, or with forward-mode "
-                "derivatives: such calls run as the plain model does, and no budget holds for them; a loss_fn of "
-                "(model, batch) that takes the derivative itself is planned",
+                "derivatives: such calls run as the plain model does, and no budget holds for them; to have them "
+                "planned, give optimize a loss_fn of (model, batch) that takes the derivative itself",
                 stacklevel=3,
             )
         with plainly(self.model, compiled=self.own_call is not None):
             return calls.plain(*args, **kwargs)
 
     def _together(self, calls: TrainingCalls, *, ahead: bool = False) -> AbstractContextManager[None]:
-        """A block around a forward, or around its planning `ahead`, that all ranks end alike."""
+        """A block around a forward, or around its planning (`ahead`), that fails on all ranks if it fails on one."""
         terms = partial(terms_of, self.model, self.options, calls.loss_fn)
         return self.sharded.together(terms) if self.sharded.there else self.parallel.together(terms, ahead=ahead)
 
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a training call: plain where that fits, else by its plan, which is made if there is none."""
+        """Run a training call: plain if its step fits the budget, else by its plan, which is made if there is none."""
         with on_device(self.model):
             result = self._on_this_rank(calls, call)
         self.share.returned(call, result, self.status.plan if self.status.state is State.PLANNED else None)
         return result
 
     def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a training call in a block that all ranks end alike: unplanned, plain, with activation checkpoints or by
-        a plan."""
+        """Run a training call in a block that fails on all ranks if it fails on one: unplanned, plain, with activation
+        checkpoints or by a plan."""
         self.watch.end()
         self.parallel.look()
         with self._together(calls):
@@ -198,7 +198,7 @@ class Session:
             return self._as_it_fits(calls, now)
 
     def _begun(self, calls: TrainingCalls, call: Call) -> CallInProgress:
-        """The call that begins now, with its situation and all that lies on the device beside it."""
+        """The call that begins now, with its situation and everything else that is on the device."""
         parts = self._parts.now()
         gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
         calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
@@ -210,8 +210,8 @@ class Session:
         return CallInProgress(call, situation, self.share.moment(call, situation), parts, begin)
 
     def _as_it_fits(self, calls: TrainingCalls, now: CallInProgress) -> Any:
-        """Run a call in the first of these ways that fits: plain, with activation checkpoints where these serve such
-        calls, by a plan; and plain at last where that fits with no reserve."""
+        """Run a call in the first way that fits: plain; with activation checkpoints, where such calls were found to fit
+        so; by a plan; and finally plain with no reserve for what may follow."""
         recorded, moment = calls.recorded, now.moment
         served = not recorded.breaks and recorded.serves_all_sizes(now.call)
         lacks = calls.plain_calls.allowed and not served and recorded.lacks_smaller(now.call)
@@ -220,7 +220,7 @@ class Session:
         if fits is not None and not tight:
             try:
                 return self._run_plain(calls, now, fits)
-            except StepMemoryError as failed:  # else it is planned now
+            except StepMemoryError as failed:  # if it was undone, it is planned now
                 if not failed.undone or self.parallel.wrapper is not None:
                     raise
         check_device(now.call, self.model)
@@ -240,10 +240,10 @@ class Session:
         return self._run_plain(calls, now, fits)
 
     def _has_reserve(self, fits: CountedStep, moment: Moment) -> bool:
-        """Whether a step that fits leaves room for what may follow: steps of models that are not optimised, and
-        forwards beyond those that were expected, while it waits."""
+        """Whether a step that fits leaves room for what may run while it waits: steps of models that are not optimised,
+        and more forwards than were expected."""
         alone = self.parallel.wrapper is None
-        alone = alone and not fits.step.graph.derived  # which no plan has
+        alone = alone and not fits.step.graph.derived  # no plan computes these
         times = int(alone and self.share.others_may_run(moment)) + (moment.beyond_expected if alone else 0)
         return not times or fits.fits(moment, times * fits.step.held_bytes)
 
@@ -258,7 +258,7 @@ class Session:
         return self._safety_net.run_plain(partial(calls.plain_calls.run, now, fits), now.moment.inputs, needed)
 
     def _within_modes(self, calls: TrainingCalls, now: CallInProgress, names: str) -> Any:
-        """Run a call within the user's dispatch modes `names` as the plain model does. Raises `BudgetError`,
+        """Run a call within the user's dispatch modes `names` as the plain model does. Raises `BudgetError` and
         `CaptureError`."""
         with self._refusing():
             fits = calls.fitting_within_modes(names, now)
@@ -269,26 +269,26 @@ class Session:
         return calls.plain_calls.run(now, fits)
 
     def _by_plan_or_in_eager_mode(self, calls: TrainingCalls, now: CallInProgress) -> Any:
-        """Run a call by its plan. One that breaks into regions for which no plan fits, or that cannot be captured, runs
-        with activation checkpoints if these fit. One that cannot be captured else runs unplanned, if `allow` has
-        "plain". Raises `BudgetError`, `CaptureError`."""
-        # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
-        # more than there is.
+        """Run a call by its plan. If no plan fits the regions of a broken forward, or the call cannot be captured, it
+        runs with activation checkpoints if these fit. A call that cannot be captured otherwise runs unplanned if
+        `allow` has "plain". Raises `BudgetError` and `CaptureError`."""
+        # Where code between regions holds more than half of the room, little is left for a plan, and the recording may
+        # need more than there is.
         half = partial(self._half_of_the_room, calls, now)
         try:
             return self._by_plan(calls, replace(now, most_between=half))
         except (BudgetError, CaptureError) as error:
             refused: BudgetError | CaptureError = without_frames(error)
         if self.sharded.settled or (isinstance(refused, CaptureError) and not refused.undone):
-            raise refused  # as all ranks do; a second run would begin from another state
+            raise refused  # all ranks do so; a second run would begin from another state
         if isinstance(refused, CaptureError) and self._alone:
             self._check_plain(calls, now.call)
         broken = calls.recorded.break_reason(now.call)
         if broken is not None or isinstance(refused, CaptureError):
-            gc.collect()  # what was recorded holds tensors in circles of frames
+            gc.collect()  # reference cycles of the recording's frames hold tensors
             if (choice := calls.checkpointed.fitting(now)) is not None:
                 return self._run_checkpointed(calls, now, choice)
-        if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
+        if isinstance(refused, EagerCodeTooLargeError):  # the budget that it needs is known after a full recording
             try:
                 return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
@@ -305,13 +305,13 @@ class Session:
 
     @property
     def _alone(self) -> bool:
-        """Whether no other rank takes part in a forward: one that this rank runs once more would wait for them."""
+        """Whether no other rank takes part in a forward: another rank would wait if this one repeated the forward."""
         return self.parallel.wrapper is None and not self.sharded.there
 
     def _check_plain(self, calls: TrainingCalls, call: Call) -> None:
         """Run the plain model's forward for a call that cannot be captured, undo it, and raise its error if it fails:
-        the loop may expect that, and later calls are captured."""
-        for gradients in (False, True):  # as it takes less; code that takes derivatives fails without
+        the training loop may expect that error. Later calls are captured again then."""
+        for gradients in (False, True):  # without needs less memory, but fails in code that takes derivatives
             try:
                 with torch.set_grad_enabled(gradients), undone(self.model), containers_restored(call):
                     calls.plain(*call[0], **call[1])
@@ -327,12 +327,12 @@ class Session:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(now.call, now.situation)) / 2
 
     def _by_plan(self, calls: TrainingCalls, now: CallInProgress) -> Any:
-        """Run a call by its plan; where none fits, once more after forwards that wait have freed what they can compute
-        again. Raises `BudgetError`, `CaptureError`."""
+        """Run a call by its plan; where none fits, once more after waiting forwards have freed the tensors that they
+        can compute again. Raises `BudgetError` and `CaptureError`."""
         with self._refusing(), calls.planner.terms.types():
             check_kinds(now.call, now.parts)
             try:
-                # Under DDP the other ranks go on, so that no rank runs a call a second time.
+                # Under DDP the other ranks go on with the call, so that none repeats it.
                 inputs, repeat = now.moment.inputs, self.parallel.wrapper is None
                 calls.planner.screen(now.call, now.crowded)
                 with unseen_by_checkpoints():
@@ -351,14 +351,14 @@ class Session:
             waiting = now.moment.waiting
             if self.share.free_waiting():
                 return self._by_plan(calls, replace(now, moment=self.share.moment(now.call, now.situation)))
-            if self._alone:  # other ranks may have had other calls
+            if self._alone:  # other ranks may have seen other calls
                 refused = calls.for_other_kinds(refused, now.call, now.situation)
             if checkpoint_around():
                 refused = refused.adding(WITHIN_CHECKPOINT)
             raise self.share.explain(refused, waiting, partial(calls.plain_calls.alone, now))
 
     def _note_written_once(self) -> None:
-        """Warn that a planned call within a checkpoint of the caller's writes to buffers once a step, if it does."""
+        """Warn if a planned call within the caller's checkpoint writes to buffers: it does so only once a step."""
         plan, self._looked_for_writes = self.status.plan, True
         regions = plan.captured.regions if plan is not None and plan.captured is not None else ()
         if any(joint.statistics or joint.trace.region.written for joint in regions):
@@ -367,8 +367,8 @@ class Session:
     def _run_checkpointed(
         self, calls: TrainingCalls, now: CallInProgress, choice: Choice, plan: Plan | None = None
     ) -> Any:
-        """Run a call with a choice of activation checkpoints by which it fits; `plan` is that of a larger call where it
-        runs so instead of being planned."""
+        """Run a call with a choice of activation checkpoints that fits. `plan` is that of a larger call, if this call
+        could be planned."""
         bring_back(self.model)
         checkpointed, fits = choice
         reason = f"{checkpointed.checkpoints} run a second time in the backward, {fits.reason}"
@@ -393,9 +393,9 @@ class Session:
         situation: Situation,
         exchanges: int = 0,
     ) -> PendingForward:
-        """Register a forward that runs by a plan, which thereby becomes the latest one. `started` is when its call
-        began, by `time.perf_counter()`. `exchanges` stands for its collectives (`Emitted.exchanges`), which all ranks
-        have to run alike."""
+        """Register a forward that begins to run by a plan, which thereby becomes the latest plan. `started` is when its
+        call began, by `time.perf_counter()`. `exchanges` identifies its collectives (`Emitted.exchanges`), which all
+        ranks have to run alike."""
         if (plans := sum([kind.road.plans for kind in self.kinds])) != self._plans_logged:
             self._plans_logged = plans
             self._planned(plan, call, time.perf_counter() - started)
@@ -408,8 +408,8 @@ class Session:
         return forward
 
     def _note_plain_step(self, calls: TrainingCalls, now: CallInProgress) -> None:
-        """Have `latest` show the plan by which a call has just run, beginning with the plain step; called for the first
-        call by each plan. With other ranks, it shows the plan as it is."""
+        """Make `latest` return the plan of the call that has just run with the plain step in its receipt; called for
+        the first call by each plan. With other ranks, `latest` returns the plan unchanged."""
         plan = self.status.plan
         if plan is None or not self._alone:
             self._shown = plan, lambda: plan
@@ -424,13 +424,13 @@ class Session:
         self._shown = plan, shown
 
     def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:
-        """Enter a state, with the plan of a call that has one; the latest plan stays known in all others."""
+        """Enter a state, with the plan of a call that has one; otherwise the latest plan is kept."""
         self.status = Status(self.status.model, state, reason, plan or self.status.plan)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A block after whose `BudgetError` or `CaptureError` the state is `REFUSED`; after any other error it is the
-        one from before."""
+        """A block that sets the state to `REFUSED` if it raises `BudgetError` or `CaptureError`, and back to the
+        previous one at any other error."""
         before = self.status
         try:
             yield
@@ -448,7 +448,7 @@ class Session:
         self._enter(State.RECORDING, "a call is recorded and planned")
 
     def _planned(self, plan: Plan, call: Call, seconds: float) -> None:
-        """Enter the state of a call that has a plan, which was made in so many seconds, and log it."""
+        """Enter the state of a call whose plan was made in `seconds`, and log it."""
         self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
         self._log.planned(plan, call, seconds)
 
@@ -460,7 +460,7 @@ class Session:
         )
 
     def _plan_tighter(self, unforeseen_bytes: int) -> None:
-        """Have calls planned anew, with so many bytes of the budget left free."""
+        """Have all calls planned again, with `unforeseen_bytes` of the budget left free."""
         for calls in self.kinds:
             calls.planner.accounts.leave_free(unforeseen_bytes)
             calls.forget()
@@ -470,16 +470,16 @@ class Session:
             calls.checkpointed.forget()
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The error to raise where an allocation failed in a backward; later calls are planned tighter. The code that
-        runs the backward has to call this, since memopt does not see a plain call's backward fail."""
+        """The error to raise where an allocation failed in a backward; later calls are planned to hold less. The code
+        that runs the backward has to call this, since memopt does not see a failure in the backward of a plain call."""
         return failure if isinstance(failure, StepMemoryError) else self._safety_net.plain_backward_failed(failure)
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a training call on fake tensors before its first run. `gradients_held`: the call adds to existing
         gradients; `advise`: a `BudgetError` names changes that would help. All ranks plan together.
 
-        Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, and `RankError` where
-        another rank fails."""
+        Raises `BudgetError` where no plan fits, here or on another rank, `CaptureError` where the call cannot be
+        captured, and `RankError` where another rank fails in another way."""
         calls, call = self._ahead(example_inputs)
         together = self._together(calls, ahead=True) if self.options.to_train else nullcontext()
         with self._in_turn(), stage("planning"), together, on_device(self.model):
@@ -509,14 +509,14 @@ class Session:
         return estimated_bytes(calls.planner, call)
 
     def plain_bytes(self, example_inputs: Any) -> int | None:
-        """The peak of a training call's step as the plain model runs it, in bytes, with the activation checkpoints that
-        its author uses: counted from the shapes of all tensors. None where it depends on values."""
+        """The peak in bytes of a training call's step when the plain model runs it, with its author's activation
+        checkpoints: counted from the shapes of all tensors. None where it depends on values."""
         calls, call = self._ahead(example_inputs)
         row = calls.plain_calls.as_row(call, Situation(elsewhere=0))
         return None if row is None else row.peak_bytes
 
     def _ahead(self, example_inputs: Any) -> tuple[TrainingCalls, Call]:
-        """The training calls that example inputs belong to, and the call that they stand for."""
+        """The kind of training calls that example inputs are for, and the call with these inputs."""
         calls = self.kinds[-1]
         call = batch_call(example_inputs, calls.loss_fn)
         check_device(call, self.model, meta_allowed=True)
@@ -525,7 +525,7 @@ class Session:
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
         """A block in which calls are planned from the graphs of `earlier`, a session of the same model, if its options
-        differ in the budget alone; `earlier` gets them back if the block fails."""
+        differ at most in budget, bytes elsewhere and forwards; `earlier` gets them back if the block fails."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return
@@ -537,9 +537,9 @@ class Session:
             raise
 
     def _differs_in_room(self, earlier: Session) -> bool:
-        """Whether what was captured for an earlier session of the model serves this one: its options differ in the
-        budget, the bytes elsewhere and the number of forwards at most. Not where the optimizer's levers decide about
-        parameters, nor where other ranks take part."""
+        """Whether what was captured for an earlier session of the model serves this one: its options differ at most in
+        budget, bytes elsewhere and number of forwards. False where levers on the optimizer are allowed, and where other
+        ranks take part."""
         alone = not (self.parallel.wrapper or earlier.parallel.wrapper or self.sharded.there)
         proposes = self.options.optimizer_levers
         own = self.options
@@ -581,7 +581,7 @@ class Session:
 
     @property
     def low(self) -> torch.dtype | None:
-        """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
+        """The 16-bit dtype in which planned calls compute; None where they compute in fp32."""
         return self.forward.planner.terms.rewriting.autocast
 
     @property
@@ -593,12 +593,12 @@ class Session:
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest call, whose receipt begins with the plain step. Where that call ran plain, the plan
-        that it would otherwise run by, made when this is first read."""
+        """The plan of the latest call, with the plain step as the first row of its receipt. If that call ran plain, the
+        plan by which it would run otherwise, made when this is first read."""
         plan, with_plain_step = self._shown
         if self.status.state is not State.PLAIN:
             return with_plain_step() if plan is not None and plan is self.status.plan else self.status.plan
-        before = self.status  # a plan that is only shown is no state
+        before = self.status  # showing a plan changes no state
         calls = next(calls for calls in reversed(self.kinds) if calls.plain_calls.latest is not None)
         try:
             return calls.shown(self.share.situation(calls.planner.optimizer_choice))
@@ -612,13 +612,13 @@ class Session:
 
     @property
     def in_use(self) -> Plan | None:
-        """The plan that the latest call ran by; None where it ran plain. Nothing is planned for this."""
+        """The plan by which the latest call ran; None if it ran plain. No plan is made for this."""
         return None if self.status.state is State.PLAIN else self.status.plan
 
 
 def session_of(model: nn.Module) -> Session | None:
     """The session of an optimised model, also if it is wrapped by `DistributedDataParallel` or `torch.compile`; None
-    for a plain model."""
+    for a model that is not optimised."""
     call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
     if isinstance(call, Session):
         return call

@@ -1,4 +1,4 @@
-"""The code and the settings of a model's modules, on which its calls depend beside their inputs."""
+"""The code and the settings of a model's modules, on which its calls depend besides their inputs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from memopt.lru import LruCache
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST_CHANGES = 4
-"""A number that changes more often counts steps or follows a schedule: then it matters only whether it is zero."""
+"""A number that changes more often counts steps or follows a schedule: then only whether it is zero matters."""
 _MOST_STATES = 64
-"""The number of states that are told apart."""
+"""The number of states that are remembered."""
 
 _Table: TypeAlias = dict[str, Any]
 
@@ -27,7 +27,7 @@ _Table: TypeAlias = dict[str, Any]
 class Settings:
     """Gives each state of a model's modules a number: the same one for equal code and settings, another one after each
     change. Settings are attributes of plain types, such as `training`, a dropout's probability or whether activations
-    are checkpointed, also of `config` objects where modules have them."""
+    are checkpointed, also those of `config` objects of modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -35,13 +35,13 @@ class Settings:
         self._hook_tables: list[Sized] = []
         self._readers: list[tuple[Callable[[_Table], tuple[Any, ...]], _Table]] = []
         self._attributes = 0
-        """The number of attributes that all tables had when the readers were made."""
+        """The number of attributes of all tables when the readers were made."""
         self._latest: list[Any] = []
         self._changes: Counter[int] = Counter()
         """How often each setting has changed, by its position."""
         self._number = 0
         self._numbers: LruCache[tuple[Any, ...], int] = LruCache(_MOST_STATES)
-        """The numbers of the states that were seen, the latest ones."""
+        """The numbers of the latest states."""
         self._states = 0
 
     def number(self, modules: Sequence[nn.Module] | None = None) -> int:
@@ -59,9 +59,9 @@ class Settings:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context for a run of the model in which an attribute that changes from None to a string does not count as
-        another state, with a `number` of its own and thus a new capture: transformers sets `config.problem_type` from
-        the first labels. To be entered right after `number` was called."""
+        """Context for a run of the model in which an attribute that changes from None to a string does not count as a
+        new state, with a `number` of its own and thus a new capture: transformers sets `config.problem_type` from the
+        first labels. Enter it right after a call of `number`."""
         before, number = self._latest, self._number
         yield
         latest = self._read()
@@ -73,7 +73,7 @@ class Settings:
             self._numbers[state] = number
 
     def _watch(self, modules: list[nn.Module]) -> None:
-        """Find the settings of these modules; what has changed so far is forgotten."""
+        """Find the settings of these modules, and forget earlier changes."""
         self._modules, self._latest = modules, []
         self._hook_tables = list(forward_hook_tables(modules))
         self._changes.clear()
@@ -90,7 +90,7 @@ class Settings:
             self._watch(self._modules)
         try:
             settings = chain.from_iterable([read(table) for read, table in self._readers])
-        except KeyError:  # one attribute went and another came
+        except KeyError:  # an attribute was replaced by another one
             self._watch(self._modules)
             settings = chain.from_iterable([read(table) for read, table in self._readers])
         kinds: dict[Any, None] = dict.fromkeys(map(type, self._modules))
@@ -98,7 +98,7 @@ class Settings:
         return [*settings, *codes, sum(map(len, self._hook_tables))]
 
     def _note(self, latest: list[Any]) -> None:
-        """Take these settings as the present ones."""
+        """Make these settings the present ones."""
         if len(latest) != len(self._latest):
             self._changes.clear()
         else:
@@ -111,7 +111,7 @@ class Settings:
         self._number = self._numbers[state]
 
     def _state(self, settings: list[Any]) -> tuple[Any, ...]:
-        """The settings as a key; of a number that changes often, the key has only whether it is zero."""
+        """The settings as a key; a number that changes often counts only as zero or not zero."""
         often = {position for position, changes in self._changes.items() if changes > _MOST_CHANGES}
         return tuple(
             bool(value) if position in often and type(value) in (int, float) else value
@@ -120,16 +120,16 @@ class Settings:
 
 
 def _reader(table: _Table) -> Callable[[_Table], tuple[Any, ...]]:
-    """A function that reads the plain settings among attributes, and the instance's own `forward` if it has one."""
+    """A function that reads the plain settings in a table, and the instance's own `forward` if it has one."""
     names = [name for name, value in table.items() if type(value) in _PLAIN or name == "forward"]
     if not names:
         return lambda _: ()
-    return itemgetter(*names, names[0])  # with one name alone it would not return a tuple
+    return itemgetter(*names, names[0])  # a single name would not give a tuple
 
 
 def _without_tensors(settings: list[Any]) -> list[Any]:
-    """The settings, with its type in place of each value that is no longer plain: that may be a tensor, which must not
-    be held."""
+    """The settings, with its type in place of each value that is no longer plain: it may be a tensor, which must not be
+    kept alive."""
     return [value if type(value) in _PLAIN or _is_code(value) else type(value) for value in settings]
 
 

@@ -1,5 +1,5 @@
-"""Models whose parameters are spread over ranks (`fully_shard`, `parallelize_module`): which of them can be planned,
-their ranks' agreement, and which blocks stay gathered."""
+"""Models whose parameters are sharded over ranks (`fully_shard`, `parallelize_module`): which of them can be planned,
+how their ranks agree, and which blocks stay gathered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from memopt.run.ranks import Ranks
 
 
 class Sharded:
-    """The ranks over which `fully_shard` or `parallelize_module` has spread a model's parameters; none for other
+    """The ranks over which `fully_shard` or `parallelize_module` has sharded a model's parameters; none for other
     models.
 
     Every forward exchanges parameters or activations, which all ranks have to do together. So each rank plans first, by
@@ -39,8 +39,7 @@ class Sharded:
         self.model = model
         self._ranks: Ranks | None = None
         self._open = self._settled = self._begun = False
-        """Whether a forward is under way, whether the ranks have agreed that all of them can run it, and whether it has
-        begun."""
+        """Whether a forward is under way, whether all ranks have agreed to run it, and whether it has begun."""
 
     @property
     def there(self) -> bool:
@@ -69,7 +68,7 @@ class Sharded:
         try:
             yield
         except Exception as error:
-            if self._settled:  # other ranks learn of it by the end of this process, if they have gone on
+            if self._settled:  # other ranks may have gone on; they notice when this process ends
                 raise
             failure = error
         finally:
@@ -85,7 +84,7 @@ class Sharded:
         if not self._open or self._ranks is None:
             return
         while True:
-            self._settled = True  # where this raises, it does on all ranks
+            self._settled = True  # if this raises, it raises on all ranks
             least, most = self._ranks.settle(None, offered)
             if least == most:
                 return
@@ -104,7 +103,7 @@ class Sharded:
                 "need a new plan, but other ranks have gone on with this forward: run the same branch in each step"
             )
         if not self._settled:
-            self._settled = True  # where this raises, it does on all ranks
+            self._settled = True  # if this raises, it raises on all ranks
             least, most = self._ranks.settle(None, exchanges)
             if least != most:
                 raise RankError(
@@ -118,7 +117,7 @@ def check_sharding(model: nn.Module) -> None:
     """Raise `ValueError` for a model that is sharded by other means than `fully_shard` alone, or `parallelize_module`
     alone over a mesh of one dimension."""
     name = type(model).__name__
-    # It takes a second to import; whoever shards by it has done so.
+    # This import takes a second; a model sharded by it has imported it already.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
@@ -135,12 +134,12 @@ def check_sharding(model: nn.Module) -> None:
 
 
 Planned = Callable[[Plan | None], Executable]
-"""Plans a forward with the blocks kept that are set at the call. Its argument is the plan that frees all blocks; None
-where that is to be made."""
+"""Plans a forward with the blocks kept that are set when it is called. Its argument is the plan that frees all blocks;
+None to make that plan."""
 
 _MOST_PLANS = 64
 _TRIES = 3
-"""How many numbers of blocks are planned for, beside none: each takes a capture and a plan."""
+"""The number of counts of kept blocks that are tried besides 0: each needs a capture and a plan."""
 
 
 class Keeping:
@@ -154,14 +153,14 @@ class Keeping:
     def __init__(self, resharding: Resharding, sharded: Sharded) -> None:
         self.resharding, self.sharded = resharding, sharded
         self._found: LruCache[tuple[Executable, int], int] = LruCache(_MOST_PLANS)
-        """The numbers of blocks by the plan that frees all of them, and by the largest number that is possible."""
+        """The chosen numbers of blocks, by the plan that frees all blocks and the largest number allowed."""
 
         self.freed: CapturedCall | None = None
-        """The latest call as it was captured with all blocks freed."""
+        """The capture of the latest call with all blocks freed."""
 
     @property
     def kept(self) -> tuple[tuple[str, int], ...]:
-        """The path and the bytes of each block that stays gathered, as the model is set now."""
+        """The path and the bytes of each block that stays gathered at present."""
         return self.resharding.in_use
 
     def decide(self, planned: Planned) -> None:
@@ -186,7 +185,7 @@ class Keeping:
 
     def _search(self, planned: Planned, freed: Plan, most: int) -> int:
         """The largest number of blocks found with which the forward fits and recomputes no longer than `freed`."""
-        # One more than there is room for: it is not gathered beside the block that comes before it in the backward.
+        # One more than there is room for: it is not gathered at the same time as the block before it in the backward.
         first = min(most, self._fitting(freed.budget_bytes - freed.ceiling_bytes) + 1)
         for count in range(first, max(0, first - _TRIES), -1):
             self.resharding.keep(count)
@@ -199,7 +198,7 @@ class Keeping:
         return 0
 
     def _fitting(self, room_bytes: int) -> int:
-        """The number of last blocks whose gathered parameters fit into so many bytes."""
+        """The number of last blocks whose gathered parameters fit into `room_bytes`."""
         count = 0
         for block in reversed(self.resharding.blocks):
             room_bytes -= block.gathered_bytes
@@ -251,7 +250,7 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
     if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN.name}):
         raise ValueError(f"{name} the lever {further[0]!r} cannot be used there; leave that lever out of allow")
     if options.passes:
-        raise ValueError(f"{name} passes of one's own cannot rewrite its graphs; leave out the argument passes")
+        raise ValueError(f"{name} your own passes cannot rewrite its graphs; leave out the argument passes")
     if options.outputs == "all":
         raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
     if options.dynamic is not None:
@@ -286,13 +285,13 @@ def check_model(model: nn.Module) -> None:
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         raise ValueError(
-            f"{type(model).__name__} has TorchScript modules ({scripted[0] or 'the model itself'} and "
-            f"{len(scripted) - 1} more), whose operators cannot be recorded: build it without torch.jit.script and "
-            "torch.jit.trace (e3nn: e3nn.set_optimization_defaults(jit_script_fx=False); mace: "
+            f"{type(model).__name__} has TorchScript modules (the first of {len(scripted)}: "
+            f"{scripted[0] or 'the model itself'}), whose operators cannot be recorded: build it without "
+            "torch.jit.script and torch.jit.trace (e3nn: e3nn.set_optimization_defaults(jit_script_fx=False); mace: "
             "mace.tools.compile.prepare)"
         )
     check_sharding(model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the parameters of {type(model).__name__} lie on several devices ({names}); move them to one")
+        raise ValueError(f"the parameters of {type(model).__name__} are on several devices ({names}); move them to one")

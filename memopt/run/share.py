@@ -1,4 +1,4 @@
-"""The share of one optimised model in the ledger of its device: what is counted at each moment of its training."""
+"""One optimised model's part in the ledger of its device: what is counted for it at each moment of its training."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from memopt.units import size
 
 
 class Share:
-    """What one optimised model reports to the `Ledger` of its device, which counts what is there besides the steps of
-    all optimised models, and what it reads from there.
+    """What one optimised model reports to the `Ledger` of its device, and reads from there: the ledger counts the bytes
+    outside of the steps of all optimised models.
 
     With `Options.one_by_one` each backward is that of a single forward, even while several wait. All forwards then run
     by one plan, which adds gradients in place and leaves room for the other forwards."""
@@ -51,16 +51,16 @@ class Share:
     def __init__(self, model: nn.Module, options: Options, parallel: DataParallel) -> None:
         self.model, self.parallel, self.one_by_one = model, parallel, options.one_by_one
         here = options.hardware is None and all(map(is_real, model.parameters()))
-        # What fully_shard gathers and frees lies between the regions, and would be found elsewhere as well.
+        # The parameters that fully_shard gathers and frees between regions would also be found elsewhere.
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
         self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
-        """The bytes that were left to other models at the latest moments of each kind."""
+        """The bytes that were left to other models, at the latest moment of each kind."""
         self._freed = False
-        """Whether it was said that forwards run a second time."""
+        """Whether the warning was given that forwards run a second time."""
         self._others_there: bool | None = None
-        """Whether parameters of models that are not optimised lay on the device at the first call; None before it."""
+        """Whether parameters of models that are not optimised were on the device at the first call; None before it."""
 
     @property
     def ledger(self) -> Ledger:
@@ -102,8 +102,7 @@ class Share:
 
     @property
     def note(self) -> str:
-        """A sentence for plans and errors on the bytes on the device that are no part of the step; empty where these
-        are next to none."""
+        """A sentence for plans and errors on the bytes elsewhere on the device; empty if they are few."""
         found = self.entry.found
         if not found.largest or found.other <= max(BOOKKEEPING_BYTES, self.entry.notable_bytes):
             return ""
@@ -114,18 +113,18 @@ class Share:
         )
 
     def join(self) -> None:
-        """Make other models' plans leave room for what this model will hold."""
+        """Make other models' plans leave room for this model's steps."""
         self.entry.optimised = True
         if self.ledger.others_training(self.entry):
-            gc.collect()  # models that are not used any more hold nothing
+            gc.collect()  # frees models that are no longer used
 
     def leave(self) -> None:
-        """Make other models' plans leave no more room for this model than for a plain one."""
+        """Make other models' plans treat this model as one that is not optimised."""
         self.entry.optimised = False
 
     def look(self, call: Call) -> Elsewhere:
-        """Search the device for what lies outside of a call that begins now. The result includes what other optimised
-        models will hold."""
+        """Search the device for tensors outside of a call that begins now. The bytes found include those that other
+        optimised models will hold."""
         counted = self._counted(call)
         found = self.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
@@ -137,8 +136,8 @@ class Share:
             yield
 
     def latest_elsewhere(self, call: Call) -> int:
-        """The bytes that tensors of other code held on the device at the latest search before such a call, less what
-        has been freed since. The device is not searched."""
+        """The bytes that tensors of other code held on the device at the latest search before a call of this kind, less
+        what has been freed since. The device is not searched."""
         return self.ledger.latest_elsewhere(self._counted(call))
 
     @property
@@ -175,7 +174,7 @@ class Share:
 
     def returned(self, call: Call, result: Any, plan: Plan | None) -> None:
         """Record that the forward of a call returns `result` to the caller, whose code runs until the backward. `plan`
-        is what it ran by, if anything."""
+        is the plan by which it ran, if any."""
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not self.entry.begun:
             watch_plain(self.entry, call, tensors)
@@ -204,7 +203,7 @@ class Share:
         )
 
     def moment(self, call: Call, situation: Situation) -> Moment:
-        """What the ledger needs at the beginning of a call: the bytes that are counted already, in the step or in other
+        """The moment at which a call begins: which bytes on the device are counted already, in the step or in other
         forwards."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
         if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
@@ -216,9 +215,9 @@ class Share:
         return replace(counted, appears=True, later_bytes=later, spare_bytes=spare, kept_outputs=kept)
 
     def others_may_run(self, moment: Moment) -> bool:
-        """Whether forwards of other models may run before the backward of this one, as far as is known: there were
-        plain models on the device at the first call and no backward was seen yet; or there are other optimised models,
-        and this one is called for the first or second time, as a discriminator after the generator's step."""
+        """Whether forwards of other models may run before the backward of this one: before the first backward, if
+        models that are not optimised were on the device at the first call; later, if other optimised models train and
+        this one is called for the first or second time (a discriminator after the generator's step)."""
         if self.entry.fixed_bytes is not None:
             return False
         if self.entry.seen.backward:
@@ -247,7 +246,7 @@ class Share:
         return max(intervening, self._shared("meanwhile", moment, seen, needs, needs.least_held, needs.held))
 
     def _left_later(self, moment: Moment) -> int:
-        """The bytes to leave to forwards of other models that will be there in the backward."""
+        """The bytes to leave for forwards of other models that will exist during the backward."""
         seen = [overlap for overlap in self.entry.seen.backward if overlap.waiting]
         if not seen or (needs := self.entry.step_bytes) is None:
             return 0
@@ -259,10 +258,10 @@ class Share:
     def _shared(
         self, when: str, moment: Moment, seen: Iterable[Overlap], needs: StepBytes, own_least: int, own_most: int
     ) -> int:
-        """The bytes of the room in the budget that are left to the forwards of other models in `seen`, rounded up in
-        steps. `own_least` and `own_most` are what this model needs by the plan that holds least and with nothing
-        recomputed. What was left before, for the same `when` and kind of moment, is kept where it is about right: calls
-        are not planned again for each small change."""
+        """The bytes of the room in the budget that are left for the forwards of other models in `seen`, rounded up.
+        `own_least` and `own_most` are the bytes that this model needs by the plan that holds least, and with nothing
+        recomputed. The earlier result for the same `when` and kind of moment is returned while it is about right, so
+        that small changes need no new plans."""
         budget = self.entry.budget_bytes
         elsewhere = self.ledger.latest_elsewhere(moment) + moment.lasting_bytes + moment.waiting_bytes
         room = budget - needs.lasting - elsewhere
@@ -273,8 +272,8 @@ class Share:
         return before
 
     def _counted(self, call: Call, *kind: object) -> Moment:
-        """The moment at which a call begins with what is counted then: its inputs, the copies by which it can be
-        undone, waiting forwards, and what they returned. `kind` has further parts of `Moment.kind`."""
+        """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
+        it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
         ledger, waiting = self.ledger, self.waiting
         bucket_bytes, buckets = self.parallel.bucket_memory()
         lasting, now = ledger.lasting(self.entry)
@@ -293,8 +292,8 @@ class Share:
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
-        """What the ledger needs when the backward of a forward begins with these gradients: the bytes that are counted
-        already, in the step or in other forwards."""
+        """The moment at which the backward of a forward begins with these gradients: which bytes on the device are
+        counted already, in the step or in other forwards."""
         self.parallel.note_buckets()
         counted = self._counted(((), {}), forward.plan.account.gradients_held, "backward")
         waiting = [one for one in self.entry.waiting() if isinstance(one, PendingForward)]
@@ -307,8 +306,8 @@ class Share:
         return replace(counted, addresses=addresses, waiting_bytes=held)
 
     def _present(self, forwards: Iterable[PendingForward], gradients: Iterable[object]) -> dict[int, int]:
-        """The bytes on the device, by address, of what forwards were given, hold and returned, and of the gradients
-        with which a backward begins; without parameters and buffers."""
+        """The bytes on the device, by address, of the inputs, saved tensors and outputs of forwards, and of the
+        gradients with which a backward begins; without parameters and buffers."""
         device, modules = self.entry.device, modules_of(self.model)
         own = {id(one): one for one in (*parameters_in(modules), *buffers_in(modules))}
         values, noted = list(gradients), [one for forward in forwards for one in (*forward.given, *forward.outputs)]
@@ -351,23 +350,23 @@ class Share:
         return forward
 
     def _state_to_come(self, plan: Plan, call: Call) -> int:
-        """The bytes of the optimizer's state that a plan counts and that is not there yet when a call begins."""
+        """The bytes of optimizer state that a plan counts and that does not exist yet when a call begins."""
         moment = replace(self._counted(call), closely=True)
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
         """`refused`, of a call that began while `waiting` forwards waited, with a budget that has room for the call and
         for these forwards with nothing recomputed. Its text says so if fewer waiting forwards were expected. `plain`
-        tells what the call needs without a plan."""
+        returns what the call needs without a plan."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)
         return refused if self.entry.others_expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
 
     def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
-        """A budget with which a call has room beside the forwards that wait, where it would need `smallest_bytes` with
-        what they hold now: within more room they will save more, with nothing recomputed at most. There is some room
-        for a few forwards more, which may follow.
+        """A budget with which a call fits together with the waiting forwards, if it needs `smallest_bytes` with what
+        those hold now. In a larger budget these would save more: what they hold with nothing recomputed is counted.
+        There is also some room for a few further forwards.
         """
         planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
         held = [forward.held_bytes for forward in planned]
@@ -391,15 +390,16 @@ class Share:
         return works
 
     def _gradients_left(self) -> int:
-        """The bytes of gradients that the backward of a further forward leaves to those that wait."""
+        """The bytes of gradients that a further forward's backward leaves on the device during those of waiting
+        ones."""
         return 0 if self.one_by_one and not self.entry.plain_waiting() else self._gradients()
 
     def _gradients(self) -> int:
         return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _left_bytes(self, forward: Plain, call: Call) -> int:
-        """The bytes that the step of a plain call leaves of the budget, beside what lies elsewhere while another call
-        begins, if it were the only forward that waits. Its own inputs are then elsewhere, too, and counted once."""
+        """The bytes of the budget that the step of a waiting plain forward leaves free while another call begins, if it
+        were the only one that waits. Its own inputs are then found elsewhere too, and are counted once."""
         held = _have_gradients(parameters_in(modules_of(self.model)))
         elsewhere = self.ledger.now(self._counted(call, held)).beside(forward.account)
         given = {one.address for one in weak_storages(tensors_in(call))}
@@ -407,8 +407,8 @@ class Share:
         return forward.room_bytes - self.entry.later_bytes - max(0, elsewhere - own)
 
     def _spare_bytes(self, call: Call) -> int:
-        """The bytes that a further forward may hold beside the backward of each that waits; at least one must wait.
-        Negative where there is no room for any."""
+        """The bytes that a further forward may hold during the backward of each waiting forward; at least one must
+        wait. Negative where there is no room for any."""
         if self._room_beside(call) < self._gradients_left():
             return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]
@@ -419,8 +419,8 @@ class Share:
         return min(plain + planned) - self.entry.held_bytes
 
     def _room_beside(self, call: Call) -> int:
-        """The bytes that the backward of each forward that waits leaves, the fewest of them: beside the others that
-        began before it, and beside all others where it runs plain."""
+        """The fewest bytes of the budget that the backward of any waiting forward leaves free, while the forwards that
+        began before it (for a plain one, all others) hold theirs."""
         left = [
             self._left_bytes(forward, call) - self.entry.held_bytes + forward.held_bytes
             for forward in self.entry.plain_waiting()
@@ -445,11 +445,11 @@ def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 _ABOUT = 16
-"""Room that differs by less than this part of the budget is left to other models as before."""
+"""The bytes left for other models are kept while the current need differs by less than this part of the budget."""
 _MOST_KINDS = 64
 _MORE_FORWARDS = 2
-"""A budget that is named for several forwards has room for so many more that hold least."""
+"""A budget that is named for several forwards has room for this many more, each by the plan that holds least."""
 _IN_GROUP = (
-    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
-    "from the first step on if optimize is given forwards={0}"
+    "the first forward was planned as the only one before its backward; from the next step on {0} are planned for; to "
+    "plan so from the first step on, give optimize forwards={0}"
 )

@@ -23,7 +23,7 @@ from memopt.run.executable import Executable
 
 
 class SizeBounds:
-    """The largest sizes that plans are made for: those that were seen, with a margin where sizes grow."""
+    """The largest sizes for which plans are made: those that were seen, with a margin where sizes grow."""
 
     def __init__(self, declared: Callable[[Call], Mapping[Place, int | None]]) -> None:
         self.declared = declared
@@ -35,7 +35,7 @@ class SizeBounds:
         self.changed: set[Place] = set()
         """The places whose sizes were seen to change."""
         self.fixed: set[Place] = set()
-        """The places whose sizes the model insists on."""
+        """The places whose sizes the model needs as constants."""
 
     def changing(self, call: Call) -> Collection[Place]:
         """The dimensions of a call's tensors that are captured as symbols: those declared as `dynamic`; and, once
@@ -50,13 +50,13 @@ class SizeBounds:
         return (changed | first | self.declared(call).keys()) - self.fixed
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
-        """The sizes to plan a call for before its first run: the largest that are declared, else its own."""
+        """The sizes for which a call is planned before its first run: the largest ones declared, else its own."""
         self.see(call)
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call, *, margin: float = MARGIN) -> Sizes:
-        """The sizes to plan for where a call exceeds all plans: the largest that are declared, else the largest seen,
-        times `margin` where sizes grow."""
+        """The sizes to plan for where a call exceeds all plans: the largest ones declared, else the largest seen, times
+        `margin` where sizes grow."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
@@ -110,7 +110,7 @@ def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: 
 
 
 def _names_of(region: RecordedRegion, inputs: Sequence[Any], call: Call) -> dict[str, str]:
-    """Symbol → the size that it stands for, like "input_ids.shape[1]", for the changing sizes of a region."""
+    """For each symbol of a region's changing sizes, the size that it stands for, such as "input_ids.shape[1]"."""
     places = {symbol: next(places_of(region, symbol, inputs, call), None) for symbol in region.changing.values()}
     return {
         symbol: f"{leaf_name(call, place[0])}.shape[{place[1]}]" if place else symbol
@@ -131,7 +131,7 @@ def places_of(region: RecordedRegion, symbol: str, inputs: Sequence[Any], call: 
 def _input_bytes(
     region: RecordedRegion, allowed: Mapping[str, int], inputs: Sequence[Any], call: Call
 ) -> tuple[int, ...]:
-    """The bytes of each of the call's tensors, at the largest sizes for those that the region takes."""
+    """The bytes of each of the call's tensors; for inputs of the region, at the largest sizes `allowed`."""
     largest: dict[int, int] = {}
     with sizes_up_to(allowed):
         for value, fake in zip(inputs, region.inputs, strict=True):
@@ -146,8 +146,8 @@ Shapes = tuple[Sizes, ...]
 
 @dataclass(frozen=True)
 class LargestSizes:
-    """The sizes of inputs up to which it is known how many bytes eager code between regions holds: those captured, with
-    a margin where sizes have grown."""
+    """The sizes of inputs up to which the bytes that eager code between regions holds are known: those captured, with a
+    margin where sizes have grown."""
 
     shapes: Shapes
 
@@ -198,17 +198,17 @@ _MOST = 6
 _MOST_WITH_SMALLER = 4
 """Plans for smaller batches are made while there are fewer plans than this, so that they never displace the largest."""
 _NEGLIGIBLE = 0.02
-"""Added time, as a fraction of the step, below which a plan for smaller batches is not worth its planning."""
+"""A plan for smaller batches is not worth making if larger plans add less time than this fraction of the step."""
 _SHRINKS = (0.75, 0.5)
-"""Smaller sizes, as fractions of the largest one."""
+"""The smaller sizes that are planned for, as fractions of the largest."""
 
 
 class PlansBySize:
-    """Emitted plans, each under the largest sizes that it is for."""
+    """Emitted plans, each stored under the largest sizes that it serves."""
 
     def __init__(self) -> None:
         self.planning_seconds = math.inf
-        """The time that the latest of the plans took."""
+        """The seconds that the latest plan took to make."""
         self._emitted: LruCache[Sizes, Executable] = LruCache(_MOST)
         self._refused: LruCache[Sizes, BudgetError] = LruCache(_MOST)
         self._lost_seconds: LruCache[Sizes, float] = LruCache(_MOST)
@@ -225,8 +225,8 @@ class PlansBySize:
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Store that sizes up to `ceiling` were refused: from then on a smaller call is planned for at most the largest
-        sizes seen."""
+        """Store that no plan fits sizes up to `ceiling`: later, a smaller call is planned for at most the largest sizes
+        seen."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:
@@ -238,9 +238,9 @@ class PlansBySize:
         return any(covers(ceiling, refused) for refused in self._refused)
 
     def covering(self, sizes: Sizes) -> Sizes | None:
-        """The ceiling whose plan a call of these sizes runs by; None where the call exceeds all of them.
+        """The ceiling whose plan a call of these sizes runs by; None where the call exceeds all ceilings.
 
-        It is that of the plan with the least added time; or a smaller ceiling that has no plan yet, once the
+        This is the ceiling of the plan with the least added time; or a smaller one that has no plan yet, once the
         recomputation of larger plans has cost calls of these sizes as much time as planning takes."""
         plans = self._covering(sizes)
         if not plans:
@@ -274,7 +274,7 @@ def covers(ceiling: Sizes, sizes: Sizes) -> bool:
 
 
 def _smaller(ceiling: Sizes, sizes: Sizes) -> Sizes:
-    """The smallest sizes that still cover `sizes`, of those that are one of a few fractions of the ceiling's."""
+    """The smallest sizes that cover `sizes`, each `ceiling`'s own or one of a few fractions of it."""
     return tuple(
         min([most, *(shrunk for part in _SHRINKS if (shrunk := math.ceil(part * most)) >= size)])
         for size, most in zip(sizes, ceiling, strict=True)

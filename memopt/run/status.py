@@ -1,5 +1,5 @@
-"""What memopt says of the training calls of an optimised model: its state, a line in the log for each plan, and a
-warning of training that bypasses the plan."""
+"""What memopt reports about the training calls of an optimised model: its state, a line in the log for each plan, and a
+warning about training that bypasses the plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memopt.units import duration, size
 
 
 class State(Enum):
-    """The states of an optimised model; `Session` is the one place where they change."""
+    """The states of an optimised model; only `Session` changes them."""
 
     NEW = "new"
     """No training call has come yet, and nothing is planned."""
@@ -39,9 +39,9 @@ class State(Enum):
     """The latest call ran by its plan, or was planned ahead of its run."""
     CHECKPOINTED = "checkpointed"
     """The latest call ran with activation checkpoints: its forward breaks and its regions cannot be planned within the
-    budget, or its sizes, smaller than those that were planned, came too seldom for a plan of their own."""
+    budget, or its sizes, smaller than planned ones, are too rare for a plan of their own."""
     UNPLANNED = "unplanned"
-    """Calls run as the plain model does whatever they need, as "plain" in `allow` has it."""
+    """Calls run as the plain model does, whatever memory they need, as "plain" in `allow` permits."""
     REFUSED = "refused"
     """The latest call was refused, and no step was taken."""
 
@@ -54,10 +54,10 @@ class Status:
     """The name of the model's class."""
     state: State = State.NEW
     reason: str = "no training call has come yet"
-    """Why it is in that state, in words; what is planned where it is PLANNED."""
+    """Why the model is in that state, in words; for PLANNED, the shapes and figures of the plan."""
     plan: Plan | None = None
-    """The plan of the latest call; None where it has none. Its receipt has the plain step only where that was counted
-    ahead: `memopt.plan_of` counts it."""
+    """The plan of the latest call, or the latest plan before it; None before any. Its receipt has the plain step only
+    if that was counted in advance: `memopt.plan_of` counts it."""
 
     def __str__(self) -> str:
         return f"{self.model}: {self.state.value}, " + self.reason.partition("\n")[0]
@@ -70,7 +70,7 @@ def planned_in_words(plan: Plan, shapes: str) -> str:
 
 
 _MOST = 512
-"""The number of signatures that are remembered to have a line."""
+"""The number of signatures that are remembered to be logged."""
 
 
 class PlanningLog:
@@ -127,11 +127,10 @@ def _shapes(name: str, value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class UnplannedWatch(WatchingHook):
-    """Warns, at most once, if the first gradient reaches a model's parameters though no planned call has begun since
-    `begin()`.
+    """Warns once if a gradient reaches a model's parameters although no planned call has begun since `begin()`.
 
-    Only gradients distinguish training from other uses of a forward, and a forward that is not called through the
-    module leaves no other trace. The hooks are removed as soon as a planned call begins."""
+    Other uses of a forward get no gradients, and a forward that is not called through the module leaves no other trace.
+    The hooks are removed as soon as a planned call begins."""
 
     def __init__(self, model: nn.Module, call: object) -> None:
         self._model, self._call = weakref.ref(model), weakref.ref(call)
@@ -139,7 +138,7 @@ class UnplannedWatch(WatchingHook):
         self._warned = False
 
     def begin(self) -> None:
-        """Watch all parameters that are trained now."""
+        """Watch all parameters that are trainable now."""
         model = self._model()
         if self._handles or self._warned or model is None:
             return
@@ -184,7 +183,7 @@ class UnplannedWatch(WatchingHook):
 
 
 def _stacklevel_of_user() -> int:
-    """The `stacklevel` with which a warning by the caller names the innermost line outside of torch and memopt."""
+    """The `stacklevel` for a warning by the caller that points to the innermost line outside of torch and memopt."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("memopt", "torch"):
         level, frame = level + 1, frame.f_back

@@ -1,5 +1,5 @@
-"""The training calls of one kind, of a model alone or of a model with its loss function: what plans, records and runs
-them. The session has their state."""
+"""The training calls of one kind, of a model alone or of a model with its loss function: plans, records and runs them.
+The session has their state."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class TrainingCalls:
         self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._run = run
         self._within_modes = False
-        """Whether it was said that calls run within dispatch modes of the user's."""
+        """Whether the warning about the user's dispatch modes was given."""
         self._reached: frozenset[int] = frozenset()
-        """The parameters with gradients in any call before the present one."""
+        """The `id`s of parameters that had a gradient at any earlier call."""
         self._stepped_elsewhere: frozenset[int] | None = None
-        """Parameters that the optimizer had stepped before the present call, and no call reached; None before the first
-        one."""
+        """The `id`s of parameters that the optimizer had stepped before the present call although no call gave them a
+        gradient; None before the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self, (args, kwargs))
@@ -87,17 +87,16 @@ class TrainingCalls:
         return plain_loss_call(self.model, self.loss_fn, self.planner.optimizer_choice.floats, own)(*args, **kwargs)
 
     def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
-        """Run a call by its plan, making new plans where the existing ones do not serve its sizes. `before` is the
-        state before the call. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be
-        captured."""
+        """Run a call by its plan, with new plans where the existing ones do not serve its sizes. `before` is the state
+        before the call. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured."""
         reason = ""
         for _ in range(2):
             try:
                 return self.recorded.run(in_progress)
             except SizeOutgrown as outgrown:
                 reason = str(outgrown)
-            # Outside of the handler, whose exception would keep what the forward made. A forward writes to buffers only
-            # at its end, so that the generators are all there is to undo.
+            # Outside of the handler, since its exception would keep the forward's tensors alive. A forward writes to
+            # buffers only at its end, so that only the generators have to be undone.
             set_generators(before.generators, before.device)
             self.forget()
         raise CaptureError(
@@ -106,14 +105,14 @@ class TrainingCalls:
         )
 
     def fitting_within_modes(self, names: str, now: CallInProgress) -> CountedStep | None:
-        """The step (`CountedStep`) of a call made within the user's dispatch modes, called `names`: Dynamo captures
-        nothing there, so that the call runs plain, with a warning, once. Where it exceeds the budget, None if `allow`
-        has "plain", else raises `BudgetError`. Raises `CaptureError` where the bytes of its step cannot be counted."""
+        """The `CountedStep` of a call within the user's dispatch modes `names`. Dynamo captures nothing there, so that
+        the call runs plain, with a warning once. Where it exceeds the budget, None if `allow` has "plain", else
+        `BudgetError` is raised. Raises `CaptureError` where its bytes cannot be counted."""
         within = (
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )
         plain, least = self.plain_calls, None
-        with without_modes(), plain.only_way():  # what a count runs is not for the modes to see
+        with without_modes(), plain.only_way():  # the modes must not see the operators of a count
             fits = plain.step_if_it_fits(now)
             if fits is None:
                 least = plain.needed_bytes(now, sys.maxsize)
@@ -161,8 +160,8 @@ class TrainingCalls:
         return self.road.beside_plain(plan, count)
 
     def for_other_kinds(self, refused: BudgetError, call: Call, situation: Situation) -> BudgetError:
-        """The `BudgetError` of a call with a budget that is enough for earlier calls with other kinds of arguments, too
-        (`PlainCalls.seen_beside`). Each of them is planned on fake tensors, and the largest budget is named."""
+        """The `BudgetError` of a call with a budget that also suffices for earlier calls with other kinds of arguments
+        (`PlainCalls.seen_beside`). Each of these is planned on fake tensors, and the largest budget is named."""
         most = refused
         for other in self.plain_calls.seen_beside(call):
             try:
@@ -174,8 +173,9 @@ class TrainingCalls:
                 continue
         if most is refused:
             return refused
-        words = f"{size(most.smallest_bytes - refused.smallest_bytes)} of it are for calls with other arguments"
-        return refused.adding(f"{words}, as came before", smallest_bytes=most.smallest_bytes)
+        more = size(most.smallest_bytes - refused.smallest_bytes)
+        words = f"{more} of the named budget are for earlier calls with other arguments"
+        return refused.adding(words, smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
         """The call with the largest sizes that the user declares, if it is planned on fake tensors; else `call`."""
@@ -184,12 +184,12 @@ class TrainingCalls:
         return call
 
     def shown(self, situation: Situation) -> Plan:
-        """The plan by which the latest plain call would run if its step did not fit."""
+        """The plan by which the latest plain call would run if its step did not fit the budget."""
         with self.planner.terms.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, situation)
 
     def _priced_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], PricedStep]:
-        """A function that captures, traces and prices, at its first call, the graphs that a plan from disk is for."""
+        """A function that at its first call captures, traces and prices the graphs of a plan from disk."""
         hollow, planner = on_meta(call), self.planner
 
         @cache
@@ -203,8 +203,8 @@ class TrainingCalls:
         return step
 
     def take_captures(self, earlier: TrainingCalls) -> None:
-        """Plan from the graphs that `earlier` has captured, whose options differ in the budget alone. If `earlier` is
-        called again, it captures anew."""
+        """Plan from the graphs that `earlier`, of an earlier session (`Session.from_captures`), has captured. If
+        `earlier` is called again, it captures anew."""
         self.planner.share_graphs(earlier.planner)
         self.recorded.take(earlier.recorded)
 
@@ -214,9 +214,9 @@ class TrainingCalls:
         self.planner.forget_sizes()
 
     def forget_without_state(self, gradients: frozenset[int], parameters: frozenset[int], latest: Plan | None) -> None:
-        """Drop the plans, except `latest`, if parameters have got a gradient for the first time, from a call or from
-        code outside of the forward: the optimizer then makes state for them, which the plans do not count. `parameters`
-        has the `id`s of the model's parameters, `gradients` of those that have a gradient now."""
+        """Drop the plans, except `latest`, if parameters have a gradient for the first time, from a call or from code
+        outside of the forward: the optimizer then makes state for them, which the plans do not count. `parameters` has
+        the `id`s of the model's parameters, `gradients` those of parameters that have a gradient now."""
         accounts = self.planner.accounts
         accounts.note_reached(gradients)
         reached, elsewhere = accounts.reached, accounts.stepped_elsewhere & parameters

@@ -1,5 +1,5 @@
-"""What the caller's own code, such as a loss outside of the model, holds between a forward and its backward: seen in
-the autograd graph from which the backward starts, and read from a meter where one runs."""
+"""The bytes that the caller's own code, such as a loss outside of the model, holds between a forward and its backward:
+estimated from the autograd graph of the backward, or read from a meter if one runs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from memopt.meter import PeakMeter
 from memopt.run.entry import Entry
 
 LOSS_OUTSIDE = 1
-"""A loss outside of the model is guessed to take this many times the gradients of the outputs beside these, as cross
-entropy does where nobody holds the outputs;"""
+"""A loss outside of the model is guessed to need this many times the bytes of the outputs' gradients, in addition to
+these: as cross entropy needs if nobody keeps the outputs."""
 LARGE_LOSS_OUTSIDE = 5
-"""and this many times as far as the budget allows, and in the budget that a refusal names, as a few losses together."""
+"""As `LOSS_OUTSIDE`, as far as the budget allows, and in the budget that a refusal names: for a few losses together."""
 _STAYING = 2
-"""Of what is guessed beyond the least, one part in so many is taken to stay to the end of the backward: one-hot targets
-and probabilities that the caller has names for."""
+"""This part (one half) of what is guessed beyond `LOSS_OUTSIDE` is assumed to stay until the end of the backward:
+one-hot targets and probabilities that the caller keeps."""
 _BEGIN, _END = 12_347, 12_343
-"""Sizes in bytes that mark two moments among the allocations: of a block that is freed at once."""
+"""Sizes in bytes of blocks that are allocated and freed at once, to mark two moments among the meter's events."""
 _RETURNED = "memopt returned"
-"""What a forward returned has this in the metadata of its autograd node."""
+"""The key in the metadata of the autograd nodes of a forward's outputs under which its `UntilBackward` is stored."""
 
 
 class UntilBackward:
     """Observes what the caller's own code holds from the return of a forward to the beginning of its backward.
 
-    What operators saved is in the autograd graph. What they allocate and free again is not: it is assumed to be as much
-    as the largest gradients that they pass on, unless the CPU's meter (`memopt.measure_peak`) runs and measures it.
-    memopt runs no meter of its own, as torch allows one profiler at a time, which may be the user's."""
+    Tensors that operators saved are in the autograd graph. Those that they allocate and free are not: they are assumed
+    to take as much as the largest gradients passed on, unless the CPU's meter (`memopt.measure_peak`) runs and measures
+    it. memopt runs no meter of its own, as torch allows one profiler at a time, which may be the user's."""
 
     _running: ClassVar[UntilBackward | None] = None
 
@@ -79,8 +79,8 @@ class UntilBackward:
             seen.end()
 
     def end(self) -> None:
-        """Mark in the meter's events where the caller's own code ends: the backward has reached the outputs that the
-        model returned, which code after its last region may have computed."""
+        """Mark in the meter's events where the caller's own code ends: the backward has reached the model's outputs,
+        which code after its last region may have computed."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(_END)
@@ -133,9 +133,8 @@ def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
 ) -> tuple[int, int]:
     """An estimate of the most bytes on a device that these autograd nodes hold before the backward, and during it.
-    `nodes` are in the order in which the backward runs them, which starts at `roots`. Saved tensors count, except
-    storages at the addresses `counted`, and so do the values or gradients that exist at the same time, except those of
-    leaves."""
+    `nodes` are in the order in which the backward runs them; it starts at `roots`. Saved tensors count, except at the
+    addresses `counted`, and so do values or gradients that exist at the same time, except those of leaves."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -162,8 +161,8 @@ def held_bytes(
 
 
 def staying(guessed_bytes: int) -> int:
-    """How many of `guessed_bytes`, the further bytes that a loss function outside of the model may need, may stay
-    allocated until the end of the backward."""
+    """How many of `guessed_bytes` may stay allocated until the end of the backward. These are the further bytes that a
+    loss outside of the model may need."""
     return guessed_bytes // _STAYING
 
 
@@ -173,11 +172,11 @@ def _end(seen: weakref.ref[UntilBackward], *_: object) -> None:
 
 
 def _mark(nbytes: int) -> None:
-    with without_modes():  # those of the user's are to see their own step only
+    with without_modes():  # the user's modes must not see this allocation
         torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _marked(events: Sequence[int], nbytes: int) -> int | None:
-    """The position in `events` after the latest mark of this size; None without one."""
+    """The position in `events` right after the latest mark of this size; None if there is none."""
     found = [place for place in range(1, len(events)) if events[place - 1] == nbytes and events[place] == -nbytes]
     return found[-1] + 1 if found else None

@@ -1,4 +1,4 @@
-"""The inputs of a forward that waits for its backward, for a second run of it, which does not keep them alive."""
+"""The inputs of a forward that waits for its backward, for a second run; the caller's tensors are not kept alive."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils.weak import TensorWeakRef
 
 @dataclass(frozen=True, eq=False)
 class WeakInputs:
-    """The inputs with which a region ran. Tensors that only the caller holds are kept as weak references, so that the
-    caller can free them; versions tell whether a tensor was written to since."""
+    """The inputs with which a region ran. Tensors that only the caller holds are referenced weakly, so that the caller
+    can free them. Versions show whether a tensor was written to since."""
 
     references: Sequence[Any]
-    """The inputs; of tensors that only the caller holds, weak references."""
+    """The inputs; weak references for tensors that only the caller holds."""
     versions: Sequence[int]
-    """The versions of the tensors."""
+    """The inputs' `_version`s; 0 for values that are not tensors."""
     places: Mapping[int, object]
-    """By the numbers of plain tensors that only the caller holds: where each lies in memory."""
+    """For each tensor that only the caller holds, by its number: its address, shape, strides and dtype (`_place`)."""
 
     @classmethod
     def of(cls, inputs: Sequence[Any], given: Iterable[torch.Tensor]) -> WeakInputs:
@@ -36,9 +36,9 @@ class WeakInputs:
         return cls(references, versions, {number: _place(one) for number, one in own.items()})
 
     def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
-        """The inputs in order. A tensor that the caller has freed is taken from those that the forward's autograd nodes
-        have saved, which `saved` returns: the one with the same address, shape, strides and dtype is the same tensor,
-        since the caller held it until all of them were saved. None where there is no such one."""
+        """The inputs in order. A tensor that the caller has freed is replaced by one of those that the forward's
+        autograd nodes have saved, which `saved` returns: if address, shape, strides and dtype are equal, it is the same
+        tensor, since the caller held it until all of them were saved. None if there is no such tensor."""
         found = [one() if isinstance(one, TensorWeakRef) else one for one in self.references]
         if self.are_gone(found):
             same = {_place(one): one.detach() for one in saved()}
@@ -48,11 +48,11 @@ class WeakInputs:
         return found
 
     def are_gone(self, present: Sequence[Any]) -> bool:
-        """Whether any tensor of the caller is None in `present`, which `present()` returned: it was freed."""
+        """Whether any of the caller's tensors was freed: it is None in `present`, the result of `present()`."""
         return any(present[number] is None for number in self.places)
 
     def have_changed(self, present: Sequence[Any], but: Collection[int]) -> bool:
-        """Whether any tensor in `present`, which `present()` returned, has been written to since the region ran, except
+        """Whether any tensor in `present`, the result of `present()`, has been written to since the region ran, except
         the inputs with the numbers `but`."""
         return any(
             isinstance(one, torch.Tensor) and number not in but and one._version != self.versions[number]

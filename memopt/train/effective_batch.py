@@ -30,8 +30,8 @@ from memopt.run.session import session_of
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """The process groups whose ranks train the model: one; if parameters are sharded over a mesh of several dimensions,
-    one for each dimension; none for a model on one device."""
+    """The process groups whose ranks train the model: one under DDP, one for each mesh dimension of sharded parameters,
+    and none for a model on one device."""
     if isinstance(model, DistributedDataParallel):
         return [model.process_group]
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
@@ -82,9 +82,9 @@ Count = Callable[[Any], Any]
 def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets: bool) -> int | float | torch.Tensor:
     """The number of terms in the mean loss of `batch`, as a tensor on the device if it is computed from tensors there.
 
-    A given `count` is called. Otherwise integer labels other than -100 are counted (`labels` or `shift_labels` of a
-    dict, or the targets of a pair `(inputs, targets)`); in a causal Hugging Face model the first label of each sequence
-    is left out, since nothing predicts it. Without such labels the samples are counted.
+    If `count` is given, it is called. Otherwise integer labels other than -100 are counted (`labels` or `shift_labels`
+    of a dict, or the targets of a pair `(inputs, targets)`); in a causal Hugging Face model the first label of each
+    sequence is left out, since nothing predicts it. Without such labels the samples are counted.
 
     Raises:
         ValueError: samples are counted, but the tensors have different numbers of them; or `count` returns a negative
@@ -160,7 +160,7 @@ class EffectiveBatch:
 
     @classmethod
     def empty(cls, device: torch.device) -> EffectiveBatch:
-        """An effective batch without any microbatch yet: the sums of tokens and losses are 0."""
+        """An effective batch without any microbatch yet: sums of 0."""
         # Apple's GPU has no float64; float32 counts exactly up to 16 million.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         nothing = torch.zeros((), dtype=dtype, device=device)
@@ -176,7 +176,7 @@ class EffectiveBatch:
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
     def weighted(self, loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss of a microbatch of `count` tokens times its weight `count` / `reference`; 0 for one
+        """The mean loss of a microbatch of `count` tokens times its weight `count` / `reference`; 0 for a microbatch
         without tokens, whose mean loss is NaN."""
         weight = count / torch.where(self.reference > 0, self.reference, 1)
         weight = weight if loss.dtype is torch.float64 else weight.float()
@@ -208,7 +208,7 @@ def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.T
     home = like.tokens
     if isinstance(count, torch.Tensor) and count.device == home.device:
         return count.to(home.dtype)
-    # A kernel writes a count from the host, since a copy would wait. A count on another device has to be copied.
+    # `full` writes a number from the host without waiting, unlike a copy. A count on another device has to be copied.
     value = count.item() if isinstance(count, torch.Tensor) and is_on_host(count) else count
     if isinstance(value, torch.Tensor):
         return value.to(home.device, home.dtype, non_blocking=True)
@@ -216,13 +216,13 @@ def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.T
 
 
 MOST_SIGNATURES = 256
-"""The most signatures of batches for which the number of pieces is remembered; the oldest one is dropped, and planned
+"""The number of batch signatures for which the number of pieces is remembered; batches of dropped ones are planned
 again."""
 
 
 class Splitting:
-    """The number of equal pieces into which batches of each signature (shapes and dtypes) are split: `microbatches`;
-    where that is None, 1 until a batch of that signature is refused."""
+    """The number of equal pieces into which batches of each signature (shapes and dtypes) are split: `microbatches`; if
+    that is None, 1 until a batch of that signature is refused."""
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
@@ -234,12 +234,12 @@ class Splitting:
         return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:
-        """The smallest number of pieces above the current one with which the step fits, found by planning and
+        """The smallest number of pieces, above the current one, with which the step fits; found by planning, and
         remembered.
 
         Raises `refused` where the user has set the number, passes microbatches or does not allow the lever
-        "microbatch"; a `BudgetError` that says so where the model has batch statistics, which would be computed of each
-        piece by itself; and, where not even single samples fit, the error that names the smallest budget."""
+        "microbatch"; a `BudgetError` that says so where the model has batch statistics, which each piece would compute
+        separately; and, where not even single samples fit, the error that names the smallest budget."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused
@@ -247,12 +247,12 @@ class Splitting:
         for number in range(self.pieces(batch) + 1, (samples := samples_of(batch)) + 1):
             if samples % number:
                 continue
-            try:  # as a later piece, beside the gradients of earlier ones
+            try:  # as a later piece, with the gradients of earlier ones
                 plan = planned.plan(split(batch, number)[0], gradients_held=True, advise=False)
             except BudgetError as error:
                 least = min(least, error, key=lambda refusal: refusal.smallest_bytes)
                 continue
-            except CaptureError:  # the model does not accept so small a batch
+            except CaptureError:  # the model does not accept batches this small
                 break
             self._check_statistics(plan, number, refused)
             self._pieces[_signature_of(batch)] = number
@@ -266,7 +266,7 @@ class Splitting:
         raise least
 
     def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
-        """Raise `BudgetError` if the model normalises over the batch, so that to split it would change the numbers."""
+        """Raise `BudgetError` if the model normalises over the batch, so that splitting it would change the numbers."""
         assert plan.captured is not None
         if any(region.has_batch_statistics for region in plan.captured.regions):
             instead = (

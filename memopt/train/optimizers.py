@@ -1,5 +1,5 @@
-"""Checks the optimizers, schedulers and clipping limit that the user gives to a `TrainStep`, and works on the gradients
-of all optimizers together."""
+"""Checks of the optimizers, schedulers and clipping limit that the user gives to a `TrainStep`, and functions on the
+gradients of all optimizers together."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def norm_limit(value: Any) -> float | None:
 
 
 def with_gradients(optimizers: Optimizers) -> Optimizers:
-    """Returns those of the optimizers that have a parameter with a gradient.
+    """The optimizers that have a parameter with a gradient.
 
-    Raises `ValueError` if none has one, or for sparse gradients.
+    Raises `ValueError` if none has one, and for sparse gradients.
     """
     for parameter in parameters_of(*optimizers):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -140,8 +140,8 @@ def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
-    """Clip the total norm of all gradients to `limit`, in place; None clips nothing. Returns the norm before clipping,
-    that over all ranks for sharded gradients."""
+    """Clip the total norm of all gradients to `limit`, in place; None clips nothing. Returns the norm before clipping;
+    for sharded gradients, the norm over all ranks."""
     if limit is None:
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     else:

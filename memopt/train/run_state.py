@@ -1,4 +1,4 @@
-"""The whole state of a run as `torch.distributed.checkpoint` saves it: each rank its part, for any number of ranks."""
+"""The whole state of a run for `torch.distributed.checkpoint`: each rank saves its part, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RunState:
     are stored by the names of parameters. On the same number of ranks each rank's random generators are restored too,
     and the run is bitwise as if it had never stopped; on another number each rank keeps its current generators.
 
-    Raises `ValueError` where it is saved or loaded within an effective batch, for a state of another run, and for
-    optimizers that levers have changed."""
+    Raises `ValueError` if it is saved or loaded within an effective batch, for a state of another run, and for
+    optimizers that levers have wrapped."""
 
     def __init__(self, step: TrainStep) -> None:
         if changed := next((one for one in step.optimizers if isinstance(one, Parameterwise)), None):
@@ -40,7 +40,8 @@ class RunState:
         self.step = step
 
     def state_dict(self) -> StateDict:
-        """The state to save, or to load into: parameters and optimizer state, sharded as they are on the ranks."""
+        """The state to save or to load into: model and optimizers, sharded as on the ranks, and the state of the
+        loop."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
 
         if calls := self.step.effective_batch.calls:
@@ -50,7 +51,7 @@ class RunState:
             )
         self.step.settle()
         model, optimizers = get_state_dict(unwrapped(self.step.model), list(self.step.optimizers))
-        file = io.BytesIO()  # one value, so that a checkpoint with another number of ranks has the same names
+        file = io.BytesIO()  # one value, so that the names do not depend on the number of ranks
         torch.save({**loop_state(self.step), "generators": self._generators()}, file)
         return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
 

@@ -1,6 +1,6 @@
 """Loss scaling by `torch.amp.GradScaler` for several optimizers, which all step or all skip; also without fp16.
 
-The result of a call of `TrainStep`, and what follows once it is known whether its step was skipped.
+Also the result of a call of `TrainStep`, and what follows once it is known whether its step was skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Verdict:
     def __init__(self, skipped: bool | torch.Tensor) -> None:
         self._flag, self._arrived = skipped, None
         if isinstance(skipped, torch.Tensor) and skipped.is_cuda:
-            # Copied right behind the step's own work, so that reading it later waits for that step and for no later
+            # Copied right after the step's own work, so that reading it later waits for that step and not for later
             # work.
             self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
             self._flag.copy_(skipped, non_blocking=True)
@@ -118,7 +118,7 @@ class Scaling:
             skipped = torch.maximum(skipped, flag.to(skipped.device, non_blocking=True))
         for first, *others in flags:
             first.copy_(skipped)
-            for flag in others:  # on other devices; GradScaler adds all flags up, and fused kernels test for exactly 1
+            for flag in others:  # on other devices: GradScaler adds up all flags, and fused kernels test for exactly 1
                 flag.zero_()
         return skipped
 
@@ -179,10 +179,10 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
 
 
 def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Have the scaler step the optimizer. Returns whether the optimizer's `step` ran, which `GradScaler.step` does not
-    tell.
+    """Step the optimizer by the scaler. Returns whether the optimizer's `step` ran, which `GradScaler.step` does not
+    report.
 
-    That of a fused optimizer always runs, and may skip the update inside.
+    The `step` of a fused optimizer always runs, and may skip the update inside.
     """
     ran: list[bool] = []
     handle = optimizer.register_step_post_hook(lambda *_: ran.append(True))
@@ -194,10 +194,10 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers once the optimizers have stepped, and warns once of a skipped step that a smaller loss scale
-    would not have saved.
+    """Steps the schedulers once the optimizers have stepped, and warns once if a step was skipped for another reason
+    than the loss scale.
 
-    While the host does not know yet whether a step was skipped, both wait until `settle`."""
+    While the host does not know yet whether a step was skipped, both wait until `settle` is called."""
 
     def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
         self.schedulers, self.scale_adapts = schedulers, scale_adapts
@@ -212,8 +212,8 @@ class FollowUp:
             self.settle()
 
     def settle(self) -> None:
-        """Act on the latest result, unless that was done; waits for the device if the host does not know yet whether it
-        was skipped."""
+        """Act on the latest result, unless that was done already; waits for the device if the host does not know yet
+        whether the step was skipped."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -225,13 +225,13 @@ class FollowUp:
             self._warn(number, float(result.loss))
 
     def forget(self) -> None:
-        """Drop the result of the latest step, if neither the schedulers nor the warning have used it yet."""
+        """Drop the latest result if it was not acted on yet."""
         self._waiting = None
 
     def _warn(self, number: int, loss: float) -> None:
         finite = abs(loss) < float("inf")
         if finite and self.scale_adapts:
-            return  # a smaller scale mends it
+            return  # a smaller scale will avoid it
         self._warned = True
         reason = f"its loss is {loss:g}" + (", but not all of its gradients are finite" if finite else "")
         warnings.warn(

@@ -1,4 +1,4 @@
-"""The state of a `TrainStep`: everything but the model's own state that a resumed run needs."""
+"""The state of a `TrainStep`: everything that a resumed run needs besides the model's own state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memopt.training_state import generator_states, set_generators
 from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"
-"""Keys in saved states: of the host's generator, and of those of cards, whatever their kind."""
+"""Keys in saved states: of the host's generator, and of the generators of cards of any kind."""
 
 
 def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ KEYS = frozenset(
 
 
 class _Stateful(Protocol):
-    """The parts of a `TrainStep` that its state is made of."""
+    """The attributes of a `TrainStep` that make up its state."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -175,13 +175,14 @@ def _check(step: _Stateful, state: StateDict) -> None:
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(
             f"the state is from within an effective batch of {state['accumulate']} calls, this TrainStep has "
-            f"accumulate={step.accumulate}; build it as it was at saving, or save after a complete one"
+            f"accumulate={step.accumulate}; build it with accumulate={state['accumulate']}, or save after a whole one"
         )
     shapes = [None if gradient is None else gradient.shape for gradient in state["gradients"]]
     own_shapes = [parameter.shape for parameter in step.parameters]
     if len(shapes) != len(own_shapes) or any(a not in (None, b) for a, b in zip(shapes, own_shapes, strict=True)):
         raise ValueError(
-            "the gradients of the state are of other parameters than this TrainStep's; build it as it was at saving"
+            "the gradients of the state are of other parameters than this TrainStep's; build it from the model and "
+            "optimizers of the one that was saved"
         )
 
 
@@ -192,10 +193,8 @@ def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) 
         own = getattr(step, name)
         if len(state[name]) != len(own):
             raise ValueError(
-                f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it as it was at saving"
+                f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it with as many"
             )
     if (state["scaler"] is not None) != step.scaling.adapts:
         had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
-        raise ValueError(
-            f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it as it was at saving"
-        )
+        raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it {had} one")

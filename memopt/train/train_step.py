@@ -1,4 +1,4 @@
-"""One training step, from a batch to the optimizers' step, with everything in the right order."""
+"""One training step, from a batch to the optimizers' step, with all operations in the right order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from memopt.training_state import CallState
 
 class TrainStep:
     """`step(batch)` trains a plain or an optimised model on a batch: loss, backward, unscaling, clipping, optimizers,
-    scale and schedulers.
+    scale and schedulers, in this order.
 
     Args:
         model: returns its mean loss, or an object or a tuple with it, for a batch (a dict for keywords, a tuple for
@@ -68,9 +68,9 @@ class TrainStep:
             steps.
         autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
 
-    A batch may also be a list or an iterator of microbatches of any sizes. However the tokens are distributed over
-    microbatches, calls and ranks, the gradient is that of the mean over all tokens. Batch statistics (BatchNorm) and
-    losses that compare samples of a batch (contrastive ones) see one microbatch at a time.
+    A batch may also be a list or an iterator of microbatches of any sizes. The gradient is that of the mean over all
+    tokens, however they are distributed over microbatches, calls and ranks. Batch statistics (BatchNorm) and losses
+    that compare samples of a batch (contrastive ones) see one microbatch at a time.
 
     A step whose loss or gradients are not finite changes nothing but the scale, and `result.skipped` is True; the first
     time that the scale cannot be the cause, there is a warning. The host waits for the device only where a result is
@@ -78,9 +78,9 @@ class TrainStep:
     `settle`.
 
     Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later leaves gradients as they
-    were; if it had already added to those of earlier calls, it leaves no gradients, and a new effective batch begins.
-    A planned call in which an allocation fails is undone, buffers and random numbers too, and run once more by a
-    tighter plan; what cannot be undone, or fails again, raises `StepMemoryError` with the plan's account.
+    were; if it had already added to those of earlier calls, it leaves no gradients, and a new effective batch begins. A
+    planned call in which an allocation fails is undone, buffers and random numbers too, and run once more by a plan
+    that holds less; if it cannot be undone, or fails again, `StepMemoryError` is raised with the plan's account.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class TrainStep:
         while True:
             try:
                 return self._call(as_microbatches(batch, pieces))
-            except BudgetError as refused:  # nothing has run
+            except BudgetError as refused:  # nothing has run yet
                 pieces = self.splitting.more(batch, refused)
-            except StepMemoryError as failed:  # undone, and planned tighter from now on
+            except StepMemoryError as failed:  # later calls are planned to hold less
                 failed.repeated = failed.repeated or repeated
                 if failed.repeated or not failed.undone or is_parallel(self.model):
                     raise
@@ -175,8 +175,8 @@ class TrainStep:
         return StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
-        """Step the schedulers for the latest effective batch. The next call does so too, so this is to be called after
-        the last one. Does nothing where they are up to date, or where the optimizers skipped the batch."""
+        """Step the schedulers for the latest effective batch, unless that was done or the optimizers skipped it. The
+        next call does so too: call this after the last one."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:
@@ -203,8 +203,8 @@ class TrainStep:
         return parameters_of(*self.optimizers)
 
     def _counts(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
-        """The weight of each microbatch; 1, without counting, where the effective batch is a single microbatch on one
-        rank."""
+        """The weight of each microbatch. Where the effective batch is a single microbatch on one rank, nothing is
+        counted, and the weight is 1."""
         if len(microbatches) == self.accumulate == 1 and not is_parallel(self.model):
             return [as_count(1, self.effective_batch)]
         pairs = has_loss_function(self.model, self.loss_fn)
@@ -225,8 +225,8 @@ class TrainStep:
 
     @contextmanager
     def _undone_on_error(self, microbatches: Sequence[Any]) -> Iterator[None]:
-        """A block that, when it fails, leaves gradients as they were; if it has already added to those of earlier
-        calls, it leaves none."""
+        """A block that leaves gradients unchanged if it fails; if it has already added to those of earlier calls, it
+        leaves none."""
         earlier, first = self.effective_batch, self.effective_batch.calls == 0
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False

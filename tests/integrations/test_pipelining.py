@@ -113,7 +113,7 @@ def test_a_stage_that_cannot_fit_stops_all_ranks_with_one_message(refused: list[
     (kind, text), (other_kind, other_text) = (rank["too small"] for rank in refused)
     assert kind == other_kind == "BudgetError"
     assert text == other_text
-    assert text.endswith("so it is on rank 1, and all ranks stop")
+    assert text.endswith("this is the error on rank 1, and all ranks stop")
 
 
 @pytest.mark.filterwarnings("ignore")
