@@ -107,7 +107,8 @@ class CheckpointedCalls:
             least = self._least(now, _WORTH_NAMING * budget)
             if least is None:
                 return refused
-            return BudgetError(budget, least, "modules that run as activation checkpoints", further=(str(refused),))
+            runs = "modules that run as activation checkpoints"
+            return BudgetError(budget, least, runs, least=False, further=(str(refused),))
         if broken is None:
             return refused
         least = self._least(now, refused.smallest_bytes) or refused.smallest_bytes

@@ -179,6 +179,7 @@ class PlainCalls:
         plan may run plain."""
         self.latest: Call | CaptureError | None = None
         """The latest call that was counted and fits, without its values; or the reason why it cannot be captured."""
+        self._latest_sizes: Sizes = ()
         self._whatever_else = False
         """Whether calls run plain even where plans do more than save memory."""
         self._ran_bytes = 0
@@ -242,7 +243,11 @@ class PlainCalls:
             if covers(most, sizes):
                 if not fitting.fits(moment) and (closer := self._more_closely(fitting, situation)) is not None:
                     kind.fitting[number], fitting = (most, closer), closer
-                return fitting if self._may_run(fitting, moment) else None
+                if not self._may_run(fitting, moment):
+                    return None
+                if sizes != self._latest_sizes:
+                    self._note_latest(call, sizes)
+                return fitting
         too_large = kind.does_not_fit(sizes)
         if too_large and kind.beside and self._has_more_room(kind, now):
             kind.too_large.clear()
@@ -521,18 +526,20 @@ class PlainCalls:
                 step = self._count_step(batch, situation, most, **given)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
-                self.latest = self._without_values(call)
+                self._note_latest(call, sizes)
                 return fitting
         kind.too_large.append(sizes)
         kind.beside = max(kind.beside, *seen)
         return None
 
-    def _without_values(self, call: Call) -> Call | CaptureError:
+    def _note_latest(self, call: Call, sizes: Sizes) -> None:
+        self._latest_sizes = sizes
         try:
             check_kinds(call, Parts.of(self.model))
         except CaptureError as special:
-            return without_frames(special)
-        return on_meta(call)
+            self.latest = without_frames(special)
+        else:
+            self.latest = on_meta(call)
 
     def _count_step(
         self,

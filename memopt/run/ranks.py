@@ -26,7 +26,6 @@ from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError, RankError
 from memopt.planning.terms import Buckets
 
-_Told = tuple[str, tuple[Any, ...], dict[str, Any]]
 """An error of a rank as plain data, to be sent to the others: its kind, and the arguments it is made from."""
 
 
@@ -123,24 +122,16 @@ def _all_there() -> Iterator[None]:
 _STOP = "this is the error on rank {}, and all ranks stop"
 
 
-def _told(error: Exception) -> _Told:
-    """An error as data that can be sent to other ranks."""
-    if isinstance(error, BudgetError):
-        made_from = (error.budget_bytes, error.smallest_bytes, error.dominated_by)
-        return (
-            "budget",
-            made_from,
-            {"least": error.least, "further": error.notes, "ways": error.ways, "proposals": error.proposals},
-        )
-    return "other", (f"{type(error).__name__}: {error}",), {}
+def _told(error: Exception) -> BudgetError | str:
+    """An error as it is sent to other ranks: of other types than `BudgetError`, which may not pickle, the text."""
+    return error if isinstance(error, BudgetError) else f"{type(error).__name__}: {error}"
 
 
-def _error(told: _Told, number: int) -> Exception:
+def _error(told: BudgetError | str, number: int) -> Exception:
     """The error that this rank raises for `told`, the error of the rank with this number."""
-    kind, made_from, further = told
-    if kind == "budget":
-        return BudgetError(*made_from, **further).adding(_STOP.format(number))
-    return RankError(f"rank {number} cannot train this step, and all ranks stop: {made_from[0]}")
+    if isinstance(told, BudgetError):
+        return told.adding(_STOP.format(number))
+    return RankError(f"rank {number} cannot train this step, and all ranks stop: {told}")
 
 
 def _by_rank(numbers: list[int], texts: list[str]) -> str:

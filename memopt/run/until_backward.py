@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +28,8 @@ LARGE_LOSS_OUTSIDE = 5
 _STAYING = 2
 """This part (one half) of what is guessed beyond `LOSS_OUTSIDE` is assumed to stay until the end of the backward:
 one-hot targets and probabilities that the caller keeps."""
-_BEGIN, _END = 12_347, 12_343
-"""Sizes in bytes of blocks that are allocated and freed at once, to mark two moments among the meter's events."""
+_MARKS = count(12_343, 2)
+"""Sizes in bytes of blocks that are allocated and freed at once, each to mark one moment among the meter's events."""
 _RETURNED = "memopt returned"
 """The key in the metadata of the autograd nodes of a forward's outputs under which its `UntilBackward` is stored."""
 
@@ -48,6 +48,7 @@ class UntilBackward:
     ) -> None:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self.ended = self._marked = False
+        self._begin_mark, self._end_mark = next(_MARKS), next(_MARKS)
         self._returned_bytes = distinct_bytes(outputs)
         self._begins_with = max(self._returned_bytes, tangent_bytes)
         self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
@@ -68,7 +69,7 @@ class UntilBackward:
         backward_starts(cls.look)
         if PeakMeter.running() is not None and device_of(entry.device).is_host:
             PeakMeter.listeners.append(seen.read)
-            _mark(_BEGIN)
+            _mark(seen._begin_mark)
 
     @classmethod
     def backward_begins(cls, entry: Entry, *, alone: bool) -> None:
@@ -83,7 +84,7 @@ class UntilBackward:
         which code after its last region may have computed."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
-            _mark(_END)
+            _mark(self._end_mark)
 
     @classmethod
     def drop(cls) -> None:
@@ -117,7 +118,7 @@ class UntilBackward:
         """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
         `events` in order (bytes allocated, and bytes freed as negative numbers), in the model's entry."""
         PeakMeter.listeners.remove(self.read)
-        entry, begin, end = self.entry(), _marked(events, _BEGIN), _marked(events, _END)
+        entry, begin, end = self.entry(), _marked(events, self._begin_mark), _marked(events, self._end_mark)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
             if not entry.metered:
                 entry.meanwhile = 0

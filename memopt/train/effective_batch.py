@@ -273,13 +273,7 @@ class Splitting:
                 f"{number} microbatches would fit, but batch normalisation would see each by itself: give TrainStep "
                 f"microbatches={number} if that is what you want"
             )
-            raise BudgetError(
-                refused.budget_bytes,
-                refused.smallest_bytes,
-                refused.dominated_by,
-                further=(*refused.notes, instead),
-                ways=refused.ways,
-            ) from None
+            raise refused.adding(instead) from None
 
 
 def _signature_of(batch: Any) -> str:

@@ -128,12 +128,14 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def set_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Set the state of the loop to what `loop_state` returned; also the random generators, unless `state["generators"]`
-    is None.
-
-    Raises `ValueError`, before anything is set, for the state of a TrainStep with other arguments."""
+def check_loop_state(step: _Stateful, state: StateDict) -> None:
+    """Raise `ValueError` for the state of the loop of a TrainStep with other arguments."""
     _check_built_alike(step, state, ("schedulers",))
+
+
+def set_loop_state(step: _Stateful, state: StateDict) -> None:
+    """Set the state of the loop to what `loop_state` returned, which `check_loop_state` has accepted; also the random
+    generators, unless `state["generators"]` is None."""
     _set_loop(step, state)
     if state["generators"] is not None:
         set_random_state(state["generators"], {parameter.device for parameter in step.parameters})

@@ -81,3 +81,19 @@ def test_the_check_of_a_second_run_sees_small_changes_of_16_bit_outputs() -> Non
     changed = outputs.clone()
     changed[:2] *= 1.0078125
     assert not sums_agree(sums_of(outputs), sums_of(changed))  # a sum in bfloat16 is the same for both
+
+
+def test_the_check_of_a_second_run_sees_changes_of_fp16_outputs_whose_magnitudes_add_up_to_more_than_fp16_holds() -> (
+    None
+):
+    outputs = torch.randn(512, 512).half()
+    assert not sums_agree(sums_of(outputs), sums_of(3 * outputs))
+
+
+def test_the_check_of_a_second_run_takes_nan_for_nan() -> None:
+    """As in a step that a gradient scaler skips."""
+    outputs = torch.randn(512, 512)
+    outputs[0] = torch.nan
+    assert sums_agree(sums_of(outputs), sums_of(outputs.clone()))
+    outputs[1], outputs[2] = torch.inf, -torch.inf
+    assert sums_agree(sums_of(outputs), sums_of(outputs.clone()))

@@ -54,6 +54,16 @@ def test_a_step_that_fits_is_plain_and_says_what_is_spare() -> None:
     assert memopt.status(model) is status
 
 
+def test_the_plan_of_a_plain_call_is_that_of_the_latest_one() -> None:
+    """Also where the count of a larger call serves it."""
+    model = memopt.optimize(make(), 1, **EXACT)
+    shown = []
+    for rows in (8, 32, 8):
+        train(model, rows)
+        shown.append(memopt.plan_of(model).account.inputs)
+    assert shown[0] == shown[2] == shown[1] // 4
+
+
 @pytest.mark.plans_always
 def test_a_refused_call_has_the_refusal_and_another_one_is_planned() -> None:
     model = memopt.optimize(make(), 1e-4, **EXACT)

@@ -17,6 +17,7 @@ import memopt
 from memopt.compat.autograd import backward_starts, graph_until
 from memopt.errors import GIB, round_up
 from memopt.meter import PeakMeter
+from memopt.run.ledger import Ledger
 from memopt.run.session import session_of
 from memopt.run.until_backward import held_bytes
 from tests.elsewhere import counted
@@ -301,3 +302,16 @@ def test_a_large_value_that_a_hook_keeps_is_no_growth_of_a_small_output() -> Non
             step()
         assert peak.bytes <= 0.9 * plain.bytes
     kept.clear()
+
+
+def test_each_forward_within_a_meter_is_read_between_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller second batch was read in place of the first one."""
+    monkeypatch.setattr(Ledger, "may_look", lambda _: True)
+    seen = []
+    for batches in ([ROWS], [ROWS, ROWS // 32]):
+        planned = memopt.optimize(model(256), 1, precision="fp32", optimizer=None)
+        with memopt.measure_peak():
+            for rows in batches:
+                classes(planned(torch.randn(rows, 128))).backward()
+        seen.append(session_of(planned).share.entry.meanwhile)
+    assert seen[0] == seen[1]

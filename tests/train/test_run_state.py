@@ -157,9 +157,12 @@ def test_it_is_not_saved_within_an_effective_batch(tmp_path: Path) -> None:
 def test_a_state_of_a_run_that_was_built_otherwise_is_refused() -> None:
     _, step = alone_step()
     state = RunState(step).state_dict()
-    _, other = alone_step(schedules=False)
+    model, other = alone_step(schedules=False)
+    with torch.no_grad():
+        before = [parameter.mul_(2).clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="the state has 1 schedulers, this TrainStep 0"):
         RunState(other).load_state_dict(state)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_an_optimizer_that_levers_changed_is_refused() -> None:
