@@ -75,7 +75,7 @@ def in_a_child(run: Callable[[], None], kill_after: float | None = None, first: 
 
 
 def is_newer(file: Path, seconds: float) -> bool:
-    """Whether a file is there and was written after a time."""
+    """Whether a file is there and was written after the time `seconds`."""
     try:
         return file.stat().st_mtime > seconds
     except FileNotFoundError:  # or renamed in this moment

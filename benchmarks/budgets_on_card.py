@@ -79,8 +79,8 @@ def used_by_others() -> int:
 
 
 def process_gb(others: int) -> float:
-    """The most that this process held since the statistics were reset: what the driver says is used now, and what the
-    allocator has given back since."""
+    """The most that this process held since the statistics were reset: what the driver says is used now, less `others`,
+    and what the allocator has given back since."""
     free, total = torch.cuda.mem_get_info()
     given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
     return (total - free - others + given_back) / GIB

@@ -161,7 +161,7 @@ def _boxed(config: Any) -> dict[str, Any]:
 
 
 def _of_types(config: Any) -> dict[str, Any]:
-    """Text, which says of each token that it is no image's."""
+    """Return a batch of text whose token types say that no token is an image's."""
     return {**_labelled_text(), "mm_token_type_ids": torch.zeros(4, 64, dtype=torch.long)}
 
 
